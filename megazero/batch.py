@@ -1,0 +1,25 @@
+"""What one forward pass works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of one micro-batch. b micro-batch size, s sequence length. All tensors on the run's device.
+
+    tokens       int64 [b, s], inputs
+    labels       int64 [b, s], the token that follows each input
+    loss_mask    bool [b, s] or None: which predictions count; None means all
+    samples      int64 [b] on the CPU: number of each sample in the run's order, which keys its dropout
+    documents    int64 [b, s] or None: number of each token's document within its sample; None: one document
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor | None
+    samples: Tensor
+    documents: Tensor | None = None

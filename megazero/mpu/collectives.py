@@ -1,0 +1,115 @@
+"""Collectives over a `Group`: no autograd, any device, any backend, counted.
+
+Each returns a `Pending`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of one
+nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.mpu.grid import Group
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed the flat collectives; 2.11 has only the old names.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way. `wait()` may be called more than once."""
+
+    def __init__(self, work: dist.Work | None = None, after: Callable[[], None] | None = None) -> None:
+        self._work, self._after = work, after
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        if self._after is not None:
+            self._after()
+        self._work = self._after = None
+
+
+def is_host_backend(group: Group) -> bool:
+    """Whether the group's backend only takes host tensors."""
+    return group.handle is not None and dist.get_backend(group.handle) in ("gloo", "mpi")
+
+
+def _staged(tensor: Tensor, group: Group) -> Tensor:
+    """The tensor itself, or a pinned host copy where the backend cannot read the device."""
+    if not tensor.is_cuda or not is_host_backend(group):
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor)
+
+
+def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
+    """Reduce a contiguous tensor over the group, in place. op: sum, max or min."""
+    if group.handle is None:
+        return Pending()
+    assert tensor.is_contiguous()
+    group.traffic["all_reduce", tensor.dtype] += 2 * tensor.nbytes
+    buffer = _staged(tensor, group)
+    work = dist.all_reduce(buffer, _OPS[op], group=group.handle, async_op=True)
+    return Pending(work, None if buffer is tensor else lambda: tensor.copy_(buffer))
+
+
+def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
+    """Fill `output` [n*k] with every rank's `piece` [k], in order of group index; `piece` may be its own part of `output`."""
+    if group.handle is None:
+        if piece.data_ptr() != output.data_ptr():
+            output.view(piece.shape).copy_(piece)
+        return Pending()
+    assert output.is_contiguous() and piece.is_contiguous() and output.numel() == group.size * piece.numel()
+    group.traffic["all_gather", output.dtype] += output.nbytes
+    source = _staged(piece, group)
+    target = output if source is piece else torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    work = _all_gather_flat(target, source, group=group.handle, async_op=True)
+    return Pending(work, None if target is output else lambda: output.copy_(target))
+
+
+def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
+    """Sum `whole` [n*k] over the group and keep part `index` in `output` [k], which may be that part of `whole`.
+
+    On NCCL the library's own. On gloo, whose reduce-scatter is an all-reduce inside, every part is sent to its owner
+    once (all-to-all) and summed there in order of group index: half the bytes, and the same bits at every run.
+    """
+    if group.handle is None:
+        if output.data_ptr() != whole.data_ptr():
+            output.copy_(whole.view(output.shape))
+        return Pending()
+    assert output.is_contiguous() and whole.is_contiguous() and whole.numel() == group.size * output.numel()
+    group.traffic["reduce_scatter", whole.dtype] += whole.nbytes
+    if not is_host_backend(group):
+        return Pending(_reduce_scatter_flat(output, whole, group=group.handle, async_op=True))
+    source = _staged(whole, group)
+    parts = torch.empty_like(source, memory_format=torch.contiguous_format).view(group.size, -1)
+    work = dist.all_to_all_single(parts.view(-1), source.view(-1), group=group.handle, async_op=True)
+
+    def add_up() -> None:
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        output.view(-1).copy_(total)
+
+    return Pending(work, add_up)
+
+
+def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> Pending:
+    """Copy the tensor of the member with index `source_index` to all members, in place."""
+    if group.handle is None:
+        return Pending()
+    group.traffic["broadcast", tensor.dtype] += tensor.nbytes
+    buffer = _staged(tensor, group)
+    work = dist.broadcast(buffer, group.ranks[source_index], group=group.handle, async_op=True)
+    return Pending(work, None if buffer is tensor else lambda: tensor.copy_(buffer))
+
+
+def barrier(group: Group) -> None:
+    """Return once every member has called this."""
+    if group.handle is not None:
+        dist.barrier(group.handle)

@@ -1,0 +1,158 @@
+"""The process grid: rank = ((pp_i*DP + dp_i)*CP + cp_i)*TP + tp_i, tensor-parallel ranks adjacent.
+
+`Axes` is the arithmetic, pure and testable without processes. `Group` is one process group as a value that is
+passed around; `ProcessGrid` is what one rank knows of its groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's index on each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of the axes of the grid."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def rank(self, at: Coordinates) -> int:
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def tensor_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold shards of the same layers."""
+        return tuple(self.rank(Coordinates(at.pp, at.dp, at.cp, i)) for i in range(self.tp))
+
+    def pipeline_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that a micro-batch passes, in order of stages."""
+        return tuple(self.rank(Coordinates(i, at.dp, at.cp, at.tp)) for i in range(self.pp))
+
+    def data_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold the same parameters: dp x cp."""
+        return tuple(self.rank(Coordinates(at.pp, d, c, at.tp)) for d, c in product(range(self.dp), range(self.cp)))
+
+    def tied_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold the tied embedding of one tp index: {first, last stage} x dp x cp."""
+        ends = sorted({0, self.pp - 1})
+        return tuple(rank for end in ends for rank in self.data_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
+
+
+@dataclass
+class Group:
+    """A process group as a value.
+
+    ranks    global ranks of the members
+    index    this rank's place among them
+    handle   torch's process group; None in a group of one, whose collectives do nothing
+    traffic  bytes this rank handed to collectives, by (operation, dtype): a reduce-scatter's input, an all-gather's
+             output, twice an all-reduce's tensor
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None
+    traffic: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def solo(rank: int = 0) -> Group:
+    """The group of one rank."""
+    return Group((rank,), 0, None)
+
+
+@dataclass
+class ProcessGrid:
+    """What one rank knows of the grid: where it stands and its groups."""
+
+    axes: Axes
+    rank: int
+    at: Coordinates
+    device: torch.device
+    world: Group
+    tp: Group
+    pp: Group
+    dp: Group
+    tied: Group | None
+    """{first, last stage} x dp; None on ranks of other stages. With pp 1 it is `dp` itself."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.axes.pp - 1
+
+
+def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
+    """The grid of a program that is one process: every group is of size 1."""
+    dp = solo()
+    return ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, dp)
+
+
+def build_grid(axes: Axes, device: str | torch.device = "cpu") -> ProcessGrid:
+    """The grid of this rank, over an initialised `torch.distributed` (or none, when the world is one process).
+
+    Each rank creates only the groups it is a member of, in the same order everywhere, so start-up does not grow
+    with the number of groups. Raises ValueError when the axes do not multiply to the world size.
+    """
+    if axes.world_size == 1 and not dist.is_initialized():
+        return single_process_grid(device)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if axes.world_size != world_size:
+        raise ValueError(f"pp({axes.pp}) * dp({axes.dp}) * cp({axes.cp}) * tp({axes.tp}) = {axes.world_size} != world size ({world_size})")
+    at = axes.coordinates(rank)
+    made: dict[tuple[int, ...], Group] = {}
+    world = tuple(range(world_size))
+    made[world] = Group(world, rank, dist.group.WORLD)
+
+    def group(ranks_of: Callable[[Coordinates], tuple[int, ...]]) -> Group:
+        ranks = ranks_of(at)
+        if ranks not in made:
+            made[ranks] = _new_group(ranks, rank)
+        return made[ranks]
+
+    tp, dp, pp = group(axes.tensor_ranks), group(axes.data_ranks), group(axes.pipeline_ranks)
+    holds_tied = at.pp in (0, axes.pp - 1)
+    tied = group(axes.tied_ranks) if holds_tied else None
+    return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, tied)
+
+
+def _new_group(ranks: tuple[int, ...], rank: int) -> Group:
+    index = ranks.index(rank)
+    if len(ranks) == 1:
+        return Group(ranks, index, None)
+    handle = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(handle, dist.ProcessGroup)
+    return Group(ranks, index, handle)

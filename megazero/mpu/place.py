@@ -1,0 +1,115 @@
+"""A parameter knows its place in the whole.
+
+Init, gradient norm, ZeRO, checkpoints and conversion read a parameter's `Place` and nothing else: no name
+patterns, no attributes patched on from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Box = tuple[tuple[int, int], ...]
+"""One half-open range per dimension of a global tensor."""
+
+
+class Kind(Enum):
+    """What a parameter is; decides weight decay."""
+
+    MATRIX = "matrix"
+    EMBEDDING = "embedding"
+    BIAS = "bias"
+    NORM = "norm"
+
+    @property
+    def decays(self) -> bool:
+        return self in (Kind.MATRIX, Kind.EMBEDDING)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the piece of a parameter that a rank holds lies in the global tensor.
+
+    name         global name, the same on every layout: "blocks.3.attention.qkv.weight"
+    shape        global shape, without vocabulary padding
+    box          what this rank holds, one contiguous range per dimension; the whole shape when replicated over tp
+    local_shape  shape in memory; larger than the box only in dim 0, by vocabulary padding, which comes last
+    kind         decides weight decay
+    std          standard deviation at the start; 0.0 means `fill` everywhere
+    fill         the constant at the start where std is 0.0
+    tp_sharded   tp ranks hold different boxes; False: each holds a replica
+    tp_partial   a replica whose gradient is a partial sum on each tp rank (sequence parallelism): to be summed over tp
+    tied         held by first and last pipeline stage at once: its gradient is the sum over both
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    local_shape: tuple[int, ...]
+    kind: Kind
+    std: float = 0.0
+    fill: float = 0.0
+    tp_sharded: bool = False
+    tp_partial: bool = False
+    tied: bool = False
+
+    @property
+    def stored_numel(self) -> int:
+        """Elements of the box: the leading ones of the local tensor, the rest is padding."""
+        return math.prod(stop - start for start, stop in self.box)
+
+    @property
+    def local_numel(self) -> int:
+        return math.prod(self.local_shape)
+
+
+def shard(
+    name: str,
+    shape: tuple[int, ...],
+    kind: Kind,
+    *,
+    dim: int | None = None,
+    rank: int = 0,
+    size: int = 1,
+    padded: int | None = None,
+    **rest: Any,
+) -> Place:
+    """The place of tp rank `rank` of `size`, split along `dim` (None: replicated).
+
+    padded: rows in memory of dim 0 over all ranks, where that is more than are stored (vocabulary).
+    Raises ValueError when dim is not divisible by size.
+    """
+    whole = tuple((0, n) for n in shape)
+    if dim is None or size == 1:
+        local = shape if padded is None else (padded, *shape[1:])
+        return Place(name, shape, whole, local, kind, **rest)
+    extent = shape[dim] if padded is None else padded
+    if extent % size:
+        raise ValueError(f"{name}: dimension {dim} of {shape} is {extent}, not divisible by tp={size}")
+    part = extent // size
+    start, stop = (min(shape[dim], i * part) for i in (rank, rank + 1))
+    box = (*whole[:dim], (start, stop), *whole[dim + 1 :])
+    local = (*shape[:dim], part, *shape[dim + 1 :])
+    return Place(name, shape, box, local, kind, tp_sharded=True, **rest)
+
+
+class Parameter(nn.Parameter):
+    """An `nn.Parameter` with a `place`."""
+
+    place: Place
+
+    def __new__(cls, place: Place, dtype: torch.dtype, device: torch.device | str) -> Parameter:
+        parameter = super().__new__(cls, torch.empty(place.local_shape, dtype=dtype, device=device))
+        parameter.place = place
+        return parameter
+
+
+def place_of(parameter: Tensor) -> Place:
+    """The place of a parameter of a megazero model."""
+    assert isinstance(parameter, Parameter), "every parameter of a stage is an mpu.place.Parameter"
+    return parameter.place
