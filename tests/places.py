@@ -1,0 +1,107 @@
+"""Global tensors from the pieces that ranks hold, by the places of parameters.
+
+    mine = values_of(stage)                       # or gradients_of(stage); plain tensors, so a rank can return them
+    whole = assemble(run_ranks(...))              # {name: global tensor}, replicas checked equal
+
+Gradients as one backward leaves them, before any reduction over tp or over the tied stages:
+`assemble(ranks, unreduced=True)` adds the partial ones (tp_partial, tied) up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megazero.mpu.place import Parameter, Place, place_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of one parameter: the elements of its box, padding cut off."""
+
+    place: Place
+    values: Tensor
+
+
+def cut(place: Place, local: Tensor) -> Piece:
+    """The piece in a local tensor (shape `place.local_shape`, or flat): padding rows are left out."""
+    box_shape = tuple(stop - start for start, stop in place.box)
+    flat = local.detach().reshape(-1)[: place.stored_numel]
+    return Piece(place, flat.reshape(box_shape).cpu().clone())
+
+
+def parameters_of(modules: nn.Module | Iterable[nn.Module]) -> list[Parameter]:
+    """Every parameter once, in order; one that two modules share counts once."""
+    seen: dict[int, Parameter] = {}
+    for module in [modules] if isinstance(modules, nn.Module) else modules:
+        for parameter in module.parameters():
+            assert isinstance(parameter, Parameter)
+            seen.setdefault(id(parameter), parameter)
+    return list(seen.values())
+
+
+def values_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
+    """The values of all parameters."""
+    return [cut(place_of(p), p) for p in parameters_of(modules)]
+
+
+def gradients_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
+    """The gradients of all parameters; every one must have one."""
+    pieces = []
+    for parameter in parameters_of(modules):
+        assert parameter.grad is not None, f"{parameter.place.name} has no gradient"
+        pieces.append(cut(parameter.place, parameter.grad))
+    return pieces
+
+
+def assemble(ranks: Iterable[Iterable[Piece]], *, unreduced: bool = False, tolerance: float = 0.0) -> dict[str, Tensor]:
+    """The global tensors that the pieces of all ranks make up.
+
+    Replicas must agree to `tolerance` (largest difference over largest value; 0: bitwise). With `unreduced`, pieces whose
+    place says tp_partial or tied are partial sums and are added up instead (the ranks then have to be of one dp index).
+    Fails where elements are covered by no piece, or shapes, kinds or standard deviations of a name differ.
+    """
+    whole: dict[str, Tensor] = {}
+    covered: dict[str, Tensor] = {}
+    facts: dict[str, tuple[object, ...]] = {}
+    for rank, pieces in enumerate(ranks):
+        for piece in pieces:
+            place = piece.place
+            known = facts.setdefault(place.name, (place.shape, place.kind, place.std, place.fill))
+            assert known == (place.shape, place.kind, place.std, place.fill), f"{place.name}: ranks tell {known} and {place}"
+            total = whole.setdefault(place.name, torch.zeros(place.shape, dtype=piece.values.dtype))
+            mark = covered.setdefault(place.name, torch.zeros(place.shape, dtype=torch.bool))
+            region = tuple(slice(start, stop) for start, stop in place.box)
+            if unreduced and (place.tp_partial or place.tied):
+                total[region] += piece.values
+            elif mark[region].any():
+                assert mark[region].all(), f"{place.name}: rank {rank}'s box overlaps another's in part"
+                scale = total[region].abs().max().item() if total[region].numel() else 0.0
+                apart = (total[region] - piece.values).abs().max().item()
+                assert apart <= tolerance * scale, f"{place.name}: rank {rank}'s replica differs by {apart} of {scale}"
+            else:
+                total[region] = piece.values
+            mark[region] = True
+    for name, mark in covered.items():
+        assert mark.all(), f"{name}: {int((~mark).sum())} of {mark.numel()} elements are held by no rank"
+    return whole
+
+
+def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], floor: float = 1e-11) -> tuple[float, str]:
+    """Largest over tensors of (largest difference / largest value), and the name of that tensor.
+
+    A tensor whose difference is below `floor` counts as equal: gradients that are mathematically zero (key bias).
+    """
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+    worst = (0.0, "none")
+    for name, mine in ours.items():
+        other = theirs[name]
+        assert mine.shape == other.shape, (name, mine.shape, other.shape)
+        apart = (mine - other).abs().max().item() if mine.numel() else 0.0
+        assert apart == apart, f"{name} holds NaN"
+        if apart > floor:
+            worst = max(worst, (apart / other.abs().max().clamp_min(1e-300).item(), name))
+    return worst
