@@ -1,0 +1,58 @@
+"""The device room: memory is measured, cards are known by name."""
+
+import numpy as np
+import pytest
+import torch
+
+from megazero import device
+
+CPU = torch.device("cpu")
+
+
+def test_cpu_is_always_there() -> None:
+    assert device.resolve("cpu", 3) == CPU
+    device.synchronize(CPU)
+    assert device.name(CPU)
+    assert device.peak_flops(CPU, torch.bfloat16) is None
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="--device tpu"):
+        device.resolve("tpu", 0)
+
+
+@pytest.mark.skipif(device.cuda_available(), reason="there is a CUDA device")
+def test_cuda_without_a_card_is_refused() -> None:
+    with pytest.raises(ValueError, match="no CUDA device"):
+        device.resolve("cuda", 0)
+    assert device.resolve("auto", 0) == CPU
+
+
+def test_peak_memory_sees_what_was_freed() -> None:
+    device.reset_peak_memory(CPU)
+    before = device.peak_memory_bytes(CPU)
+    block = np.ones(64 << 20, dtype=np.uint8)
+    held = device.peak_memory_bytes(CPU)
+    assert held - before > 60 << 20
+    del block
+    assert device.peak_memory_bytes(CPU) > held - (4 << 20)  # the kernel's counters lag a little
+    assert device.memory_bytes(CPU) > 0
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H200", torch.float16, 989),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("Tesla V100-SXM2-32GB", torch.float16, 125),
+        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+        ("NVIDIA A10G", torch.bfloat16, None),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("a card nobody knows", torch.bfloat16, None),
+    ],
+)
+def test_peaks_by_card(card: str, dtype: torch.dtype, teraflops: float | None) -> None:
+    expected = None if teraflops is None else teraflops * 1e12
+    assert device.card_peak_flops(card, dtype) == expected
