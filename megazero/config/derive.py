@@ -1,0 +1,54 @@
+"""Numbers that follow from the configuration: what `None` in a field stands for."""
+
+from __future__ import annotations
+
+from megazero.config.schema import ModelConfig, ParallelConfig
+
+
+def ffn_width(model: ModelConfig) -> int:
+    """Width of the feed-forward layer: as given, else 4h; for swiglu 8h/3 rounded up to a multiple of 64.
+
+    A gated layer has three matrices where the plain one has two, so 8h/3 keeps the number of parameters of 4h
+    (Shazeer, arXiv 2002.05202).
+    """
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    if model.activation == "swiglu":
+        return -(-8 * model.hidden_size // (3 * 64)) * 64
+    return 4 * model.hidden_size
+
+
+def query_groups(model: ModelConfig) -> int:
+    """Key-value heads: as given, else one for each query head."""
+    return model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
+
+
+def head_dim(model: ModelConfig) -> int:
+    """Width of one attention head."""
+    assert model.hidden_size % model.num_attention_heads == 0, "validation holds this"
+    return model.hidden_size // model.num_attention_heads
+
+
+def max_positions(model: ModelConfig) -> int:
+    """Rows of the learned position table: as given, else the sequence length."""
+    return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings
+
+
+def padded_vocab(model: ModelConfig, tp: int) -> int:
+    """Rows of the embedding over all tp ranks in memory: the vocabulary rounded up to a multiple of the divisor times tp."""
+    assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
+    multiple = model.make_vocab_size_divisible_by * tp
+    return -(-model.vocab_size // multiple) * multiple
+
+
+def pipeline_schedule(parallel: ParallelConfig) -> str:
+    """Name of the schedule: as given, else 1f1b, with several model chunks per rank interleaved."""
+    if parallel.pipeline_schedule is not None:
+        return parallel.pipeline_schedule
+    return "interleaved" if parallel.virtual_stages > 1 else "1f1b"
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """dp: what tp and pp leave of the world."""
+    assert world_size % (parallel.tp * parallel.pp) == 0, "validation holds this"
+    return world_size // (parallel.tp * parallel.pp)
