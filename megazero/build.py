@@ -1,0 +1,142 @@
+"""From a `Run` and a grid to the parts of a job. Assembly only: every idea lives in the room it is taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from megazero.config.derive import padded_vocab
+from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import Run
+from megazero.model.count import parameters_per_layer
+from megazero.model.stage import Stage, StageSpec, build_stage
+from megazero.mpu.grid import Axes, Group, ProcessGrid
+from megazero.mpu.p2p import Channels
+from megazero.mpu.place import Place, place_of
+from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.partition import partition
+from megazero.pipeline.schedule import Instruction, is_breadth_first, make_schedule
+
+
+def schedule_name(run: Run) -> str:
+    """The schedule of the run: the one asked for, else 1F1B, interleaved with several chunks a rank."""
+    return run.parallel.pipeline_schedule or ("interleaved" if run.parallel.virtual_stages > 1 else "1f1b")
+
+
+def chunk_layers(run: Run) -> tuple[int, ...]:
+    """Blocks of every model chunk, in model order: pp x virtual stages numbers."""
+    if run.parallel.partition is not None:
+        return run.parallel.partition
+    embedding, block, head = layer_costs(run)
+    parts = run.parallel.pp * run.parallel.virtual_stages
+    return partition([block] * run.model.num_layers, embedding, head, parts)
+
+
+def layer_costs(run: Run) -> tuple[float, float, float]:
+    """What the partition balances, for embedding, one block and the head.
+
+    By parameters: those a rank holds, the tied head counted like the embedding it copies. By time: multiplications
+    per token; looking up an embedding takes none, the head multiplies with its whole weight.
+    """
+    counts = parameters_per_layer(run.model)
+    table = padded_vocab(run.model, run.parallel.tp) * run.model.hidden_size
+    head = max(counts.head, table)
+    if run.parallel.partition_by == "parameters":
+        return max(counts.embedding, table), counts.block, head
+    attention = 2 * run.model.seq_length * run.model.hidden_size
+    return 0.0, counts.block + attention, head
+
+
+def stage_specs(run: Run) -> tuple[StageSpec, ...]:
+    """What every model chunk holds, in model order; chunk v of pipeline rank p is number v * pp + p."""
+    sizes = chunk_layers(run)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    last = len(sizes) - 1
+    return tuple(StageSpec(range(start, start + size), i == 0, i == last) for i, (start, size) in enumerate(zip(starts, sizes, strict=True)))
+
+
+def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
+    """The model chunks of this rank, without values: `ModelState.initialise` or a checkpoint gives those."""
+    return _stages_of(run, grid.at.pp, grid.tp, grid.device)
+
+
+def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list[Stage]:
+    stages: list[Stage] = []
+    pp = run.parallel.pp
+    for spec in stage_specs(run)[pp_index::pp]:
+        shared = stages[0].embedding.word if spec.has_head and stages and pp == 1 and not run.model.untie_embeddings_and_output_weights else None
+        stages.append(
+            build_stage(
+                run.model,
+                run.optimizer.precision,
+                spec,
+                tp=tp,
+                sequence_parallel=run.parallel.sequence_parallel,
+                recompute=run.parallel.recompute_granularity,
+                recompute_num_layers=run.parallel.recompute_num_layers,
+                seed=run.data.seed,
+                label_smoothing=run.optimizer.label_smoothing,
+                z_loss=run.optimizer.z_loss,
+                device=device,
+                tied_across_stages=pp > 1 and not run.model.untie_embeddings_and_output_weights,
+                shared_embedding=shared,
+            )
+        )
+    return stages
+
+
+def places_of(run: Run, pp_index: int, tp_index: int) -> list[list[list[Place]]]:
+    """Places that a rank with these coordinates holds, by chunk and unit, without memory: built on the meta device."""
+    tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
+    stages = _stages_of(run, pp_index, tp, torch.device("meta"))
+    return [[[place_of(p) for p in unit.parameters()] for unit in stage.units()] for stage in stages]
+
+
+def reduces_every_micro_batch(run: Run) -> bool:
+    """Whether gradients are reduced at every micro-batch: ZeRO-2, unless the schedule finishes a chunk before the next."""
+    return run.parallel.zero_stage >= 2 and not is_breadth_first(schedule_name(run), run.parallel.virtual_stages)
+
+
+def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int], tuple[Instruction, ...]]:
+    """This rank's instruction list by the number of micro-batches."""
+    lists: dict[int, tuple[Instruction, ...]] = {}
+
+    def schedule_of(micro_batches: int) -> tuple[Instruction, ...]:
+        if micro_batches not in lists:
+            every = make_schedule(
+                schedule_name(run), run.parallel.pp, micro_batches, run.parallel.virtual_stages, reduce_every=reduce_every
+            )
+            lists[micro_batches] = every[pp_index]
+        return lists[micro_batches]
+
+    return schedule_of
+
+
+def build_engine(run: Run, grid: ProcessGrid, stages: Sequence[Stage], channels: Channels, micro_batch_size: int | None = None) -> PipelineEngine:
+    """The engine over these stages; the shape of its messages is [s(/t), b, h]."""
+    rows = run.model.seq_length // (run.parallel.tp if run.parallel.sequence_parallel else 1)
+    shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
+    schedule_of = schedules(run, grid.at.pp, reduce_every=reduces_every_micro_batch(run))
+    return PipelineEngine(list(stages), grid, schedule_of, shape, compute_dtype(run.optimizer.precision), channels)
+
+
+def axes_of(run: Run, world_size: int) -> Axes:
+    """The grid's sizes; dp is what tp and pp leave of the world."""
+    return Axes(run.parallel.pp, world_size // (run.parallel.tp * run.parallel.pp), 1, run.parallel.tp)
+
+
+def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
+    """The run with what the tokenizer decides filled in, where the flags left it open."""
+    model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)
+    data = run.data if run.data.eod_id is not None else replace(run.data, eod_id=eod_id)
+    return replace(run, model=model, data=data)
+
+
+def total_parameters(run: Run) -> int:
+    """Parameters of the model, each counted once, padding not."""
+    counts = parameters_per_layer(run.model)
+    return counts.embedding + run.model.num_layers * counts.block + counts.head
+
+

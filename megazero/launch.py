@@ -1,0 +1,120 @@
+"""The only place that creates and destroys process groups, and decides with what status a rank's process ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megazero import device as devices
+from megazero.config.parse import ConfigError
+from megazero.config.schema import ParallelConfig
+from megazero.mpu.grid import Axes, ProcessGrid, build_grid
+from megazero.telemetry.watchdog import die_with_parent
+
+EXIT_FAILURE, EXIT_CONFIG = 1, 2
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What torchrun (or Slurm, or nobody) told this process. Without a launcher the world is this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def read(cls) -> Environment:
+        rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        return cls(rank, local_rank, world_size)
+
+
+@contextmanager
+def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[ProcessGrid]:
+    """The process grid of this rank for the length of the block. dp is world size / (tp * pp).
+
+    A world of one needs no process group and makes none. After a failure the groups are left as they are: tearing them
+    down would wait for peers that may be gone.
+    """
+    die_with_parent()
+    device = devices.resolve(parallel.device, environment.local_rank)
+    axes = Axes(parallel.pp, environment.world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
+    if environment.world_size == 1:
+        yield build_grid(axes, device)
+        return
+    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+        device_id=device if backend == "nccl" else None,
+    )
+    yield build_grid(axes, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def exit_status(main: Callable[[], None], environment: Environment) -> int:
+    """Run `main` and turn how it ends into the status of the process: 0, 2 for a wrong configuration, 1 for the rest."""
+    try:
+        main()
+    except ConfigError as error:
+        _report_once(str(error), environment)
+        return EXIT_CONFIG
+    except Exception:
+        _report_failure(traceback.format_exc(), environment)
+        return EXIT_FAILURE
+    return 0
+
+
+def _store(environment: Environment) -> dist.Store:
+    """The launcher's key-value store, before any process group exists."""
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        environment.world_size,
+        is_master=environment.rank == 0 and not agent_serves,
+        timeout=timedelta(seconds=30),
+    )
+
+
+def _report_once(message: str, environment: Environment) -> None:
+    """Rank 0 prints; the others leave only after it has, for the launcher kills every rank once one is gone."""
+    if environment.world_size == 1:
+        print(message, file=sys.stderr, flush=True)
+        return
+    store = None
+    with suppress(Exception):
+        store = _store(environment)
+    if environment.rank == 0:
+        print(message, file=sys.stderr, flush=True)
+        if store is not None:
+            store.set("megazero/configuration", "reported")
+            with suppress(Exception):
+                store.wait([f"megazero/configuration/{rank}" for rank in range(1, environment.world_size)], timedelta(seconds=10))
+        return
+    try:
+        assert store is not None
+        store.wait(["megazero/configuration"], timedelta(seconds=30))
+        store.set(f"megazero/configuration/{environment.rank}", "seen")
+    except Exception:  # rank 0 found nothing wrong, or is gone: what is wrong is wrong here
+        print(f"rank {environment.rank}: {message}", file=sys.stderr, flush=True)
+
+
+def _report_failure(trace: str, environment: Environment) -> None:
+    """The first rank to fail prints its traceback, the ranks that fail because it is gone print a line."""
+    first = environment.rank
+    with suppress(Exception):
+        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store(environment)
+        first = int(store.compare_set("megazero/failure", "", str(environment.rank)))
+    if first == environment.rank:
+        print(f"rank {environment.rank} of {environment.world_size} failed:\n{trace}", file=sys.stderr, flush=True)
+    else:
+        reason = trace.strip().splitlines()[-1]
+        print(f"rank {environment.rank} stopped because rank {first} failed first: {reason[:160]}", file=sys.stderr, flush=True)

@@ -1,0 +1,210 @@
+"""The loop: step, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.batch import MicroBatch
+from megazero.config.schema import Run
+from megazero.mpu import collectives
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.batch_schedule import BatchSchedule
+from megazero.optim.clip import clip_coefficient
+from megazero.optim.loss_scale import LossScaler
+from megazero.optim.lr_schedule import LearningRate
+from megazero.pipeline.engine import PipelineEngine
+from megazero.telemetry.steplog import StepLog, StepValues
+from megazero.telemetry.watchdog import StopSignals, parent_alive
+from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.state import ModelState
+
+
+class Batches(Protocol):
+    """This rank's micro-batches by their place in the run's order."""
+
+    def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]: ...
+
+    def prefetch(self, consumed_samples: int, global_batch: int) -> None: ...
+
+
+@dataclass
+class Position:
+    """How far the run is. A step that is skipped (non-finite gradient) consumes its samples all the same."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+
+
+@dataclass
+class Trainer:
+    """What one rank needs to run the loop; `fit` runs it.
+
+    save       writes the state of the run at the current position; None: nothing is kept
+    deadline   `time.monotonic()` at which the run saves and stops
+    """
+
+    run: Run
+    grid: ProcessGrid
+    engine: PipelineEngine
+    state: ModelState
+    optimizer: ShardedOptimizer
+    scaler: LossScaler
+    train_batches: Batches
+    valid_batches: Mapping[str, Batches]
+    log: StepLog
+    save: Callable[[Position], None] | None
+    position: Position
+    deadline: float | None = None
+    batch_sizes: BatchSchedule = field(init=False)
+    learning_rate: LearningRate = field(init=False)
+    asked_to_stop: Tensor = field(init=False)
+    saved_at: int = -1
+
+    def __post_init__(self) -> None:
+        self.batch_sizes = BatchSchedule(self.run.schedule)
+        self.learning_rate = LearningRate(self.run.schedule)
+        self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+
+    def fit(self) -> None:
+        """Train to the end, or to the first reason to stop; whatever the reason, the state is saved."""
+        with StopSignals() as signals:
+            while not self.finished():
+                self.train_step(stop=signals.raised)
+                self.after_step()
+                if self.should_stop(signals):
+                    break
+            self.at_the_end()
+
+    def finished(self) -> bool:
+        """Whether the run has all its iterations or samples."""
+        schedule = self.run.schedule
+        if schedule.train_samples is not None:
+            return self.position.consumed_samples >= schedule.train_samples
+        assert schedule.train_iters is not None, "the resolved run has a length"
+        return self.position.iteration >= schedule.train_iters
+
+    def train_step(self, *, stop: bool) -> None:
+        """One optimizer step over one global batch.
+
+        Every rank's gradients are those of the summed loss divided by the positions of the global batch; how many of
+        those count (masks) is known once all ranks have said so, in the step's one packed reduction, and enters the
+        multiplier that the optimizer applies: exact with unequal numbers of valid tokens, and no message of its own.
+        """
+        began = time.perf_counter()
+        consumed, length = self.position.consumed_samples, self.run.model.seq_length
+        size = self.batch_sizes.size(consumed)
+        rate = self.learning_rate.at(self.position.iteration, consumed)
+        batches = self.train_batches.micro_batches(consumed, size)
+        self.train_batches.prefetch(consumed + size, self.batch_sizes.size(consumed + size))
+        scale = self.scaler.scale.clone()
+        loss_sum = self.engine.train(batches, scale / (size * length), self.state)
+        self.optimizer.finish_reduction()
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        loss = loss_sum if self.reports_loss else 0.0
+        squares, loss_sum, tokens, asked = self.reduce(self.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late))
+        unscale = size * length / (tokens * scale)
+        norm = squares.sqrt() * unscale
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
+        self.optimizer.step(rate, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
+        self.scaler.update(bad)
+        self.asked_to_stop = asked
+        self.position = Position(self.position.iteration + 1, consumed + size, self.position.consumed_tokens + size * length)
+        self.log.step(
+            StepValues(
+                iteration=self.position.iteration,
+                consumed_samples=self.position.consumed_samples,
+                consumed_tokens=self.position.consumed_tokens,
+                loss=loss_sum / tokens,
+                grad_norm=norm,
+                lr=rate,
+                loss_scale=scale,
+                skipped=bad,
+                global_batch_size=size,
+                step_seconds=time.perf_counter() - began,
+            )
+        )
+
+    def reduce(self, *values: Tensor | float) -> list[Tensor]:
+        """Each value's sum over all ranks, in one message, in float64."""
+        as_tensors = [torch.as_tensor(value, dtype=torch.float64, device=self.grid.device) for value in values]
+        packed = torch.stack(as_tensors)
+        collectives.all_reduce(packed, self.grid.world).wait()
+        return list(packed.unbind())
+
+    def count(self, batches: list[MicroBatch]) -> Tensor | float:
+        """Predictions that count in these micro-batches, on the ranks whose loss does (see `reports_loss`), else 0."""
+        if not self.reports_loss:
+            return 0.0
+        counts = [batch.labels.numel() if batch.loss_mask is None else batch.loss_mask.sum() for batch in batches]
+        return sum(counts, start=torch.zeros((), dtype=torch.float64, device=self.grid.device))
+
+    @property
+    def reports_loss(self) -> bool:
+        """Every tp rank of the last stage knows the same loss; the first of them counts."""
+        return self.grid.is_last_stage and self.grid.at.tp == 0
+
+    def after_step(self) -> None:
+        """Evaluate and save where the run asks for it."""
+        every, iteration = self.run.trainer.eval_interval, self.position.iteration
+        if every and iteration % every == 0 and not self.finished():
+            self.evaluate()
+        every = self.run.checkpoint.save_interval
+        if every and iteration % every == 0:
+            self.save_now()
+
+    def should_stop(self, signals: StopSignals) -> bool:
+        """Whether all ranks stop after this step: what one of them learned travelled with the step's scalars."""
+        if not parent_alive():
+            raise RuntimeError("the launcher of this rank has died; stopping without saving")
+        every = self.run.trainer.exit_interval
+        if every and self.position.iteration % every == 0:
+            self.log.note(f"stopping: --exit-interval {every}")
+            return True
+        on_host = self.grid.device.type == "cpu"
+        if not on_host and self.position.iteration % self.run.trainer.log_interval:
+            return False  # reading the flag waits for the device
+        if self.asked_to_stop.item() > 0:
+            self.log.note("stopping: " + (signals.name or "asked by a signal on a rank, or out of time (--exit-duration-in-mins)"))
+            return True
+        return False
+
+    def at_the_end(self) -> None:
+        """Evaluate a finished run, save whatever is not saved."""
+        if self.finished() and self.valid_batches:
+            self.evaluate()
+        self.save_now()
+        self.log.flush()
+
+    def save_now(self) -> None:
+        """Save, unless this very position is saved already."""
+        if self.save is None or self.saved_at == self.position.iteration:
+            return
+        self.log.flush()
+        self.state.wait_parameters()
+        self.save(self.position)
+        self.saved_at = self.position.iteration
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss of every validation set over `--eval-iters` global batches, always the same ones. Logged."""
+        size = self.run.schedule.global_batch_size
+        losses = {}
+        for name, loader in self.valid_batches.items():
+            totals = torch.zeros(2, dtype=torch.float64, device=self.grid.device)
+            for step in range(self.run.trainer.eval_iters):
+                batches = loader.micro_batches(step * size, size)
+                totals += torch.stack(self.reduce(self.loss_of(batches), self.count(batches)))
+            losses[name] = float(totals[0] / totals[1])
+        self.log.evaluation(self.position.iteration, losses)
+        return losses
+
+    def loss_of(self, batches: list[MicroBatch]) -> Tensor | float:
+        """Summed loss of these micro-batches without gradients, on the ranks that report it."""
+        loss = self.engine.evaluate(batches)
+        return loss if self.reports_loss else 0.0
