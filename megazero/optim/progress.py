@@ -1,0 +1,63 @@
+"""The steps of a run in order: number, samples, batch and rate of each, from any point on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megazero.config.schema import ScheduleConfig
+from megazero.optim.batch_schedule import BatchSchedule
+from megazero.optim.lr_schedule import LearningRate
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `consumed_samples` counts this step in, `consumed_before` does not; `lr` is the rate used in it."""
+
+    iteration: int
+    consumed_before: int
+    consumed_samples: int
+    global_batch_size: int
+    lr: float
+
+
+class Progress:
+    """The steps of the run that a schedule describes.
+
+    `after(iterations, consumed)` is the step that follows any state, on the run's own path or off it (a resume with
+    other batch sizes); `step(iteration)` and `steps(...)` follow the path from sample 0.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self.config, self.batches, self.rate = config, BatchSchedule(config), LearningRate(config)
+
+    def after(self, iterations: int, consumed: int) -> Step:
+        """The step before which so many iterations were done and samples consumed."""
+        size = self.batches.size(consumed)
+        return Step(iterations + 1, consumed, consumed + size, size, self.rate.at(iterations, consumed))
+
+    def step(self, iteration: int) -> Step:
+        """Step number `iteration`, from 1, of a run from its start."""
+        if iteration < 1:
+            raise ValueError(f"iteration {iteration}: the first one is 1")
+        return self.after(iteration - 1, self.batches.consumed_after(iteration - 1))
+
+    def finished(self, iterations: int, consumed: int) -> bool:
+        """Whether the run ends here: its iterations are done, or its samples do not suffice for another step."""
+        if self.config.train_samples is not None:
+            return consumed + self.batches.size(consumed) > self.config.train_samples
+        return self.config.train_iters is not None and iterations >= self.config.train_iters
+
+    def steps(self, iterations: int = 0, consumed: int = 0) -> Iterator[Step]:
+        """The steps that remain after a state, in order."""
+        while not self.finished(iterations, consumed):
+            step = self.after(iterations, consumed)
+            yield step
+            iterations, consumed = step.iteration, step.consumed_samples
+
+    @property
+    def total_iterations(self) -> int | None:
+        """Steps of the whole run; None for one without end."""
+        if self.config.train_samples is not None:
+            return self.batches.iterations_within(self.config.train_samples)
+        return self.config.train_iters
