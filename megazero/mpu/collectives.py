@@ -23,7 +23,7 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Pending:
     """A collective under way. `wait()` may be called more than once."""
 
-    def __init__(self, work: dist.Work | None = None, after: Callable[[], None] | None = None) -> None:
+    def __init__(self, work: dist.Work | None = None, after: Callable[[], object] | None = None) -> None:
         self._work, self._after = work, after
 
     def wait(self) -> None:

@@ -1,0 +1,121 @@
+"""Adam, AdamW and SGD on flat tensors, reference bodies.
+
+Flat tensors of one length n: `master` (fp32 or fp64), moments of its dtype, `grad` of any floating dtype, `param_out`
+16-bit or None, where the master is the parameter itself. Blocks keep every temporary in the cache. `multiplier`
+(clipping x unscaling) and `skip` are 0-dim tensors, so that on a GPU the host never waits for them; a skipped step
+leaves every tensor's bits unchanged, whatever the gradient holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fused_ops.blocks import block_elements
+
+
+def _blocks(n: int, device: torch.device) -> Iterator[slice]:
+    size = block_elements(device)
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+
+
+def _scaled(grad: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient in a fresh tensor of the master's dtype; widened before it is multiplied."""
+    return torch.empty(grad.shape, dtype=dtype, device=grad.device).copy_(grad).mul_(multiplier)
+
+
+@torch.no_grad()
+def adam_step(
+    param_out: Tensor | None,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    step: Tensor,
+    multiplier: Tensor,
+    skip: Tensor,
+) -> None:
+    """One step in place. step: 0-dim float64, the number of this step, from 1. decoupled: AdamW, else Adam with L2.
+
+    g = grad * multiplier (+ weight_decay * w);  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;
+    w = w (1 - lr weight_decay) - lr/(1-b1^step) * m / (sqrt(v)/sqrt(1-b2^step) + eps)
+    (Kingma and Ba 2015, arXiv:1412.6980; Loshchilov and Hutter 2019, arXiv:1711.05101; the order of torch.optim.AdamW.)
+    """
+    on_host = master.device.type == "cpu"
+    if on_host and bool(skip):
+        return
+    step_size = lr / (1 - beta1**step)
+    root = (1 - beta2**step).sqrt()
+    shrink = 1 - lr * weight_decay if decoupled else 1.0
+    for at in _blocks(master.numel(), master.device):
+        w, m, v = master[at], exp_avg[at], exp_avg_sq[at]
+        g = _scaled(grad[at], multiplier, master.dtype)
+        if weight_decay and not decoupled:
+            g.add_(w, alpha=weight_decay)
+        if on_host:
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            torch.sqrt(v, out=g).div_(root).add_(eps)
+            if shrink != 1.0:
+                w.mul_(shrink)
+            w.addcdiv_(m, g, value=-float(step_size))
+        else:
+            new_m = torch.lerp(m, g, 1 - beta1)
+            new_v = (v * beta2).addcmul_(g, g, value=1 - beta2)
+            update = torch.sqrt(new_v, out=g).div_(root).add_(eps).reciprocal_().mul_(new_m).mul_(step_size)
+            new_w = (w * shrink).sub_(update)
+            for old, new in ((m, new_m), (v, new_v), (w, new_w)):
+                torch.where(skip, old, new, out=old)
+        if param_out is not None:
+            _write(param_out[at], w, skip, on_host)
+
+
+@torch.no_grad()
+def sgd_step(
+    param_out: Tensor | None,
+    master: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    multiplier: Tensor,
+    skip: Tensor,
+) -> None:
+    """One step in place, of torch.optim.SGD: g = grad * multiplier + weight_decay * w; u = momentum * u + g; w -= lr * u."""
+    on_host = master.device.type == "cpu"
+    if on_host and bool(skip):
+        return
+    for at in _blocks(master.numel(), master.device):
+        w, u = master[at], momentum_buffer[at]
+        g = _scaled(grad[at], multiplier, master.dtype)
+        if weight_decay:
+            g.add_(w, alpha=weight_decay)
+        if on_host:
+            u.mul_(momentum).add_(g)
+            w.add_(u, alpha=-lr)
+        else:
+            new_u = (u * momentum).add_(g)
+            new_w = torch.add(w, new_u, alpha=-lr)
+            for old, new in ((u, new_u), (w, new_w)):
+                torch.where(skip, old, new, out=old)
+        if param_out is not None:
+            _write(param_out[at], w, skip, on_host)
+
+
+def _write(param_out: Tensor, w: Tensor, skip: Tensor, on_host: bool) -> None:
+    """The rounding of the master into the 16-bit parameter."""
+    if on_host:
+        param_out.copy_(w)
+    else:
+        torch.where(skip, param_out, w.to(param_out.dtype), out=param_out)

@@ -1,0 +1,100 @@
+"""Scaled causal softmax with ALiBi, reference body.
+
+b micro-batch, n heads of this rank, sq queries, sk keys. Works in blocks of rows in place on the scores: neither a bias
+nor a mask nor an fp32 copy of [b, n, sq, sk] exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.blocks import block_elements, wide
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of all heads of the model, not of a rank's share (Press et al. 2022, arXiv:2108.12409, for any count).
+
+    heads a power of two: start^(i+1), start = 2^(-8/heads); else those of c, the largest power of two below, followed
+    by every other one of 2c.
+    """
+    if heads < 1:
+        raise ValueError(f"ALiBi needs at least one head, not {heads}")
+    c = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / c) for i in range(c)]
+    return slopes if c == heads else slopes + [2.0 ** (-4.0 * (i + 1) / c) for i in range(0, 2 * (heads - c), 2)]
+
+
+def _blocks(planes: int, queries: int, keys: int, size: int) -> Iterator[tuple[slice, slice, int]]:
+    """(planes, rows, keys that its last row sees) of blocks of about `size` elements; a plane is one head of one sample."""
+    rows = max(1, min(queries, size // max(1, keys)))
+    together = max(1, size // (rows * keys)) if rows == queries else 1
+    for plane in range(0, planes, together):
+        for row in range(0, queries, rows):
+            stop = min(row + rows, queries)
+            yield slice(plane, min(plane + together, planes)), slice(row, stop), keys - queries + stop
+
+
+class _Softmax(torch.autograd.Function):
+    """Saves the probabilities only, which live in the scores' storage; backward writes the gradient over them."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+        b, n, queries, keys = scores.shape
+        planes = scores.view(b * n, queries, keys)
+        dtype = wide(scores.dtype)
+        key = torch.arange(keys, device=scores.device)
+        position = key[keys - queries :, None]
+        if slopes is not None:
+            slopes = slopes.to(device=scores.device, dtype=dtype).repeat(b).view(-1, 1, 1)
+        if documents is not None:
+            documents = documents.repeat_interleave(n, dim=0)
+        for plane, row, seen in _blocks(b * n, queries, keys, block_elements(scores.device)):
+            whole = planes[plane, row]
+            values = whole[..., :seen].to(dtype, copy=True).mul_(scale)
+            if slopes is not None:
+                values += slopes[plane] * key[:seen].to(dtype)
+            values.masked_fill_(key[:seen] > position[row], -math.inf)
+            if documents is not None:
+                own = documents[plane, keys - queries :][:, row, None]
+                values.masked_fill_(documents[plane, None, :seen] != own, -math.inf)
+            whole[..., :seen] = torch.softmax(values, dim=-1)
+            whole[..., seen:] = 0
+        ctx.mark_dirty(scores)
+        ctx.save_for_backward(scores)
+        ctx.scale = scale
+        return scores
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (probs,) = ctx.saved_tensors
+        b, n, queries, keys = probs.shape
+        planes, grad = probs.view(b * n, queries, keys), grads[0].reshape(b * n, queries, keys)
+        dtype = wide(probs.dtype)
+        for plane, row, seen in _blocks(b * n, queries, keys, block_elements(probs.device)):
+            # Over the probabilities and not over the incoming gradient, which another consumer may share: every
+            # consumer of the probabilities has run by now, and one that has not is told so by the version counter.
+            p = planes[plane, row, :seen]
+            value = p.to(dtype)
+            weighted = value * grad[plane, row, :seen]
+            total = weighted.sum(-1, keepdim=True)
+            p.copy_(weighted.sub_(value * total).mul_(ctx.scale))
+        return probs, None, None, None
+
+
+def scaled_causal_alibi_softmax(scores: Tensor, scale: float, slopes: Tensor | None, *, documents: Tensor | None = None) -> Tensor:
+    """softmax(scale * scores + slope * key position) over the visible keys, in place on `scores` [b, n, sq, sk], contiguous.
+
+    Query i sits at position sk - sq + i and sees keys up to its own. slopes [n]: of this rank's heads, or None.
+    documents int64 [b, sk]: a query sees keys of its own document only. 16-bit scores are computed in fp32 and rounded
+    once; fp32 and fp64 in their own dtype. The result is the scores' tensor; backward overwrites it by the gradient, so
+    it must not be read after, and a graph runs backward once.
+    """
+    assert scores.is_contiguous() and scores.shape[3] >= scores.shape[2]
+    result: Tensor = _Softmax.apply(scores, scale, slopes, documents)
+    return result

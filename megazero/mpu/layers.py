@@ -1,0 +1,150 @@
+"""Tensor-parallel linear layers and the vocabulary-parallel embedding.
+
+s sequence, b micro-batch, t = tp size. Activations are sequence first; under sequence parallelism (sp) a layer takes
+or returns [s/t, b, ...]. Construction communicates nothing and leaves parameters unset (`mpu.random.initialise`).
+In a group of one every layer is torch's own function.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.mpu.column import column_parallel_linear, column_parallel_linear_pair
+from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
+from megazero.mpu.grid import Group
+from megazero.mpu.place import Kind, Parameter, place_of, shard
+
+Device = torch.device | str
+
+
+def padded_vocab_size(vocab: int, multiple: int, tp: int) -> int:
+    """Rows of the vocabulary in memory: the next multiple of `multiple` x tp."""
+    step = multiple * tp
+    return -(-vocab // step) * step
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the rows of W and b shared out over tp: [s(/t), b, in] -> [s, b, out/t].
+
+    Rank r holds rows [r*out/t, (r+1)*out/t). Communication: forward nothing (sp: all-gather of x along s); backward
+    all-reduce of the input gradient (sp: all-gather of x, reduce-scatter of the input gradient), each overlapped with
+    a GEMM. Raises ValueError when t does not divide out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool,
+        std: float,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        split = {"dim": 0, "rank": group.index, "size": group.size}
+        weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, std=std, **split)
+        self.weight = Parameter(weight, dtype, device)
+        self.bias = Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, **split), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_parallel_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
+
+
+def column_parallel_pair(gate: ColumnParallelLinear, up: ColumnParallelLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(gate(x), up(x)), [s, b, out/t] each, sharing one gather of x and one reduction of its gradient.
+
+    One GEMM when both weights lie one behind the other in the same storage (as ZeRO packs them), else two.
+    """
+    assert gate.group is up.group and gate.sequence_parallel == up.sequence_parallel
+    return column_parallel_linear_pair(x, (gate.weight, up.weight), (gate.bias, up.bias), gate.group, gate.sequence_parallel)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the columns of W shared out over tp: [s, b, in/t] -> [s(/t), b, out].
+
+    The bias is replicated and added once, after the reduction; under sp its gradient is a partial sum (`tp_partial`).
+    Communication: forward all-reduce (sp: reduce-scatter along s) of the output; backward nothing (sp: all-gather of
+    the output gradient). Raises ValueError when t does not divide in, or s under sp.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool,
+        std: float,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, dim=1, rank=group.index, size=group.size, std=std)
+        self.weight = Parameter(weight, dtype, device)
+        partial = sequence_parallel and group.size > 1
+        self.bias = Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, tp_partial=partial), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
+        y = reduce(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the token table shared out over tp: tokens int64 [b, s] -> [s(/t), b, h].
+
+    A token's row is looked up by the rank that holds it; the others add zeros. Rows from `vocab` on are padding and
+    exist only in memory. Communication: forward all-reduce (sp: reduce-scatter along s); backward nothing (sp:
+    all-gather). `weight` also serves as the tied head's. tied: see `Place`. Tokens must lie in [0, vocab).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab: int,
+        hidden: int,
+        padded_vocab: int,
+        group: Group,
+        *,
+        std: float,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: Device,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel, self.vocab = group, sequence_parallel, vocab
+        place = shard(
+            f"{name}.weight",
+            (vocab, hidden),
+            Kind.EMBEDDING,
+            dim=0,
+            rank=group.index,
+            size=group.size,
+            padded=padded_vocab,
+            std=std,
+            tied=tied,
+        )
+        self.weight = Parameter(place, dtype, device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.t()
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        start, stop = place_of(self.weight).box[0]
+        elsewhere = (tokens < start) | (tokens >= stop)
+        rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(rows, self.group)

@@ -1,0 +1,47 @@
+"""LayerNorm and RMSNorm as modules whose parameters know their place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fused_ops.layernorm import layer_norm, rms_norm
+from megazero.mpu.grid import Group
+from megazero.mpu.place import Kind, Parameter, Place, shard
+
+
+def _place(name: str, hidden: int, group: Group, sequence_parallel: bool, fill: float) -> Place:
+    # Under sequence parallelism a rank sees its own positions only: its gradient is a partial sum over tp.
+    return shard(name, (hidden,), Kind.NORM, fill=fill, tp_partial=sequence_parallel and group.size > 1)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, [..., h] -> [..., h].
+
+    16-bit inputs are computed in fp32 and rounded once; fp32 and fp64 in their own dtype. Nothing is communicated.
+    """
+
+    def __init__(
+        self, name: str, hidden: int, eps: float, group: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = Parameter(_place(f"{name}.weight", hidden, group, sequence_parallel, 1.0), dtype, device)
+        self.bias = Parameter(_place(f"{name}.bias", hidden, group, sequence_parallel, 0.0), dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [..., h] -> [..., h]; dtypes as LayerNorm's."""
+
+    def __init__(
+        self, name: str, hidden: int, eps: float, group: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = Parameter(_place(f"{name}.weight", hidden, group, sequence_parallel, 1.0), dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
