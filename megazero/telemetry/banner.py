@@ -1,0 +1,194 @@
+"""The parts of the banner, as text of at most 100 columns. Plain ASCII: it must print under any locale.
+
+Every function takes plain numbers and words, so that the rooms above can be drawn without being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megazero.telemetry.units import count, size
+
+WIDTH = 100
+_MOST_ROWS = 8
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Aligned columns, the first `left` of them to the left and the others to the right, with a rule under the headings."""
+    widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
+
+    def show(cells: Sequence[str]) -> str:
+        return "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
+
+    return "\n".join([show(headings), "  ".join("-" * w for w in widths), *(show(row) for row in rows)])
+
+
+def pairs(entries: Sequence[tuple[str, str]], width: int = WIDTH - 2) -> str:
+    """`name  value` lines with the values aligned; long values go on under themselves."""
+    indent = max((len(name) for name, _ in entries), default=0) + 2
+    lines = []
+    for name, value in entries:
+        parts = [part for line in value.splitlines() or [""] for part in _wrap(line, width - indent)]
+        lines.append(name.ljust(indent) + parts[0])
+        lines.extend(" " * indent + part for part in parts[1:])
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Break at spaces; a word longer than the width keeps its line (a path must stay whole to be copied)."""
+    lines: list[str] = []
+    for word in text.split(" "):
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += " " + word
+        else:
+            lines.append(word)
+    return lines or [""]
+
+
+def sections(parts: Sequence[tuple[str, str]]) -> str:
+    """The banner: each part under its title, empty parts left out."""
+    shown = [(title, body) for title, body in parts if body]
+    blocks = [f"{title}\n" + "\n".join("  " + line if line else "" for line in body.splitlines()) for title, body in shown]
+    return "\n\n".join(blocks)
+
+
+def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2) -> str:
+    """The process grid: a column per pipeline stage, a row per data-parallel replica, a cell's tensor-parallel ranks.
+
+    Ranks are numbered as the grid numbers them: ((pp_i*DP + dp_i)*CP + cp_i)*TP + tp_i. Where all of them do not fit
+    into `width` columns, cells show ranges, then columns and rows in the middle are left out.
+    """
+    cells = [[[((p * dp + d) * cp + c) * tp + t for t in range(tp)] for p in range(pp)] for d in range(dp) for c in range(cp)]
+    names = [f"dp {d}" + (f" cp {c}" if cp > 1 else "") for d in range(dp) for c in range(cp)]
+    kept_rows = _kept(len(cells), _MOST_ROWS)
+    left = max(len(name) for name in names) + 2
+    for words in (_listed, _range):
+        texts = [[words(cell) for cell in row] for row in cells]
+        cell = max(len(f"stage {pp - 1}" if pp > 1 else "all layers"), *(len(text) for row in texts for text in row)) + 2
+        if left + pp * (cell + 1) + 1 <= width:
+            return _frame(texts, names, cell, left, kept_rows, list(range(pp)))
+    fitting = max(3, (width - left - 7) // (cell + 1))
+    return _frame(texts, names, cell, left, kept_rows, _kept(pp, fitting))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks)) if len(ranks) <= 8 else _range(ranks)
+
+
+def _range(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _kept(number: int, most: int) -> list[int | None]:
+    """Indices to show of `number` rows or columns, with None where some are left out."""
+    if number <= most:
+        return list(range(number))
+    return [*range(most - 1), None, number - 1]
+
+
+def _frame(
+    texts: Sequence[Sequence[str]], names: Sequence[str], cell: int, left: int, rows: Sequence[int | None], cols: Sequence[int | None]
+) -> str:
+    """Draw the chosen rows and columns with their headings."""
+    stages = len(texts[0])
+
+    def across(parts: Mapping[int | None, str], edge: str) -> str:
+        return edge + edge.join(parts[col] for col in cols) + edge
+
+    def each(text: str | None) -> dict[int | None, str]:
+        """The same text in every column, or the heading of each."""
+        heads = {i: (f"stage {i}" if stages > 1 else "all layers") if text is None else text for i in range(stages)}
+        return {**{i: head.center(cell) for i, head in heads.items()}, None: " ... "}
+
+    rule = " " * left + across({**dict.fromkeys(range(stages), "-" * cell), None: " ... "}, "+")
+    lines = [(" " * left + across(each(None), " ")).rstrip(), rule]
+    for row in rows:
+        if row is None:
+            lines.append("...".ljust(left) + across(each("..."), "|"))
+        else:
+            shown: dict[int | None, str] = {i: text.center(cell) for i, text in enumerate(texts[row])}
+            lines.append(names[row].ljust(left) + across({**shown, None: " ... "}, "|"))
+    return "\n".join([*lines, rule])
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What one rank of a stage holds: words for its layers, parameters, bytes by column of the model state."""
+
+    holds: str
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def stage_table(stages: Sequence[StageBytes]) -> str:
+    """Parameters and bytes of one rank of each stage; neighbours that are alike share a line."""
+    rows = []
+    for entry, members in groupby(enumerate(stages), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in members]
+        name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        amounts = (entry.weights, entry.gradients, entry.optimizer, entry.total)
+        rows.append([name, entry.holds, count(entry.parameters), *map(size, amounts)])
+    headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "model state per rank"]
+    return table(headings, rows, left=2)
+
+
+def holds(blocks: int, *, embedding: bool, head: bool, chunks: int = 1) -> str:
+    """What a stage holds in words: `embedding + 5 blocks`, `6 blocks in 2 chunks`."""
+    words = f"{blocks} block{'' if blocks == 1 else 's'}" + (f" in {chunks} chunks" if chunks > 1 else "")
+    return " + ".join(["embedding"] * embedding + [words] + ["head"] * head)
+
+
+def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages: int, bubble: float, live: int) -> str:
+    """The schedule in a sentence: bubble as a fraction of the step, and the most micro-batches whose activations live."""
+    if stages == 1:
+        return f"one stage: {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'} one after the other, no bubble"
+    chunks = f", {virtual_stages} model chunks per rank" if virtual_stages > 1 else ""
+    return (
+        f"{name}{chunks}: {micro_batches} micro-batches over {stages} stages, bubble {100 * bubble:.1f}% of the step, "
+        f"at most {live} micro-batch activations alive on a rank"
+    )
+
+
+def traffic_factor(micro_batches: int, gradient_bytes: int, parameter_bytes: int, *, breadth_first: bool) -> float:
+    """Data-parallel bytes of ZeRO-2 over those of ZeRO-1: (m*g + p) / (g + p), or 1 when each chunk is reduced once."""
+    times = 1 if breadth_first else micro_batches
+    return (times * gradient_bytes + parameter_bytes) / (gradient_bytes + parameter_bytes)
+
+
+def traffic_sentence(
+    zero_stage: int, dp: int, micro_batches: int, gradient_bytes: int, parameter_bytes: int, *, breadth_first: bool
+) -> str:
+    """What ZeRO-2 costs in traffic, with g and p bytes a parameter in gradients and weights; empty where it costs nothing.
+
+    gpipe with virtual stages runs breadth first: a chunk's micro-batches follow each other and it is reduced once.
+    """
+    if zero_stage != 2 or dp == 1 or micro_batches == 1:
+        return ""
+    if breadth_first:
+        return "each chunk's gradients are reduced once, after its last micro-batch; at most two chunks' full gradients are held"
+    factor = traffic_factor(micro_batches, gradient_bytes, parameter_bytes, breadth_first=False)
+    return (
+        f"gradients are reduced at each of the {micro_batches} micro-batches, so that only the own shard is kept: {factor:.2f} times "
+        f"the data-parallel traffic of --zero-stage 1 (gpipe with --virtual-stages reduces once)"
+    )
+
+
+def fused_ops_table(chosen: Mapping[str, str]) -> str:
+    """Which body each fused op uses, the ops of one body on one line."""
+    bodies: dict[str, list[str]] = {}
+    for op, body in chosen.items():
+        bodies.setdefault(body, []).append(op)
+    return pairs([(body, ", ".join(ops)) for body, ops in bodies.items()])
+
+
+def changes_table(changes: Sequence[tuple[str, object, object]]) -> str:
+    """What a resumed run does otherwise than the one that saved: flag, old value, new value."""
+    return table(["changed", "saved", "now"], [[name, str(old), str(new)] for name, old, new in changes], left=3) if changes else ""

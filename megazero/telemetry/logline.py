@@ -1,0 +1,136 @@
+"""One aligned line per step, the same in a terminal and in a file: no carriage returns, no colours."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+from megazero.telemetry.record import StepRecord
+from megazero.telemetry.units import count, duration, size
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the log: its heading and how wide it is."""
+
+    heading: str
+    width: int
+
+
+def columns(total_iterations: int, fp16: bool) -> tuple[Column, ...]:
+    """The columns of a run's log, 96 to 118 characters with the gaps between them."""
+    digits = len(str(total_iterations))
+    listed = [
+        Column("iteration", max(9, 2 * digits + 1)),
+        Column("loss", 8),
+        Column("grad norm", 9),
+        Column("lr", 9),
+        Column("loss scale", 10),
+        Column("tokens/s", 8),
+        Column("TFLOP/s", 7),
+        Column("s/step", 7),
+        Column("memory", 8),
+        Column("left", 11),
+    ]
+    return tuple(column for column in listed if fp16 or column.heading != "loss scale")
+
+
+def header(shown: tuple[Column, ...]) -> str:
+    """The line of headings."""
+    return "  ".join(column.heading.rjust(column.width) for column in shown).rstrip()
+
+
+def _number(value: float, digits: int) -> str:
+    """Fixed-point where it fits, else scientific: both at most 9 characters."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return str(value)
+    if value == 0 or 10**-digits <= abs(value) < 10 ** (8 - digits):
+        return f"{value:.{digits}f}"
+    return f"{value:.2e}"
+
+
+def _teraflops(value: float) -> str:
+    """Rates of a laptop's rank and of an H100's."""
+    return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
+
+
+def line(record: StepRecord, total_iterations: int, shown: tuple[Column, ...], seconds_left: float) -> str:
+    """The step's line; a skipped step says so at its end."""
+    digits = len(str(total_iterations))
+    cells = {
+        "iteration": f"{record.iteration:>{digits}}/{total_iterations}",
+        "loss": _number(record.loss, 4),
+        "grad norm": _number(record.grad_norm, 3),
+        "lr": f"{record.lr:.3e}",
+        "loss scale": f"{record.loss_scale:g}",
+        "tokens/s": count(record.tokens_per_second),
+        "TFLOP/s": _teraflops(record.model_tflops_per_rank),
+        "s/step": f"{record.step_seconds:.3f}" if record.step_seconds < 1000 else f"{record.step_seconds:.0f}",
+        "memory": size(record.peak_memory_bytes),
+        "left": duration(seconds_left),
+    }
+    text = "  ".join(cells[column.heading].rjust(column.width) for column in shown)
+    return text + ("  skipped" if record.skipped else "")
+
+
+class LogLines:
+    """Prints every `interval`-th step and the last one. A `Sink`; rank 0 only.
+
+    `total_iterations` is where the run will end; time left comes from a mean over recent steps (the last weighs a
+    tenth), so that a slow first step is soon forgotten. `seconds_to_deadline` of a run with a time limit caps it.
+    """
+
+    def __init__(
+        self,
+        total_iterations: int,
+        *,
+        fp16: bool = False,
+        interval: int = 1,
+        header_every: int = 40,
+        stream: TextIO | None = None,
+        seconds_to_deadline: float | None = None,
+    ) -> None:
+        self._total = total_iterations
+        self._columns = columns(total_iterations, fp16)
+        self._interval = max(1, interval)
+        self._header_every = header_every
+        self._stream = stream
+        self._printed = 0
+        self._mean: float | None = None
+        self._budget = seconds_to_deadline
+
+    def step(self, record: StepRecord) -> None:
+        # The first step also warms caches up: it counts until there is a second one.
+        first = self._mean is None or record.iteration <= 2
+        self._mean = record.step_seconds if first else 0.9 * (self._mean or 0.0) + 0.1 * record.step_seconds
+        if self._budget is not None:
+            self._budget = max(0.0, self._budget - record.step_seconds)
+        if record.iteration % self._interval and record.iteration != self._total:
+            return
+        left = max(0, self._total - record.iteration) * self._mean
+        if self._budget is not None:
+            left = min(left, self._budget)
+        if self._printed % self._header_every == 0:
+            self._print(header(self._columns))
+        self._printed += 1
+        self._print(line(record, self._total, self._columns, left))
+
+    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        shown = "   ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        self._print(f"validation after iteration {iteration}:   {shown}")
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def flush(self, durable: bool) -> None:
+        (self._stream or sys.stdout).flush()
+
+    def close(self) -> None:
+        self.flush(False)
+
+    def _print(self, text: str) -> None:
+        # One write per line: lines of other processes cannot fall into it.
+        stream = self._stream or sys.stdout
+        stream.write(text + "\n")
+        stream.flush()

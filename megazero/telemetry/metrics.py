@@ -1,0 +1,82 @@
+"""The metrics file: one JSON object per line, whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megazero.telemetry.record import StepRecord, finite
+
+_BLOCK = 65536
+
+
+class SupersededError(RuntimeError):
+    """Another job has taken this run over: this one is a leftover and must not write."""
+
+
+class MetricsFile:
+    """Appends lines to `path`, creating its folder. A `Sink`; rank 0 only.
+
+    Every line is one `write` on a descriptor opened with O_APPEND, so that a killed process leaves at most one torn
+    line, the last, which is cut here when the file is opened again. `may_write` is asked before each write; when it
+    says no, SupersededError is raised and nothing is written. Raises OSError when the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, may_write: Callable[[], bool] | None = None) -> None:
+        self.path = Path(path)
+        self._may_write = may_write
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        if self._regular:
+            self._check()
+            cut_torn_line(self._descriptor)
+
+    def step(self, record: StepRecord) -> None:
+        self.write(record.as_json())
+
+    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        self.write({"iteration": iteration} | {name: finite(float(loss)) for name, loss in losses.items()})
+
+    def note(self, text: str) -> None:
+        """Remarks are not metrics."""
+
+    def write(self, values: Mapping[str, object]) -> None:
+        """Append one object as one line."""
+        line = json.dumps(values, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+        self._check()
+        written = os.write(self._descriptor, line)
+        if written != len(line):
+            raise OSError(f"{self.path}: only {written} of {len(line)} bytes were written; is the disk full?")
+
+    def flush(self, durable: bool) -> None:
+        if durable and self._regular:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _check(self) -> None:
+        if self._may_write is not None and not self._may_write():
+            raise SupersededError(f"{self.path}: another job has taken this run over; this one writes no more")
+
+
+def cut_torn_line(descriptor: int) -> int:
+    """Cut what follows the last newline of a file; the number of bytes that were cut."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    position = end
+    while position > 0:
+        start = max(0, position - _BLOCK)
+        newline = os.pread(descriptor, position - start, start).rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < end:
+        os.ftruncate(descriptor, position)
+    return end - position

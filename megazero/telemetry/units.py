@@ -1,0 +1,34 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def count(number: float) -> str:
+    """Three figures and a letter: 987, 12.3k, 4.56M, 176B."""
+    for letter in ("", "k", "M", "B", "T"):
+        if abs(number) < 999.5:
+            break
+        if letter != "T":
+            number /= 1000
+    if letter == "" and number == int(number):
+        return str(int(number))
+    return f"{number:.{2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0}f}{letter}"
+
+
+def size(number: float) -> str:
+    """Bytes in powers of 1024: 912 B, 1.50 KiB, 79.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1023.5 or unit == "TiB":
+            break
+        number /= 1024
+    if unit == "B":
+        return f"{number:.0f} B"
+    return f"{number:.{2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0}f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes, seconds: 0:00:07, 1:02:03; days in front where there are any: 3d 04:05:06."""
+    whole = max(0, round(seconds))
+    days, rest = divmod(whole, 86400)
+    clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}d {clock.rjust(8, '0')}" if days else clock
