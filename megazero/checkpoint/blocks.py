@@ -1,0 +1,136 @@
+"""A safetensors file of 1-D tensors whose payload is hashed in blocks.
+
+The format is the one of the safetensors library, which opens these files; metadata under "sha256 KEY" lists one digest
+per block of a tensor. The library itself is not used: it wants the whole state as bytes at once, before the header with
+the digests can be written, while this streams one block at a time in both directions. Digests have a fixed length, so
+the header is written as zeros, then the payload, then the header over it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.format import Damaged
+
+BLOCK_BYTES = 8 * 1024 * 1024
+"""Memory that a writer or reader needs beside the state; also what is read at least of a fragment that is needed in part."""
+DTYPES: Mapping[str, torch.dtype] = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+_LENGTH = 8
+_LONGEST_HEADER = 100_000_000  # the safetensors library's limit
+
+
+def dtype_code(tensor: Tensor) -> str:
+    """The format's word for a tensor's dtype: "F32"."""
+    return _CODES[tensor.dtype]
+
+
+def _header(tensors: Sequence[tuple[str, Tensor]], digests: Mapping[str, Sequence[str]], block_bytes: int) -> bytes:
+    """Length and JSON, padded with spaces to a multiple of eight."""
+    metadata = {"format": "pt", "block_bytes": str(block_bytes)} | {f"sha256 {key}": " ".join(digests[key]) for key, _ in tensors}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for key, tensor in tensors:
+        header[key] = {"dtype": dtype_code(tensor), "shape": [tensor.numel()], "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH, "little") + text
+
+
+def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]], block_bytes: int = BLOCK_BYTES) -> None:
+    """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk. Raises OSError, also when it exists."""
+    assert block_bytes % 8 == 0 and len({key for key, _ in tensors}) == len(tensors)
+    blank = {key: ["0" * 64] * -(-tensor.nbytes // block_bytes) for key, tensor in tensors}
+    digests: dict[str, list[str]] = {key: [] for key, _ in tensors}
+    with open(path, "xb") as file:
+        file.write(_header(tensors, blank, block_bytes))
+        for key, tensor in tensors:
+            assert tensor.dim() == 1 and tensor.is_contiguous()
+            for block in tensor.detach().split(block_bytes // tensor.element_size()):
+                payload = memoryview(block.cpu().view(torch.uint8).numpy())
+                if len(payload):
+                    digests[key].append(hashlib.sha256(payload).hexdigest())
+                    file.write(payload)
+        file.seek(0)
+        file.write(_header(tensors, digests, block_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class BlockFile:
+    """A fragment file open for reading; every block is checked as it is read. Raises Damaged, naming the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb")  # noqa: SIM115 - closed by __exit__
+        except FileNotFoundError as error:
+            raise Damaged(f"{path.name} is missing") from error
+        try:
+            self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_header(self) -> None:
+        self.size = os.fstat(self._file.fileno()).st_size
+        length = self._file.read(_LENGTH)
+        count = int.from_bytes(length, "little")
+        if len(length) < _LENGTH or count > min(self.size - _LENGTH, _LONGEST_HEADER):
+            raise Damaged(f"{self.path.name} is truncated or not a safetensors file")
+        text = self._file.read(count)
+        self.header_sha256 = hashlib.sha256(length + text).hexdigest()
+        self._payload = _LENGTH + count
+        try:
+            self._entries: dict[str, Any] = json.loads(text)
+            self._metadata: dict[str, str] = self._entries.pop("__metadata__")
+            self._block_bytes = int(self._metadata["block_bytes"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{self.path.name} has no readable header ({error})") from error
+
+    def __enter__(self) -> BlockFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def dtype(self, key: str) -> str:
+        """The dtype's word, "F32"."""
+        return self._entries[key]["dtype"]
+
+    def block_ranges(self, key: str) -> list[tuple[int, int]]:
+        """The blocks of a tensor as ranges of its elements."""
+        start, stop = self._entries[key]["data_offsets"]
+        item = DTYPES[self.dtype(key)].itemsize
+        step = self._block_bytes // item
+        count = (stop - start) // item
+        return [(i, min(i + step, count)) for i in range(0, count, step)]
+
+    def read(self, key: str, block: int) -> Tensor:
+        """Block number `block` of a tensor, 1-D on the CPU, its digest checked."""
+        start, stop = self._entries[key]["data_offsets"]
+        first = start + block * self._block_bytes
+        payload = bytearray(min(self._block_bytes, stop - first))
+        try:
+            self._file.seek(self._payload + first)
+            count = self._file.readinto(payload)
+        except OSError as error:
+            raise Damaged(f"{self.path.name} cannot be read: {error}") from error
+        if count != len(payload):
+            raise Damaged(f"{self.path.name} is truncated: it has {self.size} bytes")
+        if hashlib.sha256(payload).hexdigest() != self._metadata[f"sha256 {key}"].split()[block]:
+            raise Damaged(f"{self.path.name} is altered: the sha256 of block {block} of {key} is not the recorded one")
+        return torch.frombuffer(payload, dtype=DTYPES[self.dtype(key)])

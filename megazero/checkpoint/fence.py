@@ -1,0 +1,90 @@
+"""A run token in a file: who may write beside it.
+
+Killing a launcher with -9 leaves its ranks running. When the job is started again, the new run puts its token into the
+file; whoever still holds another token must not write any more. Between a check and the write that follows there is a
+moment in which the file can change hands; what is written then is harmless, because a checkpoint is built under a name
+that carries the token and only becomes one by a rename.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import torch
+
+from megazero.mpu.collectives import broadcast
+from megazero.mpu.grid import Group
+
+
+class FenceLost(RuntimeError):
+    """Another run has taken over the place that this one writes to."""
+
+
+def new_token(world: Group, device: torch.device | str = "cpu") -> str:
+    """A token for this run, the same on all ranks: 16 random bytes of rank 0, broadcast over the world."""
+    token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
+    broadcast(token, world).wait()
+    return bytes(token.tolist()).hex()
+
+
+def replace_file(path: Path, content: bytes, token: str) -> None:
+    """Write a small file so that it is either as it was or wholly new, also after a power cut."""
+    temporary = path.with_name(f".{path.name}-{token}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and creations in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Fence:
+    """The token file at `path`. One rank claims it; the others join; all check before they write."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.token: str | None = None
+
+    def claim(self, token: str) -> Fence:
+        """Take the place over: from now on every run with another token fails its check. One rank does this."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path, f"{token}\n".encode(), token)
+        return self.join(token)
+
+    def join(self, token: str) -> Fence:
+        """Be a rank of the run with this token, which another rank claims for it."""
+        self.token = token
+        return self
+
+    def owner(self) -> str:
+        """The token in the file, "" when there is none."""
+        try:
+            return self.path.read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+    def holds(self) -> bool:
+        """Whether the file still holds this run's token."""
+        assert self.token is not None, "claim or join before checking"
+        return self.owner() == self.token
+
+    def check(self) -> None:
+        """Raise FenceLost unless the file still holds this run's token."""
+        if not self.holds():
+            found = self.owner()
+            now = f"run {found}" if found else "nobody: the file is gone"
+            raise FenceLost(
+                f"{self.path} belongs to {now}, not to this run ({self.token}). A newer job writes here now, so this one stops"
+                " and writes nothing more; stop the newer one before starting this again."
+            )

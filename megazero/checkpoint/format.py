@@ -1,0 +1,186 @@
+"""What a checkpoint is: named global tensors in fragments, and one manifest that says where each lies.
+
+    DIR/latest                                     text: the folder to resume from, written last
+    DIR/iter_0000123/manifest.json                 tensors, fragments, files, run, progress
+    DIR/iter_0000123/fragments-00001-of-00008.safetensors
+
+A fragment file holds 1-D tensors, each a flat range of a box of a global tensor, under a key that says so. Its number
+only keeps names apart: a reader goes by the manifest and by names. Integrity is a chain: the manifest holds its own
+sha256 and that of every file's header, a header those of its blocks of payload (`blocks.py`). So a reader checks
+exactly what it reads, and no byte that it uses is unchecked. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megazero.checkpoint.reshard import Span
+from megazero.mpu.place import Box, Place
+
+VERSION = 1
+MANIFEST = "manifest.json"
+COLUMNS = ("weight", "exp_avg", "exp_avg_sq")
+"""What is stored of a parameter: the master weight, the first moment (sgd: its momentum), the second moment."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message says which, why, and what to do."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint that was complete no longer is: the message names the file."""
+
+
+class Fragment(Protocol):
+    """What a rank holds of one parameter: elements [start, stop) of its box, one contiguous 1-D tensor per column.
+
+    The tensors are views of the rank's storage: they are written from on save and into on load. A column that the
+    optimizer does not have is None.
+    """
+
+    @property
+    def place(self) -> Place: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def exp_avg(self) -> Tensor | None: ...
+    @property
+    def exp_avg_sq(self) -> Tensor | None: ...
+
+
+class Held(Protocol):
+    """Where a fragment lies, without its values: what layout arithmetic knows of other ranks."""
+
+    @property
+    def place(self) -> Place: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+def columns_of(fragment: Fragment) -> dict[str, Tensor]:
+    """The columns that a fragment has, by name."""
+    found = ((column, getattr(fragment, column, None)) for column in COLUMNS)
+    return {column: tensor for column, tensor in found if tensor is not None}
+
+
+def span_of(held: Held) -> Span:
+    """Box and flat range of a fragment."""
+    return Span(held.place.box, held.start, held.stop)
+
+
+def key_of(name: str, column: str, span: Span) -> str:
+    """The tensor's name in a fragment file: "blocks.3.mlp.up.weight|exp_avg|0:40,0:24|120:360"."""
+    box = ",".join(f"{start}:{stop}" for start, stop in span.box)
+    return f"{name}|{column}|{box}|{span.start}:{span.stop}"
+
+
+def file_name(index: int, count: int) -> str:
+    """Name of the file that writer `index` of `count` writes."""
+    return f"fragments-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+@dataclass
+class StoredTensor:
+    """A global tensor: its shape, the dtype of each column ("F32"), and its fragments as (index into files, span)."""
+
+    shape: tuple[int, ...]
+    columns: dict[str, str]
+    fragments: list[tuple[int, Span]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A fragment file: its name, its size, and the sha256 of its header, which holds those of its payload."""
+
+    name: str
+    size: int
+    header_sha256: str
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint holds.
+
+    run       the resolved configuration that wrote it, by section
+    progress  iteration, consumed samples and tokens, optimizer step count, loss scale, probe: the trainer's own
+    layout    sizes of the axes that wrote it; for messages only
+    """
+
+    tensors: dict[str, StoredTensor]
+    files: list[StoredFile]
+    run: dict[str, Any]
+    progress: dict[str, Any]
+    layout: dict[str, int]
+
+    def encode(self) -> bytes:
+        """One tensor and one file per line, its own sha256 last."""
+        content = _content(self)
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return f'{content[:-2]},\n"sha256": "{digest}"\n}}\n'.encode()
+
+    def missing_elements(self) -> dict[str, int]:
+        """Elements that no fragment holds, by tensor; negative where fragments overlap."""
+        gaps = {name: math.prod(t.shape) - sum(span.numel for _, span in t.fragments) for name, t in self.tensors.items()}
+        return {name: gap for name, gap in gaps.items() if gap}
+
+
+def _content(manifest: Manifest) -> str:
+    def lines(items: Iterable[str], ends: str) -> str:
+        return ends[0] + "\n" + ",\n".join(items) + "\n" + ends[1]
+
+    tensors = (f"{json.dumps(name)}: {json.dumps(_tensor_record(t))}" for name, t in sorted(manifest.tensors.items()))
+    files = (json.dumps({"name": f.name, "bytes": f.size, "header_sha256": f.header_sha256}) for f in manifest.files)
+    sections = {
+        "format": json.dumps("megazero-checkpoint"),
+        "version": json.dumps(VERSION),
+        "progress": json.dumps(manifest.progress, sort_keys=True),
+        "layout": json.dumps(manifest.layout, sort_keys=True),
+        "run": json.dumps(manifest.run, sort_keys=True),
+        "files": lines(files, "[]"),
+        "tensors": lines(tensors, "{}"),
+    }
+    return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in sections.items()) + "\n}"
+
+
+def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
+    fragments = [[file, span.box, span.start, span.stop] for file, span in tensor.fragments]
+    return {"shape": tensor.shape, "columns": tensor.columns, "fragments": fragments}
+
+
+def decode(raw: bytes) -> Manifest:
+    """The manifest in a file's bytes. Raises Damaged when any byte is not as it was written, ValueError when it is of a newer version."""
+    try:
+        document = json.loads(raw)
+        version = document["version"]
+        if version != VERSION and document["format"] == "megazero-checkpoint":
+            raise ValueError(f"{MANIFEST} has format version {version}; this program reads version {VERSION}")
+        tensors = {name: _stored_tensor(record) for name, record in document["tensors"].items()}
+        files = [StoredFile(f["name"], f["bytes"], f["header_sha256"]) for f in document["files"]]
+        manifest = Manifest(tensors, files, document["run"], document["progress"], document["layout"])
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
+    if manifest.encode() != raw:
+        raise Damaged(f"{MANIFEST} is not what was written: its sha256 does not fit its content")
+    return manifest
+
+
+def _stored_tensor(record: Mapping[str, Any]) -> StoredTensor:
+    fragments = [(file, Span(_box(box), start, stop)) for file, box, start, stop in record["fragments"]]
+    return StoredTensor(tuple(record["shape"]), dict(record["columns"]), fragments)
+
+
+def _box(pairs: Sequence[Sequence[int]]) -> Box:
+    return tuple((start, stop) for start, stop in pairs)
