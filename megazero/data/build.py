@@ -1,0 +1,125 @@
+"""From the flags of `--data-path` and its kin to datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.config.schema import DataConfig
+from megazero.data.blend import built, normalise
+from megazero.data.cache import default_root
+from megazero.data.dataset import EmptyDataset, Samples, blended, one_dataset
+from megazero.data.facts import facts_of, require_ids_below
+from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.orders import split_bounds
+from megazero.data.progress import Report, silent
+
+SPLITS = ("train", "valid", "test")
+Requests = tuple[int | None, int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """What `--data-path` names. shares is None for one prefix without a weight, else float64 [prefixes], summing to 1."""
+
+    prefixes: tuple[str, ...]
+    shares: NDArray[np.float64] | None
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The splits of --data-path, and the named sets of --valid-data-path."""
+
+    train: Samples
+    valid: Samples
+    test: Samples
+    named_valid: dict[str, Samples]
+
+
+def cache_root(cfg: DataConfig) -> Path:
+    return Path(cfg.data_cache_path).expanduser() if cfg.data_cache_path else default_root()
+
+
+def parse_data_path(words: Sequence[str]) -> Blend:
+    """PREFIX, or WEIGHT PREFIX pairs (one pair is a blend of one). Raises DataError."""
+    if len(words) == 1:
+        return Blend((words[0],), None)
+    if not words or len(words) % 2:
+        raise DataError(f"--data-path has {len(words)} words; give one PREFIX, or WEIGHT PREFIX pairs: {' '.join(words)}")
+    weights = []
+    for place, word in enumerate(words[::2]):
+        try:
+            weights.append(float(word))
+        except ValueError:
+            raise DataError(f"--data-path: word {2 * place + 1} is {word!r}, where the weight of {words[2 * place + 1]} belongs") from None
+    return Blend(tuple(words[1::2]), normalise(weights))
+
+
+def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
+    """NAME PREFIX pairs. Raises DataError."""
+    if len(words) % 2:
+        raise DataError(f"--valid-data-path has {len(words)} words; give NAME PREFIX pairs: {' '.join(words)}")
+    names = words[::2]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"--valid-data-path names {', '.join(twice)} more than once")
+    return dict(zip(names, words[1::2], strict=True))
+
+
+def build_datasets(
+    cfg: DataConfig,
+    *,
+    seq_length: int,
+    samples: Requests,
+    vocab_size: int | None = None,
+    named_samples: int | None = None,
+    report: Report = silent,
+) -> Datasets:
+    """Datasets with at least `samples` of train, valid, test and `named_samples` of each named validation set.
+
+    None or 0 asks for none: one epoch is there all the same, and an empty split is no error. Every rank calls this alike; whoever comes
+    first on a file system builds what is not cached, the others wait on a file lock. Communicates nothing: call it while no collective
+    is outstanding. vocab_size None leaves ids unchecked. Raises DataError.
+    """
+    if seq_length < 1:
+        raise DataError(f"--seq-length {seq_length}: must be at least 1")
+    if not 0 <= cfg.seed < 2**32:
+        raise DataError(f"--seed {cfg.seed}: must be between 0 and {2**32 - 1}")
+    root = cache_root(cfg)
+    blend = parse_data_path(cfg.data_path)
+    named = parse_valid_data_path(cfg.valid_data_path)
+    opened = {prefix: _open(prefix, vocab_size, root, report) for prefix in (*blend.prefixes, *named.values())}
+
+    def single(prefix: str, name: str, bounds: tuple[int, int], requested: int | None) -> Samples:
+        return one_dataset(opened[prefix], name, bounds, requested, seq_length, cfg.seed, vocab_size, root, report)
+
+    def split(number: int) -> Samples:
+        name, size = SPLITS[number], samples[number]
+        bounds = [split_bounds(cfg.split, len(opened[prefix]))[number] for prefix in blend.prefixes]
+        if blend.shares is None:
+            return single(blend.prefixes[0], name, bounds[0], size)
+        if size is None:
+            raise DataError(f"--data-path has weights, so the number of {name} samples must be given (0 for none)")
+        if size == 0:
+            return EmptyDataset()
+        counts = built(blend.shares, size)
+        parts = [single(prefix, name, *rest) for prefix, rest in zip(blend.prefixes, zip(bounds, counts, strict=True), strict=True)]
+        return blended(parts, blend.shares, size, root, report)
+
+    train, valid, test = (split(number) for number in range(3))
+    whole = {name: single(prefix, name, (0, len(opened[prefix])), named_samples) for name, prefix in named.items()}
+    return Datasets(train, valid, test, whole)
+
+
+def _open(prefix: str, vocab_size: int | None, root: Path, report: Report) -> IndexedDataset:
+    data = IndexedDataset(prefix)
+    if data.dtype.kind not in "iu":
+        raise DataError(f"{data.idx_path}: dtype {data.dtype} holds no token ids")
+    facts = facts_of(data, root, report)
+    if vocab_size is not None:
+        require_ids_below(vocab_size, data, facts)
+    return data

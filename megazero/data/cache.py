@@ -1,0 +1,147 @@
+"""Folders that are built once per file system and then only read.
+
+`once` is called by every rank alike. The first to get the file lock builds, in a temporary folder that is synced and renamed; the others
+sleep on the lock, say what they wait for, and find the finished folder. A builder that dies loses its lock to the next one. No collective
+is involved, so nothing can time out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.indexed import DataError
+from megazero.data.progress import Report, clock
+from megazero.data.writer import sync_folder
+
+FORMAT = 1
+FACTS = "facts.json"
+SAY_EVERY = 5.0
+
+
+def default_root() -> Path:
+    return Path.home() / ".cache" / "megazero"
+
+
+def key_of(what: str, facts: dict[str, Any]) -> str:
+    """Name of a cache folder: a hash of everything that determines its contents."""
+    text = json.dumps({"format": FORMAT, "what": what, **facts}, sort_keys=True)
+    return f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def once(
+    root: Path, name: str, build: Callable[[Path, Report], None], report: Report, complete: Callable[[Path], bool] = Path.is_dir
+) -> Path:
+    """root/name, built by build(temporary folder, report) unless it is there and `complete`."""
+    folder = root / name
+    if complete(folder):
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = open(root / f"{name}.lock", "a+")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise DataError(f"--data-cache-path {root}: {error.strerror}; name a folder that can be written") from error
+    with lock, _held(lock.fileno(), name, report):
+        if complete(folder):
+            return folder
+
+        def say(text: str) -> None:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}: {text}")
+            lock.flush()
+            report(text)
+
+        say(f"building {name} in {root}")
+        _build(root, folder, build, say)
+    return folder
+
+
+@contextlib.contextmanager
+def _held(handle: int, name: str, report: Report) -> Iterator[None]:
+    """The lock is polled, so that a waiting rank can pass on what the builder last wrote into the lock file."""
+    start = said = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            now = time.monotonic()
+            if now - said >= SAY_EVERY:
+                said = now
+                note = os.pread(handle, 4096, 0).decode(errors="replace")
+                report(f"waiting {clock(now - start)} for {name}: {note}")
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], report: Report) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=root))
+    try:
+        temporary.chmod(0o755)
+        build(temporary, report)
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as written:
+                    os.fsync(written.fileno())
+        sync_folder(temporary)
+        if folder.exists():  # it was there and not complete
+            folder.rename(temporary.with_name(f"{temporary.name}-old"))
+        temporary.rename(folder)
+        sync_folder(root)
+    finally:
+        for left in (temporary, temporary.with_name(f"{temporary.name}-old")):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def cached_arrays(
+    root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report
+) -> dict[str, NDArray]:
+    """Arrays that `facts` determine, memory-mapped from the cache. Each is an .npy file in its own right."""
+
+    def write(folder: Path, say: Report) -> None:
+        arrays = build(say)
+        for name, values in arrays.items():
+            np.save(folder / f"{name}.npy", values)
+        shapes = {name: [list(values.shape), values.dtype.str] for name, values in arrays.items()}
+        (folder / FACTS).write_text(json.dumps({"what": what, **facts, "arrays": shapes}, indent=1, sort_keys=True))
+
+    def complete(folder: Path) -> bool:
+        return _open(folder) is not None
+
+    arrays = _open(once(root, key_of(what, facts), write, report, complete))
+    assert arrays is not None, "once returns what is complete"
+    return arrays
+
+
+def _open(folder: Path) -> dict[str, NDArray] | None:
+    """None when something is missing or does not have the shape that was written."""
+    try:
+        shapes = json.loads((folder / FACTS).read_text())["arrays"]
+        arrays = {name: _map(folder / f"{name}.npy") for name in shapes}
+    except (OSError, ValueError, KeyError):
+        return None
+    same = all([list(arrays[name].shape), arrays[name].dtype.str] == shape for name, shape in shapes.items())
+    return arrays if same else None
+
+
+def _map(path: Path) -> NDArray:
+    """A memory-mapped .npy as a plain array; numpy cannot map an empty one."""
+    if path.stat().st_size <= 128:
+        return np.load(path)
+    return np.asarray(np.load(path, mmap_mode="r"))

@@ -1,0 +1,140 @@
+"""Datasets: numbered samples of S+1 tokens, from one pair of files or a blend of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.blend import blend_index, wanted
+from megazero.data.cache import cached_arrays
+from megazero.data.facts import identity
+from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.orders import Plan, build_orders, plan
+from megazero.data.progress import Report
+
+
+class Samples(Protocol):
+    """A dataset of n samples; item i is the i-th in the order of the run, int64 [S+1]: inputs are [:-1], labels [1:]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+
+
+class GPTDataset:
+    """Samples of one split of one pair of files. Raises IndexError past its end, DataError on ids outside the vocabulary."""
+
+    def __init__(self, data: IndexedDataset, orders: dict[str, NDArray], seq_length: int, vocab_size: int | None) -> None:
+        self.data, self.seq_length, self.vocab_size = data, seq_length, vocab_size
+        self.documents, self.rows, self.order = (orders[name] for name in ("document_index", "sample_index", "shuffle_index"))
+        self._columns = np.arange(seq_length + 1)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.data.prefix}: sample {index} of {len(self)}")
+        sample = int(self.order[index])
+        (first, offset), (last, stop) = self.rows[sample : sample + 2].tolist()
+        sequences = self.documents[first : last + 1]
+        starts = self.data.pointers[sequences] // self.data.dtype.itemsize
+        lengths = self.data.lengths[sequences].astype(np.int64)
+        lengths[-1] = stop + 1
+        starts[0] += offset
+        lengths[0] -= offset
+        before = np.cumsum(lengths) - lengths
+        places = np.repeat(starts - before, lengths)
+        places += self._columns
+        tokens = self.data.tokens[places].astype(np.int64)
+        if self.vocab_size is not None:
+            self._check(tokens, index)
+        return tokens
+
+    def _check(self, tokens: NDArray[np.int64], index: int) -> None:
+        assert self.vocab_size is not None
+        if tokens.max() >= self.vocab_size or tokens.min() < 0:
+            wrong = tokens[(tokens >= self.vocab_size) | (tokens < 0)][0]
+            raise DataError(f"{self.data.bin_path}: sample {index} holds token id {wrong}, outside the vocabulary of {self.vocab_size}")
+
+
+class BlendedDataset:
+    """Samples of several datasets in the proportion of their weights.
+
+    Its length can exceed the requested size by less than the number of datasets, as Megatron's does. Every requested sample exists; one of
+    the surplus may point past the end of a small dataset, which raises IndexError when it is asked for.
+    """
+
+    def __init__(self, parts: Sequence[Samples], index: dict[str, NDArray]) -> None:
+        self.parts, self.part, self.item = parts, index["dataset_index"], index["dataset_sample_index"]
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"blend: sample {index} of {len(self)}")
+        return self.parts[int(self.part[index])][int(self.item[index])]
+
+
+class EmptyDataset:
+    """No samples: a split without tokens, of which none are asked."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        raise IndexError(f"sample {index} of an empty split")
+
+
+def one_dataset(
+    data: IndexedDataset,
+    name: str,
+    bounds: tuple[int, int],
+    requested: int | None,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None,
+    root: Path,
+    report: Report,
+) -> Samples:
+    """The split `name` = sequences bounds[0] .. bounds[1]-1 of a pair, with enough epochs for the requested samples."""
+    tokens = data.tokens_between(*bounds)
+    if requested and not tokens:
+        raise DataError(
+            f"{requested} {name} samples are asked of {data.prefix}, but its {name} split is empty (sequences {bounds[0]} to {bounds[1]}"
+            f" of {len(data)}, {tokens} tokens); change --split, or ask for no {name} samples"
+        )
+    how: Plan = plan(tokens, seq_length, requested)
+    if how.samples == 0:
+        return EmptyDataset()
+    facts = {
+        **identity(data),
+        "sequences": list(bounds),
+        "seq_length": seq_length,
+        "seed": seed,
+        "epochs": how.epochs,
+        "separate_from": how.separate_from,
+    }
+
+    def build(say: Report) -> dict[str, NDArray]:
+        say(f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, {how.samples:,} samples")
+        return build_orders(data.lengths, *bounds, seq_length, seed, how)
+
+    return GPTDataset(data, cached_arrays(root, "order", facts, build, report), seq_length, vocab_size)
+
+
+def blended(parts: Sequence[Samples], shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Samples:
+    """Blend of datasets that were built for `built(shares, size)` samples each."""
+    length = sum(wanted(shares, size))
+    facts = {"shares": [share.hex() for share in shares.tolist()], "length": length}
+
+    def build(say: Report) -> dict[str, NDArray]:
+        say(f"blend of {len(parts)} datasets, {length:,} samples")
+        return blend_index(shares, length)
+
+    return BlendedDataset(parts, cached_arrays(root, "blend", facts, build, report))

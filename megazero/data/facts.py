@@ -1,0 +1,70 @@
+"""What a pair of files is, found out once by reading all of it, and remembered in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.cache import cached_arrays
+from megazero.data.indexed import BLOCK, DataError, IndexedDataset
+from megazero.data.progress import Progress, Report
+
+MOST_SCANNED = 1 << 33
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Smallest and largest id, and how many ids were read to know: all of them, or evenly spread blocks of a very large file."""
+
+    smallest: int
+    largest: int
+    scanned: int
+
+
+def identity(data: IndexedDataset) -> dict[str, Any]:
+    """What tells this pair from any other: where it lies, sizes, times of last change."""
+    stats = [path.stat() for path in (data.bin_path, data.idx_path)]
+    return {
+        "prefix": str(Path(data.prefix).resolve()),
+        "bytes": [stat.st_size for stat in stats],
+        "changed": [stat.st_mtime_ns for stat in stats],
+    }
+
+
+def facts_of(data: IndexedDataset, root: Path, report: Report) -> Facts:
+    """Check the whole .idx (once) and the range of the ids. Raises DataError on a file that contradicts itself."""
+
+    def build(say: Report) -> dict[str, NDArray]:
+        data.check()
+        return {"facts": _scan(data, say)}
+
+    smallest, largest, scanned = cached_arrays(root, "checked", identity(data), build, report)["facts"].tolist()
+    return Facts(smallest, largest, scanned)
+
+
+def _scan(data: IndexedDataset, report: Report) -> NDArray[np.int64]:
+    """Files above 8 GiB are sampled: 1 TB would take minutes before the first step. Datasets check each sample they serve all the same."""
+    count, itemsize = len(data.tokens), data.dtype.itemsize
+    blocks = -(-count // BLOCK)
+    stride = -(-count * itemsize // MOST_SCANNED) if count else 1
+    progress = Progress(report, f"checking token ids of {data.bin_path}", count * itemsize / stride / 1e6, "MB")
+    smallest, largest, scanned = 0, -1, 0
+    for number in range(0, blocks, stride):
+        part = data.tokens[number * BLOCK : (number + 1) * BLOCK]
+        smallest, largest, scanned = min(smallest, int(part.min())), max(largest, int(part.max())), scanned + len(part)
+        progress.reach(scanned * itemsize / 1e6)
+    return np.array([smallest, largest, scanned], dtype=np.int64)
+
+
+def require_ids_below(vocab_size: int, data: IndexedDataset, facts: Facts) -> None:
+    """Raises DataError when an id is negative or not below the vocabulary."""
+    if facts.smallest < 0 or facts.largest >= vocab_size:
+        wrong = facts.smallest if facts.smallest < 0 else facts.largest
+        raise DataError(
+            f"{data.bin_path} holds token id {wrong}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1});"
+            " give the tokenizer it was made with, or a larger --vocab-size"
+        )

@@ -1,0 +1,144 @@
+"""Megatron's indexed dataset: token ids back to back in PREFIX.bin, and where each sequence lies in PREFIX.idx.
+
+.idx, little-endian: magic (9 bytes), u64 version 1, u8 dtype code, u64 N sequences, u64 D = documents + 1, then int32 lengths[N],
+int64 byte pointers[N], int64 document_indices[D] (first 0, last N), optionally int8 modes[N].
+
+Opening costs a few page reads whatever the size, so that every rank may do it: it checks sizes and ends. `check` reads the whole .idx and
+is called once, by whoever builds the index caches.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name) for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+BLOCK = 1 << 22
+
+
+class DataError(ValueError):
+    """A file of data is missing, incomplete, inconsistent, or does not fit the run."""
+
+
+def pair(prefix: str | Path) -> tuple[Path, Path]:
+    """PREFIX.bin and PREFIX.idx; the prefix itself may hold dots."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """What Megatron writes for a vocabulary: u16 below 65,500 ids, else i32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """Memory-mapped view of a pair of files.
+
+    tokens             [all ids], dtype of the file
+    lengths            int32 [N], ids of each sequence
+    pointers           int64 [N], byte where each sequence starts in .bin
+    document_indices   int64 [documents + 1], first sequence of each document
+    modes              int8 [N] or None
+    Raises DataError, which names the file and the numbers that disagree.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self.bin_path, self.idx_path = pair(prefix)
+        self._require_files()
+        raw = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r")) if self.idx_path.stat().st_size else np.empty(0, np.uint8)
+        self.dtype, sequences, bounds = self._header(raw)
+        sizes = (4 * sequences, 8 * sequences, 8 * bounds)
+        bare = HEADER.size + sum(sizes)
+        if raw.size not in (bare, bare + sequences):
+            raise DataError(
+                f"{self.idx_path} has {raw.size} bytes, but its header ({sequences} sequences, {bounds - 1} documents) needs {bare}"
+                f" ({bare + sequences} with modes): truncated or corrupt"
+            )
+        ends = np.cumsum((HEADER.size, *sizes))
+        self.lengths: NDArray[np.int32] = raw[ends[0] : ends[1]].view("<i4")
+        self.pointers: NDArray[np.int64] = raw[ends[1] : ends[2]].view("<i8")
+        self.document_indices: NDArray[np.int64] = raw[ends[2] : ends[3]].view("<i8")
+        self.modes: NDArray[np.int8] | None = raw[ends[3] :].view(np.int8) if raw.size > bare else None
+        self._check_ends()
+        count = self.bin_path.stat().st_size // self.dtype.itemsize
+        self.tokens: NDArray[Any] = np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r")) if count else np.empty(0, self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sequence: int) -> NDArray[Any]:
+        """Ids of one sequence, a view of the file."""
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"{self.prefix}: sequence {sequence} of {len(self)}")
+        start = int(self.pointers[sequence]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[sequence])]
+
+    def tokens_between(self, first: int, last: int) -> int:
+        """Ids in sequences first .. last-1, in constant time (sequences lie back to back, which `check` proves)."""
+        if last <= first:
+            return 0
+        begin, end = int(self.pointers[first]), int(self.pointers[last - 1])
+        return (end - begin) // self.dtype.itemsize + int(self.lengths[last - 1])
+
+    def _require_files(self) -> None:
+        missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.is_file()]
+        if missing:
+            ending = Path(self.prefix).suffix
+            hint = f"; give the prefix without {ending}" if ending in (".bin", ".idx") else ""
+            raise DataError(f"no file {' and no file '.join(missing)}{hint} (a pair without its .idx was never finished)")
+
+    def _header(self, raw: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+        if raw.size < HEADER.size:
+            raise DataError(f"{self.idx_path} has {raw.size} bytes, fewer than the header's {HEADER.size}: truncated")
+        magic, version, code, sequences, bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
+        if magic != MAGIC:
+            raise DataError(f"{self.idx_path} starts with {magic!r}, not with {MAGIC!r}: not an index of this format")
+        if version != 1:
+            raise DataError(f"{self.idx_path} has version {version}; only version 1 is known")
+        if code not in DTYPES:
+            raise DataError(f"{self.idx_path} has dtype code {code}; known are 1 to {len(DTYPES)}")
+        if bounds < 1:
+            raise DataError(f"{self.idx_path} has {bounds} document bounds; the least is 1")
+        return DTYPES[code], sequences, bounds
+
+    def _check_ends(self) -> None:
+        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
+        if (first, last) != (0, len(self)):
+            raise DataError(f"{self.idx_path}: document bounds run from {first} to {last}, not from 0 to {len(self)} sequences")
+        expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
+        found = self.bin_path.stat().st_size
+        if expected != found:
+            raise DataError(f"{self.bin_path} has {found} bytes, but {self.idx_path} describes {expected}: truncated, or not its pair")
+
+    def check(self) -> None:
+        """Read the whole .idx: lengths not negative, sequences back to back, document bounds in order. Raises DataError."""
+        itemsize = self.dtype.itemsize
+        expected = 0
+        for start in range(0, len(self), BLOCK):
+            lengths = self.lengths[start : start + BLOCK].astype(np.int64)
+            if lengths.min() < 0:
+                at = int(np.argmax(lengths < 0))
+                raise DataError(f"{self.idx_path}: sequence {start + at} has length {lengths[at]}")
+            ends = expected + np.cumsum(lengths) * itemsize
+            wrong = self.pointers[start : start + BLOCK] != ends - lengths * itemsize
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise DataError(
+                    f"{self.idx_path}: sequence {start + at} starts at byte {self.pointers[start + at]}, "
+                    f"but the lengths before it end at byte {ends[at] - lengths[at] * itemsize}"
+                )
+            expected = int(ends[-1])
+        for start in range(0, len(self.document_indices) - 1, BLOCK):
+            bounds = self.document_indices[start : start + BLOCK + 1]
+            if (bounds[1:] < bounds[:-1]).any():
+                at = start + int(np.argmax(bounds[1:] < bounds[:-1]))
+                raise DataError(f"{self.idx_path}: document {at} ends at sequence {self.document_indices[at + 1]} before it starts")

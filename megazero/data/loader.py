@@ -1,0 +1,113 @@
+"""Micro-batches of one data-parallel rank, prepared ahead of the step by background threads.
+
+Sample numbers are the only state: micro-batch m of rank r holds samples consumed + (m * dp + r) * b + j. A global batch is therefore the
+same set of samples for every dp and micro-batch size, and a resumed run goes on where the consumed samples say.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megazero.batch import MicroBatch
+from megazero.data.dataset import Samples
+from megazero.data.indexed import DataError
+
+
+class TrainLoader:
+    """Cuts a dataset into this rank's micro-batches.
+
+    eod_mask_loss leaves out the prediction made at a separator (the next document's first token), as Megatron's --eod-mask-loss;
+    document_mask numbers the documents of each sample, a separator belonging to the document that it ends. Both need eod_id.
+    num_workers threads work ahead of `micro_batches`; with 0 it does the work itself.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        micro_batch_size: int,
+        seq_length: int,
+        eod_id: int | None = None,
+        eod_mask_loss: bool = False,
+        document_mask: bool = False,
+        num_workers: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if eod_id is None and (eod_mask_loss or document_mask):
+            flag = "--eod-mask-loss" if eod_mask_loss else "--document-mask"
+            raise DataError(f"{flag} needs to know the separator: give --eod-id, or a tokenizer that has one")
+        self.dataset, self.seq_length, self.micro_batch_size = dataset, seq_length, micro_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.eod_id, self.eod_mask_loss, self.document_mask = eod_id, eod_mask_loss, document_mask
+        self.device = torch.device(device)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
+        self._ahead: dict[tuple[int, int], list[Future[MicroBatch]]] = {}
+
+    def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]:
+        """This rank's part of the global batch that follows `consumed_samples`, on the device, in order."""
+        ready = self._ahead.pop((consumed_samples, global_batch), None)
+        for stale in self._ahead.values():
+            for future in stale:
+                future.cancel()
+        self._ahead.clear()
+        if ready is None:
+            made = [self._make(numbers) for numbers in self._numbers(consumed_samples, global_batch)]
+        else:
+            made = [future.result() for future in ready]
+        return [self._to_device(batch) for batch in made]
+
+    def prefetch(self, consumed_samples: int, global_batch: int) -> None:
+        """Start preparing a global batch; asking past the dataset's end is no error until `micro_batches` does."""
+        key = (consumed_samples, global_batch)
+        if self._threads is None or key in self._ahead or consumed_samples + global_batch > len(self.dataset):
+            return
+        self._ahead[key] = [self._threads.submit(self._make, numbers) for numbers in self._numbers(*key)]
+
+    def close(self) -> None:
+        """Stop the threads; what was prepared is dropped."""
+        self._ahead.clear()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _numbers(self, consumed: int, global_batch: int) -> list[range]:
+        size, ranks = self.micro_batch_size, self.dp_size
+        if global_batch < 1 or global_batch % (size * ranks):
+            raise DataError(
+                f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {size} x dp {ranks} = {size * ranks}"
+            )
+        if consumed < 0 or consumed + global_batch > len(self.dataset):
+            raise DataError(f"samples {consumed} to {consumed + global_batch - 1} are asked of a dataset of {len(self.dataset)}")
+        firsts = range(consumed + self.dp_rank * size, consumed + global_batch, size * ranks)
+        return [range(first, first + size) for first in firsts]
+
+    def _make(self, numbers: range) -> MicroBatch:
+        text: NDArray[np.int64] = np.stack([self.dataset[number] for number in numbers])
+        if text.shape[1] != self.seq_length + 1:
+            raise DataError(f"samples have {text.shape[1]} tokens, but --seq-length {self.seq_length} needs {self.seq_length + 1}")
+        inputs = text[:, :-1]
+        mask = documents = None
+        if self.eod_mask_loss or self.document_mask:
+            ends = inputs == self.eod_id
+            mask = self._tensor(~ends) if self.eod_mask_loss else None
+            documents = self._tensor(np.cumsum(ends, axis=1) - ends) if self.document_mask else None
+        return MicroBatch(self._tensor(inputs), self._tensor(text[:, 1:]), mask, torch.tensor(list(numbers), dtype=torch.int64), documents)
+
+    def _tensor(self, values: NDArray) -> Tensor:
+        """Contiguous; pinned when it will travel to a device, so that the copy does not hold up the step."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(self.device, non_blocking=True)
+
+        tokens, labels = move(batch.tokens), move(batch.labels)
+        assert tokens is not None and labels is not None
+        return MicroBatch(tokens, labels, move(batch.loss_mask), batch.samples, move(batch.documents))

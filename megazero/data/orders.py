@@ -1,0 +1,114 @@
+"""Megatron's document, sample and shuffle orders, byte for byte (megatron/core/datasets/gpt_dataset.py), in vectorised numpy.
+
+T tokens of a split, S sequence length, e epochs, n samples. Sample j covers tokens j*S .. (j+1)*S of the split's documents in
+document-index order, one token more than S: neighbouring samples share it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+from megazero.data.indexed import DataError
+
+SEPARATE_BELOW = 0.80
+BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often a split is read: all that its orders depend on beside documents, sequence length and seed."""
+
+    epochs: int
+    samples: int
+    separate_from: int
+    "First sample of the last epoch when that is shuffled apart; else equal to samples."
+
+    @property
+    def separate(self) -> bool:
+        return self.separate_from < self.samples
+
+
+def split_shares(split: str) -> list[float]:
+    """'969,30,1' as three shares that sum to 1. Raises DataError."""
+    words = split.split(",")
+    if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", word) for word in words):
+        raise DataError(f"--split {split!r}: give one to three numbers that are not negative, such as 969,30,1")
+    shares = np.array([*map(float, words), 0.0, 0.0][:3], dtype=np.float64)
+    if not shares.sum() > 0:
+        raise DataError(f"--split {split!r}: at least one share must be larger than 0")
+    return (shares / np.sum(shares)).tolist()
+
+
+def split_bounds(split: str, sequences: int) -> list[tuple[int, int]]:
+    """First and last+1 sequence of train, validation and test."""
+    marks = [round(share * float(sequences)) for share in accumulate([0.0, *split_shares(split)])]
+    return list(pairwise(marks))
+
+
+def plan(tokens: int, seq_length: int, requested: int | None) -> Plan:
+    """Epochs that cover the requested samples; without a request, or with 0, one epoch."""
+    if tokens == 0:
+        assert not requested, "the caller refuses samples of an empty split"
+        return Plan(epochs=1, samples=0, separate_from=0)
+    epochs = max(1, -(-((requested or 0) * seq_length + 1) // tokens))
+    samples = (epochs * tokens - 1) // seq_length
+    if epochs == 1 or requested is None:
+        return Plan(epochs, samples, samples)
+    before_last = ((epochs - 1) * tokens - 1) // seq_length
+    separate = requested - before_last < int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
+    return Plan(epochs, samples, before_last if separate else samples)
+
+
+def document_index(first: int, last: int, epochs: int, separate: bool, random: RandomState) -> NDArray[np.int32]:
+    """Sequences first .. last-1, `epochs` times, shuffled together; when separate, the last epoch apart. int32 [epochs * documents]."""
+    documents = np.arange(first, last, dtype=np.int32)
+    if not separate:
+        order = np.tile(documents, epochs)
+        random.shuffle(order)
+        return order
+    order = np.tile(documents, epochs)
+    random.shuffle(order[: -len(documents)])
+    random.shuffle(order[-len(documents) :])
+    return order
+
+
+def sample_index(lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int) -> NDArray[Any]:
+    """Row j: position in the document index, and offset there, of token j*S. [samples + 1, 2], int32 unless positions outgrow it.
+
+    Empty documents hold no token, so no row but the first points at one.
+    """
+    wide = len(documents) > np.iinfo(np.int32).max
+    index = np.zeros((samples + 1, 2), dtype=np.int64 if wide else np.int32)
+    own = lengths[documents]
+    ends = np.cumsum(own, dtype=np.int64)
+    for start in range(1, samples + 1, BLOCK):
+        tokens = np.arange(start, min(start + BLOCK, samples + 1), dtype=np.int64) * seq_length
+        position = np.searchsorted(ends, tokens, side="right")
+        rows = index[start : start + len(tokens)]
+        rows[:, 0] = position
+        rows[:, 1] = tokens - (ends[position] - own[position])
+    return index
+
+
+def shuffle_index(separate_from: int, samples: int, random: RandomState) -> NDArray[Any]:
+    """Sample numbers in the order they are served: 0 .. separate_from-1 shuffled, then the rest shuffled apart. uint32, int64 past 2^32-2."""
+    order = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
+    random.shuffle(order[:separate_from])
+    if separate_from < samples:
+        random.shuffle(order[separate_from:])
+    return order
+
+
+def build_orders(lengths: NDArray[np.int32], first: int, last: int, seq_length: int, seed: int, how: Plan) -> dict[str, NDArray]:
+    """The three indices of one split. One RandomState(seed) serves the documents first, the samples second."""
+    random = RandomState(seed)
+    documents = document_index(first, last, how.epochs, how.separate, random)
+    samples = sample_index(lengths, documents, seq_length, how.samples)
+    return {"document_index": documents, "sample_index": samples, "shuffle_index": shuffle_index(how.separate_from, how.samples, random)}

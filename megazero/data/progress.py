@@ -1,0 +1,50 @@
+"""Progress of long work: how far, how fast, how long still."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+Report = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """A Report that says nothing."""
+
+
+def to_stderr(text: str) -> None:
+    """A Report for tools: one line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """3723.4 -> '1:02:03'."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class Progress:
+    """Reports '<what>: <done> of <total> <unit> (<percent>), <rate> <unit>/s, <time> left' at most every `every` seconds."""
+
+    def __init__(self, report: Report, what: str, total: float, unit: str, *, every: float = 2.0) -> None:
+        self.report, self.what, self.total, self.unit, self.every = report, what, total, unit, every
+        self.done = 0.0
+        self._start = self._last = time.monotonic()
+
+    def reach(self, done: float, more: str = "") -> None:
+        """So much is done in all."""
+        self.done = done
+        now = time.monotonic()
+        if now - self._last >= self.every:
+            self._last = now
+            self.report(self.line(more))
+
+    def line(self, more: str = "") -> str:
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        rate = self.done / seconds
+        left = clock((self.total - self.done) / rate) if rate > 0 else "?"
+        share = 100 * self.done / self.total if self.total else 100.0
+        return (
+            f"{self.what}: {self.done:,.1f} of {self.total:,.1f} {self.unit} ({share:.0f}%), {rate:,.1f} {self.unit}/s, {left} left{more}"
+        )
