@@ -1,0 +1,29 @@
+"""One transformer block, pre-normalised: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden))."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megazero.batch import MicroBatch
+from megazero.model.attention import Attention
+from megazero.model.dropout import HiddenDropout, Site
+from megazero.model.layout import ModelLayout
+from megazero.model.mlp import Mlp
+
+
+class Block(nn.Module):
+    """Block `number`, counted over the whole model. [s(/t), b, h] -> the same."""
+
+    def __init__(self, number: int, layout: ModelLayout) -> None:
+        super().__init__()
+        name = f"blocks.{number}"
+        self.attention_norm = layout.norm(f"{name}.attention_norm")
+        self.attention = Attention(number, layout)
+        self.attention_dropout = HiddenDropout(number, Site.ATTENTION_OUTPUT, layout)
+        self.mlp_norm = layout.norm(f"{name}.mlp_norm")
+        self.mlp = Mlp(number, layout)
+        self.mlp_dropout = HiddenDropout(number, Site.MLP_OUTPUT, layout)
+
+    def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        hidden = hidden + self.attention_dropout(self.attention(self.attention_norm(hidden), batch), batch.samples)
+        return hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), batch.samples)

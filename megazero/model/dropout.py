@@ -1,0 +1,57 @@
+"""Dropout whose mask is a pure function of (seed, sample, layer, site, global index).
+
+Layouts, sequence parallelism and recompute all draw the same mask, and no random state has to be kept.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from torch import Tensor, nn
+
+from megazero.model.layout import ModelLayout
+from megazero.mpu.random import DropoutKey, attention_dropout, hidden_dropout
+
+
+class Site(IntEnum):
+    """Where in a layer a mask is drawn; the embedding counts as layer 0. The numbers are part of a run's identity."""
+
+    EMBEDDING = 0
+    ATTENTION_PROBABILITIES = 1
+    ATTENTION_OUTPUT = 2
+    MLP_OUTPUT = 3
+
+
+class HiddenDropout(nn.Module):
+    """Dropout on the hidden state, [s(/t), b, h] -> the same; identity in evaluation and for p = 0."""
+
+    def __init__(self, layer: int, site: Site, layout: ModelLayout) -> None:
+        super().__init__()
+        self.p = layout.model.hidden_dropout
+        self.key = DropoutKey(layout.seed, layer, int(site))
+        self.layout = layout
+
+    def forward(self, hidden: Tensor, samples: Tensor) -> Tensor:
+        """samples: int64 [b], numbers of the samples in the run's order."""
+        if self.p == 0.0 or not self.training:
+            return hidden
+        return hidden_dropout(hidden, self.p, self.key, samples, self.layout.sequence_offset(hidden.shape[0]))
+
+
+class AttentionDropout(nn.Module):
+    """Dropout on attention probabilities, [b, n/t, s, s] -> the same; identity in evaluation and for p = 0."""
+
+    def __init__(self, layer: int, layout: ModelLayout) -> None:
+        super().__init__()
+        self.p = layout.model.attention_dropout
+        self.key = DropoutKey(layout.seed, layer, int(Site.ATTENTION_PROBABILITIES))
+        self.head_offset = layout.tp.index * (layout.model.num_attention_heads // layout.tp.size)
+
+    @property
+    def is_active(self) -> bool:
+        return self.p > 0.0 and self.training
+
+    def forward(self, probabilities: Tensor, samples: Tensor) -> Tensor:
+        if not self.is_active:
+            return probabilities
+        return attention_dropout(probabilities, self.p, self.key, samples, self.head_offset)

@@ -1,0 +1,78 @@
+"""The first layer: tokens to hidden states.
+
+s sequence, b micro-batch, h hidden, v vocabulary, t = tp size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megazero.batch import MicroBatch
+from megazero.config.derive import max_positions, padded_vocab
+from megazero.model.dropout import HiddenDropout, Site
+from megazero.model.layout import ModelLayout
+from megazero.mpu.layers import VocabParallelEmbedding
+from megazero.mpu.place import Kind, Parameter, shard
+
+WORD_EMBEDDING = "embedding.word"
+
+
+class Embedding(nn.Module):
+    """Word embedding, learned positions if any, normalisation if any (BLOOM), dropout.
+
+    tied: the word embedding is held by another pipeline rank too, as its head.
+    """
+
+    def __init__(self, layout: ModelLayout, *, tied: bool) -> None:
+        super().__init__()
+        model, tp = layout.model, layout.tp
+        assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
+        self.layout = layout
+        self.word = VocabParallelEmbedding(
+            WORD_EMBEDDING,
+            model.vocab_size,
+            model.hidden_size,
+            padded_vocab(model, tp.size),
+            tp,
+            std=layout.std,
+            tied=tied,
+            **layout.placed,
+        )
+        self.position = LearnedPositions(layout) if model.position_embedding == "learned" else None
+        self.norm = layout.norm("embedding.norm") if model.embedding_layernorm else None
+        self.dropout = HiddenDropout(0, Site.EMBEDDING, layout)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """tokens int64 [b, s] -> [s(/t), b, h]. The word embedding all-reduces over tp, or reduce-scatters along s."""
+        hidden: Tensor = self.word(batch.tokens)
+        if self.position is not None:
+            hidden = self.position(hidden)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return self.dropout(hidden, batch.samples)
+
+
+class LearnedPositions(nn.Module):
+    """A table of positions, replicated over tp; under sequence parallelism each rank reads (and has gradients in) its own rows."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        super().__init__()
+        self.layout = layout
+        place = shard(
+            "embedding.position.weight",
+            (max_positions(layout.model), layout.model.hidden_size),
+            Kind.EMBEDDING,
+            std=layout.std,
+            tp_partial=layout.sequence_parallel and layout.tp.size > 1,
+        )
+        self.weight = Parameter(place, layout.dtype, layout.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s(/t), b, h] plus the positions' vectors. Raises ValueError when the sequence is longer than the table."""
+        length = hidden.shape[0]
+        start = self.layout.sequence_offset(length)
+        if start + length > self.weight.shape[0]:
+            raise ValueError(
+                f"position {start + length} is beyond the {self.weight.shape[0]} learned positions (--max-position-embeddings)"
+            )
+        return hidden + self.weight[start : start + length].unsqueeze(1)

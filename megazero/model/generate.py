@@ -1,0 +1,136 @@
+"""Text from a model: greedy, temperature and top-k sampling, in one process or spread over tensor and pipeline ranks.
+
+The whole context runs through the model for every token; no keys and values are kept. Right padding is harmless, attention being causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megazero.batch import MicroBatch
+from megazero.config.derive import max_positions
+from megazero.model.stage import Stage
+from megazero.mpu.collectives import broadcast
+from megazero.mpu.grid import ProcessGrid, single_process_grid
+
+NextLogits = Callable[[MicroBatch, int], Tensor | None]
+"""(context, position) -> logits [b, v] that follow the position; None on ranks that do not hold the head."""
+
+
+def generate(
+    stage: Stage,
+    ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 1234,
+    eod_id: int | None = None,
+) -> Tensor:
+    """Continue `ids` with a model that lies whole in this process; see `generate_on_grid`."""
+    grid = single_process_grid(ids.device)
+    return generate_on_grid([stage], grid, ids, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, eod_id=eod_id)
+
+
+def generate_on_grid(
+    chunks: Sequence[Stage],
+    grid: ProcessGrid,
+    ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 1234,
+    eod_id: int | None = None,
+) -> Tensor:
+    """Continue `ids`, int64 [b, n] with n >= 1, to [b, n + m], m <= max_new_tokens; every rank calls it and gets the same.
+
+    chunks       this rank's virtual stages in order: chunk c of stage p is chunk c * PP + p of the model
+    temperature  0: the likeliest token; else the logits are divided by it
+    top_k        0: all tokens may be drawn; else the k likeliest
+    eod_id       a row ends with this token (further places hold it too); generation stops when all rows have ended
+
+    Communicates, per token: each chunk's output and the drawn ids, broadcast over pp, beside the layers' own messages.
+    Raises ValueError for a negative temperature, top_k or number of tokens and for an empty context.
+    """
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise ValueError(f"ids have shape {tuple(ids.shape)}, not [b, n] with n >= 1")
+    if temperature < 0 or top_k < 0 or max_new_tokens < 0:
+        raise ValueError(f"temperature ({temperature}), top_k ({top_k}) and max_new_tokens ({max_new_tokens}) cannot be negative")
+    layout = chunks[0].layout
+    # A shard of the sequence per tp rank under sequence parallelism: contexts are padded to a multiple of this.
+    multiple = layout.tp.size if layout.sequence_parallel else 1
+    positions = max_positions(layout.model) if layout.model.position_embedding == "learned" else layout.model.seq_length
+    window = max(positions - positions % multiple, multiple)
+    generator = torch.Generator().manual_seed(seed)
+    ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    with evaluating(chunks), torch.no_grad():
+        for _ in range(max_new_tokens):
+            context = _padded(ids[:, -window:], multiple)
+            logits = _through_pipeline(chunks, grid, context, min(ids.shape[1], window) - 1)
+            chosen = torch.zeros_like(ids[:, 0]) if logits is None else choose(logits, temperature, top_k, generator)
+            broadcast(chosen, grid.pp, grid.pp.size - 1).wait()
+            if eod_id is not None:
+                chosen = torch.where(ended, eod_id, chosen)
+                ended |= chosen == eod_id
+            ids = torch.cat([ids, chosen.unsqueeze(1)], dim=1)
+            if ended.all():
+                break
+    return ids
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+    """One token per row of logits [b, v] -> int64 [b]. Drawn on the host in float64, so that ranks with equal logits agree."""
+    scores = logits.double().cpu()
+    if temperature == 0:
+        return scores.argmax(dim=-1).to(logits.device)
+    scores /= temperature
+    if 0 < top_k < scores.shape[-1]:
+        least = scores.topk(top_k, dim=-1).values[:, -1:]
+        scores.masked_fill_(scores < least, float("-inf"))
+    return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(1).to(logits.device)
+
+
+@contextmanager
+def evaluating(chunks: Sequence[Stage]) -> Iterator[None]:
+    """The stages in evaluation mode (no dropout), and afterwards in the mode they were in."""
+    before = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, training in zip(chunks, before, strict=True):
+            chunk.train(training)
+
+
+def _padded(context: Tensor, multiple: int) -> MicroBatch:
+    missing = -context.shape[1] % multiple
+    tokens = torch.nn.functional.pad(context, (0, missing))
+    return MicroBatch(tokens, tokens, None, torch.zeros(tokens.shape[0], dtype=torch.int64))
+
+
+def _through_pipeline(chunks: Sequence[Stage], grid: ProcessGrid, batch: MicroBatch, position: int) -> Tensor | None:
+    """The logits [b, v] that follow `position`, on ranks of the last stage.
+
+    Hidden states travel by broadcast over pp rather than by send and receive: the group's communicator exists already
+    (a pair's would have to be made), and every rank goes through the same list of operations.
+    """
+    layout, stages = chunks[0].layout, grid.pp.size
+    b, s = batch.tokens.shape
+    local = s // layout.tp.size if layout.sequence_parallel else s
+    hidden = torch.zeros(local, b, layout.model.hidden_size, dtype=layout.dtype, device=batch.tokens.device)
+    last = len(chunks) * stages - 1
+    for number in range(last + 1):
+        chunk, stage = chunks[number // stages], number % stages
+        if stage == grid.pp.index and number == last:
+            return chunk.logits(hidden, batch, position)[0]
+        if stage == grid.pp.index:
+            hidden = chunk(hidden, batch).contiguous()
+        if number < last:
+            broadcast(hidden, grid.pp, stage).wait()
+    return None

@@ -1,0 +1,79 @@
+"""The last layer: final normalisation, logits, loss.
+
+s sequence, b micro-batch, h hidden, v vocabulary, t = tp size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.batch import MicroBatch
+from megazero.config.derive import padded_vocab
+from megazero.model.embedding import WORD_EMBEDDING
+from megazero.model.layout import ModelLayout
+from megazero.mpu.column import column_parallel_linear
+from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
+from megazero.mpu.place import Kind, Parameter, shard
+
+
+class Head(nn.Module):
+    """Normalisation and an output weight without bias, sharded over the vocabulary.
+
+    shared: the word embedding's own parameter, where the embedding is tied and lies on this rank.
+    tied_copy: the embedding is tied and lies on another pipeline rank; this one holds a copy that is the same global parameter.
+    """
+
+    def __init__(self, layout: ModelLayout, *, shared: Parameter | None, tied_copy: bool) -> None:
+        super().__init__()
+        self.layout = layout
+        self.norm = layout.norm("head.norm")
+        self.weight = shared if shared is not None else self._own_weight(tied_copy)
+
+    def _own_weight(self, tied_copy: bool) -> Parameter:
+        model, tp = self.layout.model, self.layout.tp
+        assert model.vocab_size is not None
+        place = shard(
+            f"{WORD_EMBEDDING}.weight" if tied_copy else "head.weight",
+            (model.vocab_size, model.hidden_size),
+            Kind.EMBEDDING,
+            dim=0,
+            rank=tp.index,
+            size=tp.size,
+            padded=padded_vocab(model, tp.size),
+            std=self.layout.std,
+            tied=tied_copy,
+        )
+        return Parameter(place, self.layout.dtype, self.layout.device)
+
+    def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """[s(/t), b, h] -> sum of the token losses that count, 0-dim (float32 for 16-bit, else the model's dtype)."""
+        layout = self.layout
+        local = column_parallel_linear(self.norm(hidden), self.weight, None, layout.tp, layout.sequence_parallel)
+        losses = vocab_parallel_cross_entropy(
+            local.view(-1, local.shape[-1]),
+            batch.labels.t().reshape(-1),
+            layout.tp,
+            vocab=self.vocabulary,
+            label_smoothing=layout.label_smoothing if self.training else 0.0,
+            z_loss=layout.z_loss if self.training else 0.0,
+        )
+        if batch.loss_mask is not None:
+            losses = torch.where(batch.loss_mask.t().reshape(-1), losses, 0.0)
+        return losses.sum()
+
+    def logits(self, hidden: Tensor, position: int | None = None) -> Tensor:
+        """[s(/t), b, h] -> the whole logits [s, b, v] without padding, all-gathered over tp; with `position` only its row, [1, b, v]."""
+        layout = self.layout
+        enter = gather_sequence if layout.sequence_parallel else copy_to_tp
+        whole = enter(self.norm(hidden), layout.tp)
+        if position is not None:
+            whole = whole[position : position + 1]
+        return gather_last(F.linear(whole, self.weight), layout.tp)[..., : self.vocabulary]
+
+    @property
+    def vocabulary(self) -> int:
+        assert self.layout.model.vocab_size is not None
+        return self.layout.model.vocab_size

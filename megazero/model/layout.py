@@ -1,0 +1,75 @@
+"""What every layer of a model is built from: the model's shape and how it lies on this rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.config.schema import ModelConfig
+from megazero.mpu.grid import Group
+from megazero.mpu.norm import LayerNorm, RMSNorm
+from megazero.mpu.random import sequence_offset
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The model and how this rank holds it; an argument of every layer's constructor.
+
+    tp                   tensor-parallel group; only its ranks and index are read while building
+    sequence_parallel    activations outside the tensor-parallel regions are sharded along s
+    recompute            none, selective (the attention core), full (whole blocks)
+    recompute_num_layers with full: blocks whose global number is a multiple of this
+    seed                 keys dropout
+    label_smoothing, z_loss  of the training loss; evaluation is plain cross-entropy
+    """
+
+    model: ModelConfig
+    tp: Group
+    dtype: torch.dtype
+    device: torch.device
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    recompute_num_layers: int = 1
+    seed: int = 1234
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {self.recompute!r}, not one of {', '.join(RECOMPUTE)}")
+        if self.recompute_num_layers < 1:
+            raise ValueError(f"recompute_num_layers is {self.recompute_num_layers}, less than 1")
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of weights at the start."""
+        return self.model.init_method_std
+
+    @property
+    def output_std(self) -> float:
+        """That of the layers which write into the residual stream: std / sqrt(2 L), as in GPT-2 and BLOOM."""
+        return self.model.init_method_std / math.sqrt(2 * self.model.num_layers)
+
+    @property
+    def placed(self) -> dict[str, Any]:
+        """What every parallel layer is told about this rank."""
+        return {"sequence_parallel": self.sequence_parallel, "dtype": self.dtype, "device": self.device}
+
+    def recomputes_block(self, number: int) -> bool:
+        """Whether the block with this global number is recomputed in backward as a whole."""
+        return self.recompute == "full" and number % self.recompute_num_layers == 0
+
+    def sequence_offset(self, local_length: int) -> int:
+        """Global position of the first of `local_length` positions that this rank holds outside the tensor-parallel regions."""
+        return sequence_offset(local_length, self.tp, self.sequence_parallel)
+
+    def norm(self, name: str) -> nn.Module:
+        """The configured normalisation over h: [s(/t), b, h] -> the same."""
+        kind = RMSNorm if self.model.norm == "rmsnorm" else LayerNorm
+        return kind(name, self.model.hidden_size, self.model.norm_epsilon, self.tp, self.sequence_parallel, self.dtype, self.device)

@@ -1,0 +1,48 @@
+"""Positions that enter through attention: ALiBi's slopes and rotary's angles, as constants on the device of their use.
+
+Both are built on first use and kept: a host-to-device copy in every forward would stall the device, and a stage may be
+built without memory (on "meta").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_ops.rotary import rotary_tables
+from fused_ops.softmax import alibi_slopes
+
+
+class AlibiSlopes:
+    """The slopes of this rank's heads: a slice of those of the global number of heads."""
+
+    def __init__(self, heads: int, rank: int, size: int) -> None:
+        part = heads // size
+        self.mine = alibi_slopes(heads)[rank * part : (rank + 1) * part]
+        self.tensor: Tensor | None = None
+
+    def __call__(self, like: Tensor) -> Tensor:
+        """[n/t] on the device of `like`: float64 for float64, else float32."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.tensor is None or self.tensor.device != like.device or self.tensor.dtype != dtype:
+            self.tensor = torch.tensor(self.mine, dtype=torch.float64).to(like.device, dtype)
+        return self.tensor
+
+
+class RotaryAngles:
+    """cos and sin of every position, kept for the longest sequence seen."""
+
+    def __init__(self, head_dim: int, base: float) -> None:
+        if head_dim % 2:
+            raise ValueError(f"rotary positions need an even head dimension, not {head_dim}")
+        self.head_dim, self.base = head_dim, base
+        self.tables: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """For `like` [s, b, n, d]: cos and sin [s, 1, 1, d/2] on its device, float64 for float64, else float32."""
+        length, kept = like.shape[0], self.tables
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if kept is None or kept[0].shape[0] < length or kept[0].device != like.device or kept[0].dtype != dtype:
+            cos, sin = rotary_tables(torch.arange(length, device=like.device), self.head_dim, self.base, like.dtype)
+            kept = self.tables = (cos[:, None, None], sin[:, None, None])
+        return kept[0][:length], kept[1][:length]

@@ -1,0 +1,137 @@
+"""The part of a model that one pipeline stage (or virtual stage) holds: layers it does not hold are absent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megazero.batch import MicroBatch
+from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import ModelConfig
+from megazero.model.block import Block
+from megazero.model.embedding import Embedding
+from megazero.model.head import Head
+from megazero.model.layout import ModelLayout
+from megazero.mpu.grid import Group
+from megazero.mpu.layers import VocabParallelEmbedding
+from megazero.mpu.place import Parameter, place_of
+from megazero.mpu.random import initialise as initialise_parameter
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Which layers of the model a stage holds; blocks are global numbers, in steps of one."""
+
+    blocks: range
+    has_embedding: bool
+    has_head: bool
+
+
+def whole_model(model: ModelConfig) -> StageSpec:
+    """The stage that is the whole model."""
+    return StageSpec(range(model.num_layers), True, True)
+
+
+class Stage(nn.Module):
+    """Embedding, blocks and head, as far as they are here. Parameters are named as in the whole model.
+
+    tied_across_stages: embedding and head share one weight and lie on different pipeline ranks.
+    shared_embedding: the embedding of another chunk of this rank, for a tied head.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        spec: StageSpec,
+        *,
+        tied_across_stages: bool = False,
+        shared_embedding: VocabParallelEmbedding | None = None,
+    ) -> None:
+        super().__init__()
+        tied = not layout.model.untie_embeddings_and_output_weights
+        if not tied and (tied_across_stages or shared_embedding is not None):
+            raise ValueError("the head is untied (--untie-embeddings-and-output-weights), but a tied embedding was handed to it")
+        self.layout, self.spec = layout, spec
+        self.embedding = Embedding(layout, tied=tied_across_stages) if spec.has_embedding else None
+        self.blocks = nn.ModuleDict({str(number): Block(number, layout) for number in spec.blocks})
+        self.head: Head | None = None
+        if spec.has_head:
+            self.head = Head(layout, shared=self._head_weight(tied, tied_across_stages, shared_embedding), tied_copy=tied_across_stages)
+
+    def _head_weight(self, tied: bool, across: bool, elsewhere: VocabParallelEmbedding | None) -> Parameter | None:
+        if not tied or across:
+            return None
+        word = self.embedding.word if self.embedding is not None else elsewhere
+        if word is None:
+            raise ValueError("a tied head needs the embedding: in this stage, as shared_embedding, or across stages (tied_across_stages)")
+        assert isinstance(word.weight, Parameter)
+        return word.weight
+
+    def units(self) -> list[nn.Module]:
+        """The layers in forward order: embedding, blocks, head."""
+        ends = (self.embedding, self.head)
+        return [*(u for u in ends[:1] if u is not None), *self.blocks.values(), *(u for u in ends[1:] if u is not None)]
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """hidden [s(/t), b, h] of the stage before, None on the first -> hidden; with the head the sum of token losses, 0-dim."""
+        hidden = self.trunk(hidden, batch)
+        return hidden if self.head is None else self.head(hidden, batch)
+
+    def logits(self, hidden: Tensor | None, batch: MicroBatch, position: int | None = None) -> Tensor:
+        """As `forward` on the stage with the head, but the logits [s, b, v] on every tp rank; with `position` only its row."""
+        assert self.head is not None
+        return self.head.logits(self.trunk(hidden, batch), position)
+
+    def trunk(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Everything but the head."""
+        if self.embedding is not None:
+            hidden = self.embedding(batch)
+        assert hidden is not None, "a stage without the embedding needs the hidden state of the stage before"
+        for number, block in zip(self.spec.blocks, self.blocks.values(), strict=True):
+            if self.layout.recomputes_block(number):
+                hidden = checkpoint(block, hidden, batch, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = block(hidden, batch)
+        return hidden
+
+
+def build_stage(
+    model: ModelConfig,
+    precision: str,
+    spec: StageSpec,
+    *,
+    tp: Group,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    recompute_num_layers: int = 1,
+    seed: int = 1234,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    device: torch.device | str = "cpu",
+    tied_across_stages: bool = False,
+    shared_embedding: VocabParallelEmbedding | None = None,
+) -> Stage:
+    """A stage with uninitialised parameters. Communicates nothing: any rank's stage can be built anywhere, on "meta" without memory."""
+    layout = ModelLayout(
+        model,
+        tp,
+        compute_dtype(precision),
+        torch.device(device),
+        sequence_parallel,
+        recompute,
+        recompute_num_layers,
+        seed,
+        label_smoothing,
+        z_loss,
+    )
+    return Stage(layout, spec, tied_across_stages=tied_across_stages, shared_embedding=shared_embedding)
+
+
+def initialise(stage: Stage, seed: int) -> None:
+    """Fill the parameters with their first values, which depend on the seed, their global names and global indices only."""
+    for parameter in stage.parameters():
+        with torch.no_grad():
+            initialise_parameter(parameter, place_of(parameter), seed)
