@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HOST_ELEMENTS = 1 << 15
+HOST_ELEMENTS = 1 << 16
 DEVICE_ELEMENTS = 1 << 24
 
 

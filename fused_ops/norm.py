@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_ops.blocks import block_elements
+from fused_ops.blocks import DEVICE_ELEMENTS, HOST_ELEMENTS
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """Sum of x^2 as a 0-dim float64 tensor on x's device; x of any shape and floating dtype.
 
     Squares and sums are float64, so neither overflow nor rounding of the tensor's own dtype enters. Inf and NaN do.
-    The order of summation is fixed by the shape: the same tensor gives the same bits.
+    The order of summation is fixed by the shape, not by the number of threads: the same tensor gives the same bits.
     """
     flat = x.detach().reshape(-1)
-    partial = [torch.dot(block, block) for block in (piece.double() for piece in flat.split(block_elements(x.device)))]
+    size = HOST_ELEMENTS if x.device.type == "cpu" else DEVICE_ELEMENTS
+    partial = [torch.dot(block, block) for block in (piece.double() for piece in flat.split(size))]
     return torch.stack(partial).sum() if partial else torch.zeros((), dtype=torch.float64, device=x.device)

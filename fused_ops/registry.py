@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 REFERENCE = "torch reference"
-OPS = ("softmax", "adam", "sgd", "sum_of_squares", "activation", "rotary", "layernorm")
+OPS = ("softmax", "adam", "sgd", "sum_of_squares", "activation", "rotary", "layernorm", "embedding")
 
 
 def describe(device: torch.device | str = "cpu") -> dict[str, str]:

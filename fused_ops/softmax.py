@@ -29,13 +29,17 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes if c == heads else slopes + [2.0 ** (-4.0 * (i + 1) / c) for i in range(0, 2 * (heads - c), 2)]
 
 
-def _blocks(planes: int, queries: int, keys: int, size: int) -> Iterator[tuple[slice, slice, int]]:
-    """(planes, rows, keys that its last row sees) of blocks of about `size` elements; a plane is one head of one sample."""
-    rows = max(1, min(queries, size // max(1, keys)))
-    together = max(1, size // (rows * keys)) if rows == queries else 1
-    for plane in range(0, planes, together):
-        for row in range(0, queries, rows):
-            stop = min(row + rows, queries)
+def _blocks(planes: int, queries: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
+    """(planes, rows, keys that its last row sees) of each block; a plane is one head of one sample.
+
+    Few rows of several planes rather than many rows of one: what lies beyond the last row's position is not computed.
+    """
+    size = block_elements(device)
+    rows = max(1, min(queries, 64 if device.type == "cpu" else 512, size // max(1, keys)))
+    together = max(1, size // (rows * keys))
+    for row in range(0, queries, rows):
+        stop = min(row + rows, queries)
+        for plane in range(0, planes, together):
             yield slice(plane, min(plane + together, planes)), slice(row, stop), keys - queries + stop
 
 
@@ -47,18 +51,20 @@ class _Softmax(torch.autograd.Function):
         b, n, queries, keys = scores.shape
         planes = scores.view(b * n, queries, keys)
         dtype = wide(scores.dtype)
-        key = torch.arange(keys, device=scores.device)
-        position = key[keys - queries :, None]
         if slopes is not None:
             slopes = slopes.to(device=scores.device, dtype=dtype).repeat(b).view(-1, 1, 1)
+            key = torch.arange(keys, device=scores.device, dtype=dtype)
         if documents is not None:
             documents = documents.repeat_interleave(n, dim=0)
-        for plane, row, seen in _blocks(b * n, queries, keys, block_elements(scores.device)):
+        for plane, row, seen in _blocks(b * n, queries, keys, scores.device):
             whole = planes[plane, row]
-            values = whole[..., :seen].to(dtype, copy=True).mul_(scale)
+            values = torch.mul(whole[..., :seen].to(dtype), scale)
             if slopes is not None:
-                values += slopes[plane] * key[:seen].to(dtype)
-            values.masked_fill_(key[:seen] > position[row], -math.inf)
+                values += slopes[plane] * key[:seen]
+            # The block's first row sees all but the last height - 1 keys, so the mask is a triangle at its end.
+            height = whole.shape[1]
+            future = torch.ones((height, height), dtype=torch.bool, device=scores.device).triu_(1)
+            values[..., seen - height :].masked_fill_(future, -math.inf)
             if documents is not None:
                 own = documents[plane, keys - queries :][:, row, None]
                 values.masked_fill_(documents[plane, None, :seen] != own, -math.inf)
@@ -76,7 +82,7 @@ class _Softmax(torch.autograd.Function):
         b, n, queries, keys = probs.shape
         planes, grad = probs.view(b * n, queries, keys), grads[0].reshape(b * n, queries, keys)
         dtype = wide(probs.dtype)
-        for plane, row, seen in _blocks(b * n, queries, keys, block_elements(probs.device)):
+        for plane, row, seen in _blocks(b * n, queries, keys, probs.device):
             # Over the probabilities and not over the incoming gradient, which another consumer may share: every
             # consumer of the probabilities has run by now, and one that has not is told so by the version counter.
             p = planes[plane, row, :seen]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_ops.embedding import embedding
 from megazero.mpu.column import column_parallel_linear, column_parallel_linear_pair
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group
@@ -142,9 +143,9 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return embedding(tokens, self.weight)
         start, stop = place_of(self.weight).box[0]
         elsewhere = (tokens < start) | (tokens >= stop)
-        rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)
+        rows = embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(rows, self.group)

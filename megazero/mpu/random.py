@@ -155,8 +155,8 @@ def _check(p: float) -> None:
 def hidden_dropout(x: Tensor, p: float, key: DropoutKey, samples: Tensor, sequence_offset: int = 0) -> Tensor:
     """Zero each element of x [s_local, b, h] with probability p, scale the rest by 1/(1-p).
 
-    samples int64 [b]: the run's number of each sample. sequence_offset: global position of x's first row, so that a rank's part under sequence parallelism
-    gets exactly its slice of the whole mask. Nothing is saved for backward but one key per row.
+    samples int64 [b]: the run's number of each sample. sequence_offset: global position of x's first row, so that a
+    rank's part under sequence parallelism gets exactly its slice of the whole mask. Only a key per row is saved.
     """
     _check(p)
     if p == 0.0:
