@@ -37,7 +37,9 @@ def pairs(entries: Sequence[tuple[str, str]], width: int = WIDTH - 2) -> str:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """Break at spaces; a word longer than the width keeps its line (a path must stay whole to be copied)."""
+    """Break a long line at spaces; a word longer than the width keeps its line (a path must stay whole to be copied)."""
+    if len(text) <= width:
+        return [text]
     lines: list[str] = []
     for word in text.split(" "):
         if lines and len(lines[-1]) + 1 + len(word) <= width:
@@ -50,8 +52,8 @@ def _wrap(text: str, width: int) -> list[str]:
 def sections(parts: Sequence[tuple[str, str]]) -> str:
     """The banner: each part under its title, empty parts left out."""
     shown = [(title, body) for title, body in parts if body]
-    blocks = [f"{title}\n" + "\n".join("  " + line if line else "" for line in body.splitlines()) for title, body in shown]
-    return "\n\n".join(blocks)
+    lines = [[title, *("  " + part for line in body.splitlines() for part in _wrap(line, WIDTH - 2))] for title, body in shown]
+    return "\n\n".join("\n".join(line.rstrip() for line in block) for block in lines)
 
 
 def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2) -> str:
@@ -63,12 +65,13 @@ def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2)
     cells = [[[((p * dp + d) * cp + c) * tp + t for t in range(tp)] for p in range(pp)] for d in range(dp) for c in range(cp)]
     names = [f"dp {d}" + (f" cp {c}" if cp > 1 else "") for d in range(dp) for c in range(cp)]
     kept_rows = _kept(len(cells), _MOST_ROWS)
-    left = max(len(name) for name in names) + 2
-    for words in (_listed, _range):
+    left = max(5, *(len(name) for name in names)) + 2
+    for words, padding in ((_listed, 4), (_listed, 2), (_range, 2), (_range, 1)):
         texts = [[words(cell) for cell in row] for row in cells]
-        cell = max(len(f"stage {pp - 1}" if pp > 1 else "all layers"), *(len(text) for row in texts for text in row)) + 2
+        cell = max(len(text) for row in texts for text in row) + padding
         if left + pp * (cell + 1) + 1 <= width:
             return _frame(texts, names, cell, left, kept_rows, list(range(pp)))
+    cell += 1
     fitting = max(3, (width - left - 7) // (cell + 1))
     return _frame(texts, names, cell, left, kept_rows, _kept(pp, fitting))
 
@@ -92,24 +95,17 @@ def _frame(
     texts: Sequence[Sequence[str]], names: Sequence[str], cell: int, left: int, rows: Sequence[int | None], cols: Sequence[int | None]
 ) -> str:
     """Draw the chosen rows and columns with their headings."""
-    stages = len(texts[0])
 
-    def across(parts: Mapping[int | None, str], edge: str) -> str:
-        return edge + edge.join(parts[col] for col in cols) + edge
+    def across(parts: Sequence[str], gap: str, edge: str) -> str:
+        return (
+            edge + edge.join(gap if col is None else parts[col].center(cell, parts[col][:1] if edge == "+" else " ") for col in cols) + edge
+        )
 
-    def each(text: str | None) -> dict[int | None, str]:
-        """The same text in every column, or the heading of each."""
-        heads = {i: (f"stage {i}" if stages > 1 else "all layers") if text is None else text for i in range(stages)}
-        return {**{i: head.center(cell) for i, head in heads.items()}, None: " ... "}
-
-    rule = " " * left + across({**dict.fromkeys(range(stages), "-" * cell), None: " ... "}, "+")
-    lines = [(" " * left + across(each(None), " ")).rstrip(), rule]
+    rule = " " * left + across(["-"] * len(texts[0]), " ... ", "+")
+    lines = ["stage".ljust(left) + across([str(i) for i in range(len(texts[0]))], " ... ", " ").rstrip(), rule]
     for row in rows:
-        if row is None:
-            lines.append("...".ljust(left) + across(each("..."), "|"))
-        else:
-            shown: dict[int | None, str] = {i: text.center(cell) for i, text in enumerate(texts[row])}
-            lines.append(names[row].ljust(left) + across({**shown, None: " ... "}, "|"))
+        name, parts = ("...", ["..."] * len(texts[0])) if row is None else (names[row], texts[row])
+        lines.append(name.ljust(left) + across(parts, " ... ", "|"))
     return "\n".join([*lines, rule])
 
 

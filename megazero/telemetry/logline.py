@@ -19,7 +19,7 @@ class Column:
 
 
 def columns(total_iterations: int, fp16: bool) -> tuple[Column, ...]:
-    """The columns of a run's log, 96 to 118 characters with the gaps between them."""
+    """The columns of a run's log, 93 to 120 characters with the gaps between them."""
     digits = len(str(total_iterations))
     listed = [
         Column("iteration", max(9, 2 * digits + 1)),
@@ -31,7 +31,7 @@ def columns(total_iterations: int, fp16: bool) -> tuple[Column, ...]:
         Column("TFLOP/s", 7),
         Column("s/step", 7),
         Column("memory", 8),
-        Column("left", 11),
+        Column("left", 12),
     ]
     return tuple(column for column in listed if fp16 or column.heading != "loss scale")
 
@@ -63,7 +63,7 @@ def line(record: StepRecord, total_iterations: int, shown: tuple[Column, ...], s
         "loss": _number(record.loss, 4),
         "grad norm": _number(record.grad_norm, 3),
         "lr": f"{record.lr:.3e}",
-        "loss scale": f"{record.loss_scale:g}",
+        "loss scale": f"{record.loss_scale:.5g}",
         "tokens/s": count(record.tokens_per_second),
         "TFLOP/s": _teraflops(record.model_tflops_per_rank),
         "s/step": f"{record.step_seconds:.3f}" if record.step_seconds < 1000 else f"{record.step_seconds:.0f}",

@@ -1,0 +1,99 @@
+"""The banner: every rank in its place, nothing wider than 100 columns."""
+
+import re
+
+import pytest
+
+from megazero.mpu.grid import Axes, Coordinates
+from megazero.telemetry.banner import (
+    StageBytes,
+    changes_table,
+    draw_grid,
+    fused_ops_table,
+    holds,
+    pairs,
+    schedule_sentence,
+    sections,
+    stage_table,
+    traffic_factor,
+    traffic_sentence,
+)
+
+
+def cells(drawn: str) -> list[list[str]]:
+    """Cells of the rows of a drawing."""
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in drawn.splitlines() if "|" in row]
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (2, 3, 4)])
+def test_every_rank_is_where_the_grid_puts_it(pp: int, dp: int, tp: int) -> None:
+    axes = Axes(pp, dp, 1, tp)
+    drawn = cells(draw_grid(pp, dp, tp))
+    assert len(drawn) == dp
+    for d, row in enumerate(drawn):
+        assert len(row) == pp
+        for p, cell in enumerate(row):
+            assert [int(word) for word in cell.split()] == [axes.rank(Coordinates(p, d, 0, t)) for t in range(tp)]
+
+
+def test_the_48_rank_grid_shows_every_stage() -> None:
+    drawn = draw_grid(12, 1, 4)
+    assert cells(drawn) == [[f"{4 * p}-{4 * p + 3}" for p in range(12)]]
+    assert re.findall(r"\d+", drawn.splitlines()[0]) == [str(p) for p in range(12)]
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(12, 8, 4), (64, 32, 8), (1, 4096, 4), (48, 1, 1), (2, 2, 64)])
+def test_large_grids_are_abbreviated_and_keep_their_corners(pp: int, dp: int, tp: int) -> None:
+    drawn = draw_grid(pp, dp, tp)
+    assert max(map(len, drawn.splitlines())) <= 98
+    assert len(drawn.splitlines()) <= 12
+    shown = cells(drawn)
+    assert re.split("[- ]", shown[0][0])[0] == "0"
+    assert re.split("[- ]", shown[-1][-1])[-1] == str(pp * dp * tp - 1)
+
+
+def test_context_parallel_replicas_have_rows_of_their_own() -> None:
+    drawn = draw_grid(1, 2, 2, cp=2)
+    assert cells(drawn) == [["0 1"], ["2 3"], ["4 5"], ["6 7"]]
+    assert "dp 1 cp 0" in drawn
+
+
+def test_stages_that_are_alike_share_a_line() -> None:
+    middle = StageBytes(holds(6, embedding=False, head=False), 10, 20, 40, 120)
+    first = StageBytes(holds(5, embedding=True, head=False), 11, 22, 44, 132)
+    last = StageBytes(holds(1, embedding=False, head=True, chunks=2), 11, 22, 44, 132)
+    text = stage_table([first, *[middle] * 10, last])
+    assert [row.split()[0] for row in text.splitlines()[2:]] == ["0", "1-10", "11"]
+    assert "embedding + 5 blocks" in text and "6 blocks" in text and "1 block in 2 chunks + head" in text
+    assert text.splitlines()[3].endswith("180 B")
+    assert max(map(len, text.splitlines())) <= 98
+
+
+def test_traffic_of_zero_2() -> None:
+    """Design: per step stage 1 moves (g+p)P bytes over dp, stage 2 (m*g + p)P."""
+    assert traffic_factor(8, 4, 2, breadth_first=False) == pytest.approx((8 * 4 + 2) / (4 + 2))
+    assert traffic_factor(8, 4, 2, breadth_first=True) == 1
+    assert "5.67 times" in traffic_sentence(2, 4, 8, 4, 2, breadth_first=False)
+    assert "once" in traffic_sentence(2, 4, 8, 4, 2, breadth_first=True)
+    for zero_stage, dp, micro_batches in ((1, 4, 8), (2, 1, 8), (2, 4, 1)):
+        assert traffic_sentence(zero_stage, dp, micro_batches, 4, 2, breadth_first=False) == ""
+
+
+def test_sentences_and_tables() -> None:
+    assert "bubble 20.0%" in schedule_sentence("1f1b", 4, 12, 1, 0.2, 4)
+    assert "no bubble" in schedule_sentence("1f1b", 1, 1, 1, 0.0, 1)
+    assert fused_ops_table({"softmax": "reference", "adam": "reference", "gelu": "cpu"}).splitlines() == [
+        "reference  softmax, adam",
+        "cpu        gelu",
+    ]
+    assert changes_table([]) == ""
+    assert changes_table([("--lr", 1e-3, 2e-3)]).splitlines()[-1].split() == ["--lr", "0.001", "0.002"]
+
+
+def test_sections_wrap_words_but_not_paths() -> None:
+    path = "/" + "x" * 150
+    text = sections([("Data", pairs([("corpus", "word " * 60), ("path", path)])), ("Nothing", "")])
+    assert "Nothing" not in text
+    assert path in text
+    assert all(len(line) <= 100 for line in text.splitlines() if path not in line)
+    assert text.isascii()
