@@ -45,6 +45,7 @@ class PairWriter:
             raise DataError(f"dtype {dtype} has no code in this format; codes exist for {', '.join(map(str, CODES))}")
         self.dtype = dtype
         self.tokens = 0
+        self._unfinished = 0
         self._lengths = array("i")
         self._bounds = array("q", [0])
         self._modes = bytearray()
@@ -74,11 +75,15 @@ class PairWriter:
     def documents(self) -> int:
         return len(self._bounds) - 1
 
-    def write(self, tokens: NDArray[Any], lengths: Iterable[int]) -> None:
-        """Append whole documents of one sequence each: their ids back to back, and their lengths."""
+    def write(self, tokens: NDArray[Any], lengths: Iterable[int], *, unfinished: int = 0) -> None:
+        """Append documents of one sequence each: ids back to back, and the lengths of the documents that end among them.
+
+        `unfinished` ids at the end belong to a document whose length comes with a later call.
+        """
         added = np.asarray(list(lengths), dtype=np.int64)
-        if added.sum() != len(tokens):
-            raise DataError(f"{self.bin_path}: {len(tokens)} ids for lengths that sum to {added.sum()}")
+        if self._unfinished + len(tokens) != added.sum() + unfinished:
+            raise DataError(f"{self.bin_path}: {self._unfinished} + {len(tokens)} ids for lengths that sum to {added.sum()} + {unfinished}")
+        self._unfinished = unfinished
         first = self.sequences
         self._append(tokens, added)
         self._bounds.frombytes((first + 1 + np.arange(len(added), dtype=np.int64)).tobytes())
@@ -107,6 +112,8 @@ class PairWriter:
         self.tokens += len(converted)
 
     def _publish(self) -> None:
+        if self._unfinished:
+            raise DataError(f"{self.bin_path}: the last document has no end")
         self._bin.flush()
         os.fsync(self._bin.fileno())
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)

@@ -1,0 +1,77 @@
+"""The default corpus: the source files of this Python's own standard library, which every machine has.
+
+Prepared once per cache folder: a byte-level BPE is trained on it and the files become a .bin/.idx pair, one document per file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megazero.data.cache import once
+from megazero.data.indexed import DataError, dtype_for
+from megazero.data.progress import Progress, Report
+from megazero.data.tokenizer import build_tokenizer
+from megazero.data.train_bpe import train_bpe
+from megazero.data.writer import PairWriter
+
+VOCAB_SIZE = 4096
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test"})
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prefix of the pair, and the folder of the gpt2 tokenizer that made it."""
+
+    prefix: str
+    tokenizer_path: str
+    description: str
+
+
+def source_files(library: Path) -> list[Path]:
+    """Python files of the library, its tests left out, in an order that scatters packages: splits are contiguous."""
+    found = [path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts)]
+    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
+
+
+def default_corpus(root: Path, report: Report, library: Path | None = None) -> Corpus:
+    """Prepare the corpus unless it is in the cache; safe when many ranks call it together. Raises DataError without source files."""
+    library = library or Path(sysconfig.get_path("stdlib"))
+    files = source_files(library)
+    if not files:
+        raise DataError(f"no --data-path, and no Python source files in {library} to stand in; give a --data-path")
+    listing = "\n".join(f"{path.relative_to(library).as_posix()} {path.stat().st_size}" for path in files)
+    digest = hashlib.sha256(f"{FORMAT} {VOCAB_SIZE}\n{listing}".encode()).hexdigest()[:12]
+
+    def build(folder: Path, say: Report) -> None:
+        _prepare(files, folder, say)
+
+    def complete(folder: Path) -> bool:
+        return all((folder / name).is_file() for name in ("vocab.json", "merges.txt", "text.bin", "text.idx"))
+
+    folder = once(root, f"python-{platform.python_version()}-{digest}", build, report, complete)
+    return Corpus(str(folder / "text"), str(folder), f"{len(files)} source files of Python {platform.python_version()}'s standard library")
+
+
+def _prepare(files: list[Path], folder: Path, report: Report) -> None:
+    texts = [path.read_bytes().decode("utf-8", errors="replace") for path in files]
+    size = sum(map(len, texts)) / 1e6
+    report(f"default corpus: {len(files)} files of the standard library, {size:.1f} million characters")
+    train_bpe(texts, VOCAB_SIZE, folder, report)
+    tokenizer = build_tokenizer("gpt2", str(folder))
+    assert tokenizer.eod_id is not None
+    progress = Progress(report, "tokenizing the default corpus", size, "million characters")
+    done = 0
+    with PairWriter(folder / "text", dtype_for(tokenizer.vocab_size)) as writer:
+        for text in texts:
+            ids = [*tokenizer.encode(text), tokenizer.eod_id]
+            writer.write(np.array(ids, dtype=writer.dtype), [len(ids)])
+            done += len(text)
+            progress.reach(done / 1e6)
+    report(f"default corpus: {writer.documents} documents, {writer.tokens:,} tokens")

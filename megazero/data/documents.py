@@ -1,0 +1,173 @@
+"""Documents out of files: jsonl and plain text, bare or as .gz and .zst, folders included. Memory stays bounded whatever the size."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megazero.data.indexed import DataError
+
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
+PACKED = (".gz", ".zst")
+PIECE = 1 << 23
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Undecoded document, or a piece of a long one; `last` ends the document."""
+
+    path: str
+    line: int
+    data: bytes
+    is_json: bool
+    last: bool
+
+
+def find_files(inputs: Sequence[str | Path]) -> list[Path]:
+    """Files named, and all files in folders named (recursively, hidden ones left out), each folder in sorted order. Raises DataError."""
+    found: list[Path] = []
+    for name in inputs:
+        place = Path(name).expanduser()
+        if place.is_file():
+            found.append(place)
+        elif place.is_dir():
+            inside = [path for path in place.rglob("*") if path.is_file()]
+            found += sorted(path for path in inside if not any(part.startswith(".") for part in path.relative_to(place).parts))
+        else:
+            raise DataError(f"no file or folder {place}")
+    if not found:
+        raise DataError(f"no files in {', '.join(map(str, inputs))}")
+    return found
+
+
+def is_json(path: Path) -> bool:
+    """By the file's ending, packed or not."""
+    return (Path(path.stem).suffix if path.suffix in PACKED else path.suffix) in JSON_ENDINGS
+
+
+@dataclass
+class Reading:
+    """An open file: `stream` gives its bytes unpacked, `raw` tells how far the packed file is read."""
+
+    stream: BinaryIO
+    raw: BinaryIO
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Reading]:
+    with open(path, "rb") as raw:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield Reading(unpacked, raw)
+        elif path.suffix == ".zst":
+            yield Reading(io.BufferedReader(_Zstd(raw, path), 1 << 20), raw)  # type: ignore[arg-type]
+        else:
+            yield Reading(raw, raw)
+
+
+class _Zstd(io.RawIOBase):
+    """Unpacks frame after frame. The library's own stream reader takes a truncated frame for the end of the file; this one raises."""
+
+    def __init__(self, raw: BinaryIO, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ImportError(f"{path} needs the package zstandard: pip install zstandard") from error
+        self._raw, self._path, self._start = raw, path, zstandard.ZstdDecompressor().decompressobj
+        self._failure = zstandard.ZstdError
+        self._frame: Any = None
+        self._packed = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._packed = self._packed or self._raw.read(1 << 17)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the last frame is cut off")
+                return 0
+            self._frame = self._frame or self._start()
+            try:
+                self._ready = self._frame.decompress(self._packed)
+            except self._failure as error:
+                raise OSError(str(error)) from error
+            self._packed = b""
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Iterator[Raw]:
+    """Documents of one file in order. jsonl: a line each, blank lines skipped; text: the file, or with document 'line' each line.
+
+    Lines end at \\n only, and a line's \\r\\n belongs to the ending. Raises DataError naming the file where it cannot be read.
+    """
+    name = str(path)
+    try:
+        if as_json:
+            for number, line in enumerate(reading.stream, start=1):
+                if line.strip():
+                    yield Raw(name, number, line, True, True)
+        elif document == "line":
+            for number, line in enumerate(reading.stream, start=1):
+                yield Raw(name, number, line.removesuffix(b"\n").removesuffix(b"\r"), False, True)
+        else:
+            yield from _pieces(reading.stream, name)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read to its end: {error}") from error
+
+
+def _pieces(stream: BinaryIO, name: str) -> Iterator[Raw]:
+    """A file as one document, cut after a line, a space or at least a whole character, so that no piece outgrows memory."""
+    rest, line = b"", 1
+    while block := stream.read(PIECE):
+        rest += block
+        if len(rest) > PIECE:
+            cut = max(rest.rfind(b"\n"), rest.rfind(b" ")) + 1 or _character_start(rest)
+            yield Raw(name, line, rest[:cut], False, False)
+            line += rest.count(b"\n", 0, cut)
+            rest = rest[cut:]
+    yield Raw(name, line, rest, False, True)
+
+
+def _character_start(data: bytes) -> int:
+    """Where the last character begins."""
+    place = len(data) - 1
+    while place > 0 and data[place] & 0xC0 == 0x80:
+        place -= 1
+    return place
+
+
+def text_of(raw: Raw, json_key: str, errors: str) -> str:
+    """Decoded text. errors 'strict' or 'replace' is for bytes that are no UTF-8; a lone surrogate in JSON becomes U+FFFD."""
+    where = f"{raw.path}, line {raw.line}"
+    try:
+        text = raw.data.decode("utf-8", errors=errors)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}); --encoding-errors replace reads on"
+        ) from None
+    if not raw.is_json:
+        return text
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where} is no JSON: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
+        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"{where} has no text under --json-key {json_key!r}; it holds {keys}")
+    found: str = record[json_key]
+    if any("\ud800" <= symbol <= "\udfff" for symbol in found):
+        return found.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")
+    return found

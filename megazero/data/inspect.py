@@ -1,0 +1,63 @@
+"""Shows what training would read: lengths and first samples of each split, as arrays and as text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.build import SPLITS, Datasets, Requests
+from megazero.data.dataset import Samples
+from megazero.data.indexed import DataError
+from megazero.data.tokenizer import Tokenizer
+
+
+def parse_samples(text: str | None) -> Requests:
+    """'4000,200,20' as three numbers; None asks for none. Raises DataError."""
+    if text is None:
+        return (None, None, None)
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or min(numbers) < 0:
+        raise DataError(f"--samples {text!r}: give three numbers that are not negative, TRAIN,VALID,TEST")
+    return (numbers[0], numbers[1], numbers[2])
+
+
+def first_samples(samples: Samples, count: int) -> NDArray[np.int64]:
+    """[min(count, length), S+1]; only for a dataset that is not empty."""
+    return np.stack([samples[number] for number in range(min(count, len(samples)))])
+
+
+def dump(datasets: Datasets, path: Path, first: int) -> None:
+    """An .npz with the first samples of each split that is not empty, and `lengths` of all three. Whole or not at all."""
+    if first < 1:
+        raise DataError(f"--first {first}: must be at least 1")
+    splits = {name: getattr(datasets, name) for name in SPLITS}
+    arrays = {name: first_samples(samples, first) for name, samples in splits.items() if len(samples)}
+    arrays["lengths"] = np.array([len(samples) for samples in splits.values()], dtype=np.int64)
+    temporary = path.with_name(f"{path.name}.unfinished-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as out:
+            np.savez(out, **arrays)  # type: ignore[arg-type]
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"--dump {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def describe(datasets: Datasets, tokenizer: Tokenizer | None, show: int) -> str:
+    """Length of each split and its first `show` samples, decoded where there is a tokenizer."""
+    named = [(name, getattr(datasets, name)) for name in SPLITS] + list(datasets.named_valid.items())
+    lines: list[str] = []
+    for name, samples in named:
+        lines.append(f"{name}: {len(samples):,} samples")
+        for number in range(min(show, len(samples))):
+            ids = samples[number].tolist()
+            shown = " ".join(map(str, ids[:12])) + (" ..." if len(ids) > 12 else "")
+            lines.append(f"  sample {number}: ids {shown}" if tokenizer is None else f"  sample {number}: {tokenizer.decode(ids)!r}")
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""Tokenizers of other libraries, imported only when asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megazero.data.indexed import DataError
+
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece .model file. Its normalisation may change the text; byte_fallback and identity models do not."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise ImportError("--tokenizer sentencepiece needs the package sentencepiece: pip install sentencepiece") from error
+        _require(path)
+        try:
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except RuntimeError as error:
+            raise DataError(f"{path} is no sentencepiece model: {error}") from error
+        self.vocab_size: int = self._model.vocab_size()
+        end = self._model.eos_id()
+        self.eod_id: int | None = end if end >= 0 else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        _require_below(ids, self.vocab_size)
+        return self._model.decode(ids)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json of the `tokenizers` library. No special tokens are added, and none are read out of the text."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError("--tokenizer hf needs the package tokenizers: pip install tokenizers") from error
+        _require(path)
+        try:
+            self._model: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path} is no tokenizer of the tokenizers library: {error}") from error
+        self._model.encode_special_tokens = True
+        self._model.no_truncation()
+        self._model.no_padding()
+        ids = self._model.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(ids.values()) + 1
+        self.eod_id: int | None = next((ids[token] for token in SEPARATORS if token in ids), None)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        _require_below(ids, self.vocab_size)
+        return self._model.decode(ids, skip_special_tokens=False)
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"--tokenizer-path: no file {path}")
+
+
+def _require_below(ids: list[int], size: int) -> None:
+    wrong = [number for number in ids if not 0 <= number < size]
+    if wrong:
+        raise DataError(f"token id {wrong[0]} is not in the tokenizer's vocabulary of {size}")

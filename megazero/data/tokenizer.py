@@ -1,0 +1,100 @@
+"""Tokenizers: text to ids and back. One small protocol; each kind is built from a name and a path, so that workers can build their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from megazero.data.gpt2 import GPT2Tokenizer
+from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
+
+
+class Tokenizer(Protocol):
+    """vocab_size: one more than the largest id. eod_id: the token that ends a document, None where the tokenizer has none."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. Text that looks like a special token is text: no input can forge a separator."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD. Raises DataError on an id outside the vocabulary."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; 256 ends a document."""
+
+    vocab_size = 257
+    eod_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: list[int]) -> str:
+        wrong = [number for number in ids if not 0 <= number < self.vocab_size]
+        if wrong:
+            raise DataError(f"token id {wrong[0]} is outside the byte tokenizer's vocabulary of {self.vocab_size}")
+        return b"".join(b"<|endoftext|>" if number == self.eod_id else bytes([number]) for number in ids).decode("utf-8", errors="replace")
+
+
+def _byte(path: str | None) -> Tokenizer:
+    return ByteTokenizer()
+
+
+def _gpt2(path: str | None) -> Tokenizer:
+    """A folder with vocab.json and merges.txt, also as NAME-vocab.json and NAME-merges.txt; the path of the former, or the path up to NAME."""
+    place = _need(path, "gpt2", "the folder of vocab.json and merges.txt, or the path up to -vocab.json")
+    if place.name.endswith("vocab.json"):
+        files = [place, place.with_name(place.name.removesuffix("vocab.json") + "merges.txt")]
+    elif not place.is_dir():
+        files = [place.with_name(f"{place.name}-{ending}") for ending in ("vocab.json", "merges.txt")]
+    else:
+        files = [_only(place, ending) for ending in ("vocab.json", "merges.txt")]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"--tokenizer-path {path}: no file {file}")
+    return GPT2Tokenizer(*files)
+
+
+def _sentencepiece(path: str | None) -> Tokenizer:
+    place = _need(path, "sentencepiece", "the .model file")
+    return SentencePieceTokenizer(_only(place, ".model") if place.is_dir() else place)
+
+
+def _hf(path: str | None) -> Tokenizer:
+    place = _need(path, "hf", "tokenizer.json or its folder")
+    return HuggingFaceTokenizer(place / "tokenizer.json" if place.is_dir() else place)
+
+
+KINDS: dict[str, Callable[[str | None], Tokenizer]] = {"byte": _byte, "gpt2": _gpt2, "sentencepiece": _sentencepiece, "hf": _hf}
+
+
+def build_tokenizer(kind: str, path: str | None) -> Tokenizer:
+    """The tokenizer of --tokenizer and --tokenizer-path. Raises DataError, ImportError naming what to install."""
+    if kind not in KINDS:
+        raise DataError(f"--tokenizer {kind!r}: known are {', '.join(KINDS)}")
+    return KINDS[kind](path)
+
+
+def _need(path: str | None, kind: str, what: str) -> Path:
+    if not path:
+        raise DataError(f"--tokenizer {kind} needs --tokenizer-path: {what}")
+    return Path(path).expanduser()
+
+
+def _only(folder: Path, ending: str) -> Path:
+    """folder/ending, or the only file of the folder that ends so."""
+    exact = folder / ending.lstrip("-")
+    if exact.is_file():
+        return exact
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(ending))
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise DataError(f"--tokenizer-path {folder}: one file must end in {ending}; found {names}")
+    return found[0]

@@ -1,0 +1,51 @@
+"""What the data tools share: flags for reading text, and one clear line instead of a traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from megazero.data.indexed import DataError
+from megazero.data.preprocess import Reader
+from megazero.data.tokenizer import KINDS
+
+
+def add_reader_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", nargs="+", required=True, help="files and folders (recursive): jsonl or text, also .gz and .zst")
+    parser.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
+    parser.add_argument("--format", default="auto", choices=("auto", "jsonl", "text"), help="auto: .jsonl, .json and .ndjson are jsonl")
+    parser.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
+    parser.add_argument(
+        "--encoding-errors", default="strict", choices=("strict", "replace"), help="bytes that are no UTF-8: stop, or U+FFFD"
+    )
+
+
+def reader_of(args: argparse.Namespace) -> Reader:
+    return Reader(args.json_key, args.format, args.document, args.encoding_errors)
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--tokenizer", choices=tuple(KINDS), required=required, help="kind of tokenizer")
+    parser.add_argument("--tokenizer-path", help="gpt2: folder of vocab.json and merges.txt; sentencepiece: .model; hf: tokenizer.json")
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def run(main: Callable[[], None]) -> None:
+    """Exit 2 with one message on a mistake in flags or files, 1 where a package is missing, 130 on Ctrl-C."""
+    try:
+        main()
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        sys.exit(130)
