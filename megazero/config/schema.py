@@ -37,14 +37,14 @@ class ModelConfig:
     seq_length: int = option(384)
     "Tokens of one sample."
     max_position_embeddings: int | None = option(None)
-    "Rows of the learned position table; default: the sequence length. Only learned positions use it."
+    "Rows of the learned position table; default: the sequence length. Other positions need none and take any value."
     position_embedding: str = option("alibi", choices=("learned", "alibi", "rotary", "none"))
     "How positions enter."
     rotary_base: float = option(10000.0)
     "Theta of rotary positions."
-    embedding_layernorm: bool = option(False)
-    "LayerNorm after the embedding (BLOOM)."
-    norm: str = option("layernorm", choices=("layernorm", "rmsnorm"))
+    embedding_layernorm: bool = option(False, "--embed-layernorm")
+    "LayerNorm after the embedding (BLOOM); default: with ALiBi positions."
+    norm: str = option("layernorm", "--normalization", choices=("layernorm", "rmsnorm"))
     "Kind of normalisation."
     norm_epsilon: float = option(1e-5, "--layernorm-epsilon")
     "Epsilon inside the normalisation."
@@ -72,11 +72,11 @@ class ParallelConfig:
     "Tensor-parallel ranks."
     pp: int = option(1, "--pipeline-model-parallel-size")
     "Pipeline stages."
-    zero_stage: int = option(0)
+    zero_stage: int = option(0, metavar="{0,1,2}")
     "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients."
     pipeline_schedule: str | None = option(None, choices=("gpipe", "1f1b", "interleaved"))
     "Pipeline schedule; default 1f1b, interleaved with --virtual-stages > 1."
-    virtual_stages: int = option(1)
+    virtual_stages: int = option(1, "--num-virtual-stages-per-pipeline-rank", metavar="V")
     "Model chunks per pipeline rank."
     partition: tuple[int, ...] | None = option(None, many=True, metavar="LAYERS")
     "Layers of every model chunk in model order, pp x virtual stages numbers; default: balanced."
@@ -96,7 +96,7 @@ class ParallelConfig:
     "Dtype in which gradients travel; auto: fp32 for 16-bit parameters, else the parameters' own."
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     "Where tensors live."
-    backend: str = option("auto", choices=("auto", "gloo", "nccl", "mpi"))
+    backend: str = option("auto", "--distributed-backend", choices=("auto", "gloo", "nccl", "mpi"))
     "Communication library; auto: nccl on cuda, gloo on cpu."
     distributed_timeout_minutes: float = option(10.0)
     "A collective that waits longer than this fails the run."
@@ -145,19 +145,19 @@ class ScheduleConfig:
     micro_batch_size: int = option(2)
     "Samples of one forward pass on one rank."
     global_batch_size: int = option(24)
-    "Samples of one optimizer step over all ranks."
+    "Samples of one optimizer step over all ranks; default 24, rounded up to a multiple of micro-batch x dp."
     rampup_batch_size: tuple[int, ...] | None = option(None, many=True, metavar="N")
     "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."
     train_iters: int | None = option(None)
-    "Optimizer steps of the run."
+    "Optimizer steps of the run; without this and --train-samples: default 100, or 10 minutes if they end first."
     train_samples: int | None = option(None)
-    "Samples of the run, instead of iterations."
+    "Samples of the run, instead of iterations: as many whole global batches as they suffice for."
     lr: float = option(1e-3)
-    "Highest learning rate."
+    "Highest learning rate; without any --lr-warmup-... it holds from the first step."
     min_lr: float = option(0.0)
     "Learning rate at the end of the decay."
     lr_decay_style: str = option("cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"))
-    "Shape of the decay."
+    "Shape of the decay; wsd is warm-up, constant, then a linear fall."
     lr_warmup_iters: int | None = option(None)
     "Linear warm-up, in iterations."
     lr_warmup_samples: int | None = option(None)
@@ -210,7 +210,7 @@ class CheckpointConfig:
     "Resume from the newest complete checkpoint in this folder; without one, start from scratch and say so."
     save_interval: int | None = option(None)
     "Save every so many iterations; the end of the run is always saved."
-    keep_last: int = option(3)
+    keep_last: int = option(3, "--keep-last-k")
     "Complete checkpoints kept; 0 keeps all."
     finetune: bool = option(False)
     "Load weights only; iteration, samples and optimizer start anew."
@@ -237,7 +237,7 @@ class TrainerConfig:
     exit_interval: int | None = option(None)
     "Save and stop once the iteration is a multiple of this."
     exit_duration_in_mins: float | None = option(None)
-    "Save and stop after so many minutes."
+    "Save and stop after so many minutes; default: never, or 10 where the run has no length of its own."
     log_interval: int = option(1)
     "Iterations between log lines."
     metrics_file: str | None = option(None, metavar="PATH")

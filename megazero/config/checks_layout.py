@@ -1,0 +1,146 @@
+"""Relations that shape and layout must satisfy. The reasons are mathematical, or a feature that is not built yet and is
+then named as such; no combination of features that do exist is refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megazero.config.derive import ffn_width, pipeline_schedule, query_groups
+from megazero.config.facts import Facts, Found, check, divisors, nearest, nearest_multiples
+
+
+def _heads(f: Facts) -> Found:
+    m = f.run.model
+    if m.hidden_size % m.num_attention_heads:
+        yield (
+            f"--num-attention-heads {m.num_attention_heads} does not divide --hidden-size {m.hidden_size}; nearest: "
+            f"--hidden-size {nearest_multiples(m.hidden_size, m.num_attention_heads)}, or "
+            f"--num-attention-heads {nearest(m.num_attention_heads, divisors(m.hidden_size))}"
+        )
+    elif m.position_embedding == "rotary" and m.hidden_size // m.num_attention_heads % 2:
+        width = m.hidden_size // m.num_attention_heads
+        yield (
+            f"--position-embedding rotary turns pairs: --hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {width} "
+            f"must be even; nearest: --hidden-size {nearest_multiples(m.hidden_size, 2 * m.num_attention_heads)}"
+        )
+    if m.num_attention_heads % query_groups(m):
+        yield (
+            f"--num-query-groups {m.num_query_groups} does not divide --num-attention-heads {m.num_attention_heads}; "
+            f"nearest: {nearest(query_groups(m), divisors(m.num_attention_heads))}"
+        )
+
+
+def _positions(f: Facts) -> Found:
+    m = f.run.model
+    rows = m.max_position_embeddings
+    if m.position_embedding == "learned" and rows is not None and rows < m.seq_length:
+        yield f"--max-position-embeddings {rows} is less than --seq-length {m.seq_length}: learned positions need {m.seq_length} or more"
+
+
+def _tp_divides(f: Facts) -> Found:
+    m, tp = f.run.model, f.run.parallel.tp
+    sizes = {"--num-attention-heads": m.num_attention_heads, "--num-query-groups": query_groups(m), "--ffn-hidden-size": ffn_width(m)}
+    if m.num_query_groups is None:
+        del sizes["--num-query-groups"]
+    wrong = [f"{flag} {size}" for flag, size in sizes.items() if size % tp]
+    if wrong:
+        valid = divisors(math.gcd(*sizes.values()))
+        yield f"--tp {tp} does not divide {', '.join(wrong)}; tp can be {', '.join(map(str, valid))}; nearest: {nearest(tp, valid)}"
+
+
+def _sequence_parallel(f: Facts) -> Found:
+    length, tp = f.run.model.seq_length, f.run.parallel.tp
+    if f.run.parallel.sequence_parallel and length % tp:
+        yield (
+            f"--tp {tp} does not divide --seq-length {length}, which --sequence-parallel cuts in tp parts; "
+            f"nearest: --seq-length {nearest_multiples(length, tp)}, or --tp {nearest(tp, divisors(length))}"
+        )
+
+
+def _chunks(f: Facts) -> Found:
+    layers, p = f.run.model.num_layers, f.run.parallel
+    chunks = p.pp * p.virtual_stages
+    if layers + 2 < chunks:
+        yield (
+            f"--pp {p.pp} x --virtual-stages {p.virtual_stages} = {chunks} model chunks, but --num-layers {layers}, the embedding and the "
+            f"head make {layers + 2} things to hold; nearest: --num-layers {chunks - 2}, "
+            f"or --pp {max(1, (layers + 2) // p.virtual_stages)}"
+        )
+
+
+def _partition(f: Facts) -> Found:
+    layers, p = f.run.model.num_layers, f.run.parallel
+    if p.partition is None:
+        return
+    chunks, words = p.pp * p.virtual_stages, " ".join(map(str, p.partition))
+    if len(p.partition) != chunks:
+        yield f"--partition {words} has {len(p.partition)} numbers, but --pp {p.pp} x --virtual-stages {p.virtual_stages} = {chunks} chunks"
+    if sum(p.partition) != layers:
+        yield f"--partition {words} adds up to {sum(p.partition)}, but --num-layers is {layers}"
+    empty = [i for i, n in enumerate(p.partition[1:-1], 1) if n == 0]
+    if empty:
+        yield f"--partition {words} leaves chunk {empty[0]} empty: only the first, with the embedding, and the last, with the head, may be"
+    if p.partition_by != "parameters":
+        yield f"--partition-by {p.partition_by} has no say where --partition gives the layers: drop one of them"
+
+
+def _schedule(f: Facts) -> Found:
+    p = f.run.parallel
+    name = pipeline_schedule(p)
+    if name == "interleaved" and p.virtual_stages < 2:
+        yield f"--pipeline-schedule interleaved needs --virtual-stages 2 or more, not {p.virtual_stages}; with one, it is 1f1b"
+    if name == "1f1b" and p.virtual_stages > 1:
+        yield (
+            f"--pipeline-schedule 1f1b has one model chunk per rank, not --virtual-stages {p.virtual_stages}; "
+            "with several, 1f1b is interleaved, and gpipe takes any number"
+        )
+
+
+def _recompute(f: Facts) -> Found:
+    p, layers = f.run.parallel, f.run.model.num_layers
+    if p.recompute_num_layers != 1 and p.recompute_granularity != "full":
+        yield f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full, not {p.recompute_granularity}"
+    elif p.recompute_num_layers > layers:
+        yield f"--recompute-num-layers {p.recompute_num_layers}: --num-layers is {layers}, so nothing would be recomputed"
+
+
+def _zero(f: Facts) -> Found:
+    stage = f.run.parallel.zero_stage
+    if stage == 3:
+        yield "--zero-stage 3 is not built yet; nearest: 2"
+    elif stage not in (0, 1, 2):
+        yield f"--zero-stage {stage} does not exist; valid: 0, 1, 2; nearest: {nearest(stage, (0, 1, 2))}"
+
+
+def _world(f: Facts) -> Found:
+    p, world = f.run.parallel, f.world_size
+    ranks = p.tp * p.pp
+    if world is None or world % ranks == 0:
+        return
+    stages = nearest(p.pp, divisors(world // p.tp) if world % p.tp == 0 else ())
+    yield (
+        f"--tp {p.tp} x --pp {p.pp} = {ranks} does not divide the world size {world}; nearest world size: "
+        f"{nearest_multiples(world, ranks)}" + (f"; with --tp {p.tp} on {world} ranks, nearest: --pp {stages}" if stages else "")
+    )
+
+
+def _reduce_dtype(f: Facts) -> Found:
+    precision, wanted = f.run.optimizer.precision, f.run.parallel.grad_reduce_dtype
+    if precision == "fp64" and wanted != "auto":
+        yield f"--grad-reduce-dtype {wanted} narrows --precision fp64, where nothing may be narrower; nearest: auto"
+
+
+LAYOUT_CHECKS = (
+    check(_heads, "hidden_size", "num_attention_heads", "num_query_groups", "position_embedding"),
+    check(_positions, "max_position_embeddings", "seq_length", "position_embedding"),
+    check(_tp_divides, "tp", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "activation"),
+    check(_sequence_parallel, "tp", "seq_length", "sequence_parallel"),
+    check(_chunks, "num_layers", "pp", "virtual_stages"),
+    check(_partition, "num_layers", "pp", "virtual_stages", "partition", "partition_by"),
+    check(_schedule, "pipeline_schedule", "virtual_stages"),
+    check(_recompute, "recompute_num_layers", "recompute_granularity", "num_layers"),
+    check(_zero, "zero_stage"),
+    check(_world, "tp", "pp"),
+    check(_reduce_dtype, "precision", "grad_reduce_dtype"),
+)

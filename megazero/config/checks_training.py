@@ -1,0 +1,210 @@
+"""Relations that batches, rates, data and checkpoints must satisfy, and flags that would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from megazero.config.facts import Facts, Found, check, divisors, nearest, nearest_multiples
+from megazero.config.options import run_options
+from megazero.config.schema import Run
+
+
+def _batch(f: Facts) -> Found:
+    s, dp = f.run.schedule, f.dp
+    step = s.micro_batch_size * (dp or 1)
+    shown = f"--micro-batch-size {s.micro_batch_size}" + (f" x dp {dp} = {step}" if dp is not None else "")
+    if s.global_batch_size % step:
+        near = nearest_multiples(s.global_batch_size, step)
+        yield f"--global-batch-size {s.global_batch_size} is not a multiple of {shown}; nearest: {near}"
+    if s.rampup_batch_size is None or len(s.rampup_batch_size) != 3:
+        return
+    start, increment, samples = s.rampup_batch_size
+    words = f"--rampup-batch-size {start} {increment} {samples}"
+    if start % step:
+        yield f"{words}: START {start} is not a multiple of {shown}; nearest: {nearest_multiples(start, step)}"
+    if increment % step and start != s.global_batch_size:
+        yield f"{words}: INCREMENT {increment} is not a multiple of {shown}; nearest: {nearest_multiples(increment, step)}"
+
+
+def _ramp(f: Facts) -> Found:
+    ramp, full = f.run.schedule.rampup_batch_size, f.run.schedule.global_batch_size
+    if ramp is None:
+        return
+    words = " ".join(map(str, ramp))
+    if len(ramp) != 3:
+        yield f"--rampup-batch-size {words}: three numbers are needed, START INCREMENT SAMPLES, not {len(ramp)}"
+    elif ramp[0] > full:
+        yield f"--rampup-batch-size {words} starts above --global-batch-size {full}; nearest START: {full}"
+    elif (full - ramp[0]) % ramp[1]:
+        near = [start for start in (full - (full - ramp[0]) // ramp[1] * ramp[1] - ramp[1] * k for k in (0, 1)) if start > 0]
+        yield (
+            f"--rampup-batch-size {words}: from {ramp[0]} in steps of {ramp[1]} --global-batch-size {full} is not met; "
+            f"nearest START: {nearest(ramp[0], near)}; nearest INCREMENT: {nearest(ramp[1], divisors(full - ramp[0]))}"
+        )
+
+
+def _length(f: Facts) -> Found:
+    s = f.run.schedule
+    if s.train_iters is not None and s.train_samples is not None:
+        yield "--train-iters and --train-samples say the same thing in two ways: give one of them"
+    first = s.rampup_batch_size[0] if s.rampup_batch_size else s.global_batch_size
+    if s.train_samples is not None and s.train_samples < first:
+        yield f"--train-samples {s.train_samples} are fewer than the first global batch has, {first}; nearest: {first}"
+
+
+def _rate(f: Facts) -> Found:
+    s = f.run.schedule
+    if s.min_lr > s.lr:
+        yield f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"
+    for unit in ("iters", "samples"):
+        warmup = getattr(s, f"lr_warmup_{unit}")
+        own, whole = getattr(s, f"lr_decay_{unit}"), getattr(s, f"train_{unit}")
+        decay, flag = (own, f"--lr-decay-{unit}") if own is not None else (whole, f"--train-{unit}")
+        if decay is None or s.lr_decay_style == "constant":
+            continue
+        if warmup is not None and warmup > decay:
+            yield f"--lr-warmup-{unit} {warmup} is longer than {flag} {decay}, which counts the warm-up in; nearest: {decay}"
+        fall = getattr(s, f"lr_wsd_decay_{unit}")
+        if s.lr_decay_style == "wsd" and fall is not None and fall + (warmup or 0) > decay:
+            yield (
+                f"--lr-wsd-decay-{unit} {fall} + --lr-warmup-{unit} {warmup or 0} is longer than {flag} {decay}; "
+                f"nearest: --lr-wsd-decay-{unit} {max(decay - (warmup or 0), 1)}"
+            )
+
+
+def _loss_scale(f: Facts) -> Found:
+    o = f.run.optimizer
+    if o.loss_scale is None and o.precision == "fp16" and o.min_loss_scale > o.initial_loss_scale:
+        yield f"--min-loss-scale {o.min_loss_scale:g} is above --initial-loss-scale {o.initial_loss_scale:g}"
+
+
+def _data_path(f: Facts) -> Found:
+    words = f.run.data.data_path
+    if len(words) > 1:
+        if len(words) % 2:
+            yield f"--data-path has {len(words)} words: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so an even number"
+        else:
+            weights = [_number(word) for word in words[::2]]
+            wrong = [word for word, weight in zip(words[::2], weights, strict=True) if weight is None or weight < 0]
+            if wrong:
+                yield f"--data-path: {wrong[0]!r} is not a weight; a blend is WEIGHT PREFIX WEIGHT PREFIX ..."
+            elif not any(weights):
+                yield "--data-path: the weights of the blend add up to 0"
+    sets = f.run.data.valid_data_path
+    if len(sets) % 2:
+        yield f"--valid-data-path has {len(sets)} words: NAME PREFIX NAME PREFIX ... is an even number"
+    elif len({*sets[::2]}) < len(sets) // 2:
+        yield f"--valid-data-path names {', '.join(sets[::2])}: every set needs a name of its own"
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _split(f: Facts) -> Found:
+    shares = [_number(part) for part in f.run.data.split.split(",")]
+    if len(shares) > 3 or any(share is None or not 0 <= share < float("inf") for share in shares) or not any(shares):
+        yield f"--split {f.run.data.split}: up to three shares with commas between, none negative and not all 0, as 969,30,1"
+
+
+def _tokens(f: Facts) -> Found:
+    d, vocab = f.run.data, f.run.model.vocab_size
+    if d.data_path and d.tokenizer is None and vocab is None:
+        yield "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number is not known"
+    if d.tokenizer is not None and not d.data_path:
+        yield f"--tokenizer {d.tokenizer} needs --data-path: the default corpus brings its own tokenizer"
+    if d.tokenizer in ("gpt2", "sentencepiece", "hf") and d.tokenizer_path is None:
+        yield f"--tokenizer {d.tokenizer} needs --tokenizer-path: the folder or file that it reads"
+    if d.tokenizer_path is not None and d.tokenizer in (None, "byte"):
+        yield f"--tokenizer-path {d.tokenizer_path} has no effect " + (
+            "without --tokenizer" if d.tokenizer is None else "on --tokenizer byte"
+        )
+    if vocab is not None and d.eod_id is not None and d.eod_id >= vocab:
+        yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
+    wants = [flag for flag, on in (("--document-mask", f.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss)) if on]
+    if wants and d.data_path and d.tokenizer is None and d.eod_id is None:
+        yield f"{' and '.join(wants)} must know which token ends a document: give --eod-id or --tokenizer"
+
+
+def _checkpoint(f: Facts) -> Found:
+    c = f.run.checkpoint
+    if c.finetune and c.no_load_optim:
+        yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
+
+
+def _fp16(run: Run) -> bool:
+    return run.optimizer.precision == "fp16"
+
+
+def _dynamic(run: Run) -> bool:
+    return _fp16(run) and run.optimizer.loss_scale is None
+
+
+def _adam(run: Run) -> bool:
+    return run.optimizer.optimizer != "sgd"
+
+
+def _saves(run: Run) -> bool:
+    return run.checkpoint.save is not None
+
+
+def _loads(run: Run) -> bool:
+    return run.checkpoint.load is not None
+
+
+def _falls(run: Run) -> bool:
+    return run.schedule.lr_decay_style == "wsd"
+
+
+EFFECT: Mapping[str, tuple[Callable[[Run], bool], str]] = MappingProxyType(
+    {
+        "loss_scale": (_fp16, "--precision fp16"),
+        "initial_loss_scale": (_dynamic, "--precision fp16 without --loss-scale"),
+        "loss_scale_window": (_dynamic, "--precision fp16 without --loss-scale"),
+        "hysteresis": (_dynamic, "--precision fp16 without --loss-scale"),
+        "min_loss_scale": (_dynamic, "--precision fp16 without --loss-scale"),
+        "adam_beta1": (_adam, "--optimizer adam or adamw"),
+        "adam_beta2": (_adam, "--optimizer adam or adamw"),
+        "adam_eps": (_adam, "--optimizer adam or adamw"),
+        "sgd_momentum": (lambda run: not _adam(run), "--optimizer sgd"),
+        "rotary_base": (lambda run: run.model.position_embedding == "rotary", "--position-embedding rotary"),
+        "lr_wsd_decay_iters": (_falls, "--lr-decay-style wsd"),
+        "lr_wsd_decay_samples": (_falls, "--lr-decay-style wsd"),
+        "save_interval": (_saves, "--save DIR"),
+        "keep_last": (_saves, "--save DIR"),
+        "finetune": (_loads, "--load DIR"),
+        "no_load_optim": (_loads, "--load DIR"),
+    }
+)
+"""Fields whose flag only means something in some runs: when, and how to get there. Overrides of a resume are not among
+them: they say what may change should there be something to resume."""
+
+
+def _effect(f: Facts) -> Found:
+    for name, (effective, needs) in EFFECT.items():
+        known = run_options()[name]
+        value = getattr(getattr(f.run, known.section), name)
+        if name in f.given and value not in (None, False) and not effective(f.run):
+            yield f"{known.flag} has no effect without {needs}"
+
+
+TRAINING_CHECKS = (
+    check(_batch, "tp", "pp", "micro_batch_size", "global_batch_size", "rampup_batch_size"),
+    check(_ramp, "rampup_batch_size", "global_batch_size"),
+    check(_length, "train_iters", "train_samples", "rampup_batch_size", "global_batch_size"),
+    check(
+        _rate,
+        *("lr", "min_lr", "lr_decay_style", "train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples"),
+        *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ),
+    check(_loss_scale, "precision", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+    check(_data_path, "data_path", "valid_data_path"),
+    check(_split, "split"),
+    check(_tokens, "vocab_size", "data_path", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),
+    check(_checkpoint, "finetune", "no_load_optim"),
+    check(_effect, "precision", "loss_scale", "optimizer", "position_embedding", "lr_decay_style", "save", "load"),
+)

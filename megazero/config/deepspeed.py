@@ -1,0 +1,275 @@
+"""`--deepspeed-config FILE.json`: the keys that mean something here, mapped; the others refused by name.
+
+"auto" leaves a key to the flags. A key whose feature is not built is refused where its value asks for the feature,
+and accepted where it says what holds anyway ("device": "none", "contiguous_gradients": true).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.level import SIBLINGS, Level
+from megazero.config.options import did_you_mean, run_options
+
+
+@dataclass
+class DeepSpeedLevel(Level):
+    """Settings of a DeepSpeed file. `accumulation` is its gradient_accumulation_steps, a relation rather than a field."""
+
+    accumulation: int | None = None
+
+    def contradictions(self, flags: Level) -> list[str]:
+        """Keys that say something else than a flag of the command line."""
+        found = []
+        for name, value in self.settings.items():
+            group = next((group for group in SIBLINGS if name in group), (name,))
+            for other in flags.given(group):
+                if other != name or flags.settings[other] != value:
+                    found.append(
+                        f"{flags.written[other]} {flags.settings[other]} contradicts {self.written[name]} {value}: "
+                        'drop one of them, or write "auto" in the file'
+                    )
+        return found
+
+    def accumulate(self, settings: dict[str, Any], world_size: int | None) -> list[str]:
+        """Hold global batch = micro-batch x dp x accumulation: compute the global batch where nothing gives it."""
+        ranks = settings.get("tp", 1) * settings.get("pp", 1)
+        if self.accumulation is None or world_size is None or ranks < 1 or world_size % ranks:
+            return []
+        micro, dp = settings.get("micro_batch_size", run_options()["micro_batch_size"].default), world_size // ranks
+        product = micro * dp * self.accumulation
+        given = settings.setdefault("global_batch_size", product)
+        if given == product:
+            return []
+        return [
+            f"{self.name}: gradient_accumulation_steps {self.accumulation} x micro-batch {micro} x dp {dp} = {product} is not "
+            f"--global-batch-size {given}; nearest: leave gradient_accumulation_steps out, or --global-batch-size {product}"
+        ]
+
+
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "train_batch_size": "global_batch_size",
+        "train_micro_batch_size_per_gpu": "micro_batch_size",
+        "gradient_clipping": "clip_grad",
+        "steps_per_print": "log_interval",
+        "optimizer.params.lr": "lr",
+        "optimizer.params.eps": "adam_eps",
+        "optimizer.params.weight_decay": "weight_decay",
+        "optimizer.params.momentum": "sgd_momentum",
+        "scheduler.params.warmup_num_steps": "lr_warmup_iters",
+        "scheduler.params.total_num_steps": "lr_decay_iters",
+        "fp16.loss_scale_window": "loss_scale_window",
+        "fp16.hysteresis": "hysteresis",
+        "fp16.min_loss_scale": "min_loss_scale",
+        "communication_data_type": "grad_reduce_dtype",
+        "zero_optimization.stage": "zero_stage",
+        "zero_optimization.reduce_bucket_size": "bucket_size",
+        "zero_optimization.overlap_comm": "overlap",
+    }
+)
+"""Keys that are a field of the same meaning."""
+
+_OFFLOAD = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "ratio", "fast_init", "max_in_cpu")
+UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "data_types.grad_accum_dtype": ((None, "fp32"), "gradients of 16-bit parameters accumulate in fp32"),
+        "zero_optimization.reduce_scatter": ((True,), "sharded gradients always travel by reduce-scatter"),
+        "zero_optimization.contiguous_gradients": ((True,), "gradients always lie in one piece"),
+        "zero_optimization.offload_optimizer.device": (("none", None), "offload is not built yet"),
+        "zero_optimization.offload_param.device": (("none", None), "offload is not built yet"),
+        "zero_optimization.sub_group_size": ((), "it belongs to ZeRO stage 3, which is not built yet"),
+        "zero_optimization.stage3_max_live_parameters": ((), "ZeRO stage 3 is not built yet"),
+        "zero_optimization.stage3_prefetch_bucket_size": ((), "ZeRO stage 3 is not built yet"),
+        "zero_optimization.stage3_param_persistence_threshold": ((), "ZeRO stage 3 is not built yet"),
+        "zero_optimization.zero_quantized_weights": ((False,), "quantised communication is not built yet"),
+        "zero_optimization.zero_quantized_gradients": ((False,), "quantised communication is not built yet"),
+        "zero_optimization.zero_hpz_partition_size": ((1,), "hierarchical partitioning is not built yet"),
+        "activation_checkpointing.partition_activations": ((False,), "sharded activations are not built yet"),
+        "activation_checkpointing.cpu_checkpointing": ((False,), "activation offload is not built yet"),
+        "activation_checkpointing.contiguous_memory_optimization": ((False,), "it is not built; recompute: --recompute-granularity"),
+        "activation_checkpointing.number_checkpoints": ((None,), "use --recompute-granularity full and --recompute-num-layers"),
+        "wandb.enabled": ((False,), "wandb is not built yet; --tensorboard-dir and --metrics-file are"),
+        "csv_monitor.enabled": ((False,), "CSV is not built; --metrics-file writes JSON lines"),
+        "wall_clock_breakdown": ((False,), "it is not built yet; every log line has the step's time"),
+        **{
+            f"aio.{key}": ((), "NVMe offload is not built yet")
+            for key in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
+        },
+    }
+)
+"""Known keys without a field here: the values that say what holds anyway, and why any other is refused."""
+
+_SPECIAL = (
+    *("gradient_accumulation_steps", "optimizer.type", "optimizer.params.betas", "optimizer.params.adam_w_mode", "scheduler.type"),
+    *("scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_type"),
+    *("scheduler.params.warmup_min_ratio", "scheduler.params.cos_min_ratio", "fp16.enabled", "fp16.loss_scale"),
+    *("fp16.initial_scale_power", "bf16.enabled", "zero_optimization.allgather_bucket_size"),
+    *("tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name"),
+)
+_ALONG = tuple(f"zero_optimization.{which}.{key}" for which in ("offload_optimizer", "offload_param") for key in _OFFLOAD[1:]) + tuple(
+    f"{sink}.{key}"
+    for sink, keys in (("wandb", ("team", "group", "project")), ("csv_monitor", ("output_path", "job_name")))
+    for key in keys
+)
+"""Details of a feature that another key switches on and that is refused there."""
+
+
+def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
+    """The settings of a DeepSpeed file; what is wrong with it is in the level's problems."""
+    level = DeepSpeedLevel(str(path))
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        level.problems.append(f"--deepspeed-config {path}: cannot be read as JSON ({reason})")
+        level.unread = True
+        return level
+    if not isinstance(content, dict):
+        level.problems.append(f"--deepspeed-config {path}: holds no settings, but {type(content).__name__}")
+        level.unread = True
+        return level
+    keys = {key: value for key, value in _flattened(content, "").items() if value != "auto"}
+    for key, value in keys.items():
+        if key in FIELDS:
+            _put(level, key, FIELDS[key], value)
+        elif key in UNBUILT:
+            holds, why = UNBUILT[key]
+            if value not in holds or isinstance(value, bool) not in {isinstance(h, bool) for h in holds}:
+                level.problems.append(f"{level.name}: {key} {json.dumps(value)} is refused: {why}")
+        elif key not in (*_SPECIAL, *_ALONG):
+            hint = did_you_mean(key, (*FIELDS, *UNBUILT, *_SPECIAL, *_ALONG))
+            level.problems.append(f"{level.name}: there is no {key}{hint}")
+    for translate in (_precision, _optimizer, _scheduler, _buckets, _tensorboard, _accumulation):
+        translate(level, keys)
+    return level
+
+
+def _flattened(content: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """{"fp16": {"enabled": true}} -> {"fp16.enabled": true}."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat |= _flattened(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _put(level: Level, key: str, name: str, value: object) -> None:
+    try:
+        level.put(name, run_options()[name].from_value(value), f"{level.name}: {key}")
+    except ValueError as reason:
+        level.problems.append(f"{level.name}: {key}: {reason}")
+        level.bad.add(name)
+
+
+def _precision(level: Level, keys: Mapping[str, Any]) -> None:
+    switches = {p: keys[f"{p}.enabled"] for p in ("fp16", "bf16") if f"{p}.enabled" in keys}
+    wrong = [f"{level.name}: {p}.enabled: {value!r} is not true or false" for p, value in switches.items() if not isinstance(value, bool)]
+    on = [p for p, value in switches.items() if value is True]
+    if len(on) == 2:
+        wrong.append(f"{level.name}: fp16.enabled and bf16.enabled contradict each other: a run has one precision")
+    level.problems += wrong
+    if switches and not wrong:
+        # Both absent says nothing; one switched off and none on is DeepSpeed's fp32.
+        _put(level, f"{on[0]}.enabled" if on else f"{next(iter(switches))}.enabled", "precision", on[0] if on else "fp32")
+    if keys.get("fp16.loss_scale"):
+        _put(level, "fp16.loss_scale", "loss_scale", keys["fp16.loss_scale"])
+    power = keys.get("fp16.initial_scale_power")
+    if power is not None:
+        _computed(level, "fp16.initial_scale_power", "initial_loss_scale", power, lambda p: 2.0**p)
+
+
+def _computed(level: Level, key: str, name: str, value: object, formula: Callable[[float], float]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1000:
+        level.problems.append(f"{level.name}: {key}: {value!r} is not a number that makes sense here")
+        level.bad.add(name)
+    else:
+        _put(level, key, name, formula(value))
+
+
+def _optimizer(level: Level, keys: Mapping[str, Any]) -> None:
+    kind, decoupled = keys.get("optimizer.type"), keys.get("optimizer.params.adam_w_mode", True)
+    # DeepSpeed's "Adam" decays apart from the gradient unless adam_w_mode is false.
+    table = {"adamw": "adamw", "adam": "adamw" if decoupled else "adam", "sgd": "sgd"}
+    if kind is not None:
+        if str(kind).lower() in table:
+            _put(level, "optimizer.type", "optimizer", table[str(kind).lower()])
+        else:
+            level.problems.append(f"{level.name}: optimizer.type {kind!r} is not built; valid: Adam, AdamW, SGD")
+    betas = keys.get("optimizer.params.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        for name, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
+            _put(level, "optimizer.params.betas", name, value)
+    elif betas is not None:
+        level.problems.append(f"{level.name}: optimizer.params.betas: {betas!r} is not a list of two numbers")
+
+
+def _scheduler(level: Level, keys: Mapping[str, Any]) -> None:
+    kind = keys.get("scheduler.type")
+    if kind is None:
+        given = [key for key in keys if key.startswith("scheduler.params.")]
+        level.problems += [f"{level.name}: {key} needs scheduler.type" for key in given]
+        return
+    styles = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if kind not in styles:
+        level.problems.append(
+            f"{level.name}: scheduler.type {kind!r} is not built; valid: {', '.join(styles)}{did_you_mean(str(kind), styles)}"
+        )
+        return
+    _put(level, "scheduler.type", "lr_decay_style", styles[kind])
+    if keys.get("scheduler.params.warmup_type", "log") != "linear":
+        level.problems.append(
+            f"{level.name}: scheduler.params.warmup_type: warm-up is linear here, DeepSpeed's default is logarithmic; "
+            'write "warmup_type": "linear"'
+        )
+    for key in ("scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio"):
+        if keys.get(key):
+            level.problems.append(f"{level.name}: {key} {keys[key]}: warm-up starts at 0 here; nearest: 0")
+    if kind == "WarmupDecayLR":
+        level.put("min_lr", 0.0, f"{level.name}: scheduler.type")
+    peak = keys.get("scheduler.params.warmup_max_lr")
+    if peak is not None:
+        if level.settings.get("lr") not in (None, peak):
+            level.problems.append(f"{level.name}: scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {level.settings['lr']}")
+        _put(level, "scheduler.params.warmup_max_lr", "lr", peak)
+    if kind == "WarmupCosineLR":
+        ratio, lr = keys.get("scheduler.params.cos_min_ratio", 1e-4), level.settings.get("lr")
+        if lr is None:
+            level.problems.append(f"{level.name}: scheduler.type WarmupCosineLR ends at cos_min_ratio x lr: give optimizer.params.lr too")
+        else:
+            _computed(level, "scheduler.params.cos_min_ratio", "min_lr", ratio, lambda share: share * lr)
+
+
+def _buckets(level: Level, keys: Mapping[str, Any]) -> None:
+    key = "zero_optimization.allgather_bucket_size"
+    if key not in keys:
+        return
+    reduce = keys.get("zero_optimization.reduce_bucket_size")
+    if reduce is not None and reduce != keys[key]:
+        level.problems.append(
+            f"{level.name}: {key} {keys[key]}: one size serves reduction and gather here; nearest: reduce_bucket_size {reduce}"
+        )
+    else:
+        _put(level, key, "bucket_size", keys[key])
+
+
+def _tensorboard(level: Level, keys: Mapping[str, Any]) -> None:
+    if keys.get("tensorboard.enabled"):
+        folder = Path(str(keys.get("tensorboard.output_path") or "runs")) / str(keys.get("tensorboard.job_name") or "DeepSpeedJobName")
+        _put(level, "tensorboard.output_path", "tensorboard_dir", str(folder))
+
+
+def _accumulation(level: DeepSpeedLevel, keys: Mapping[str, Any]) -> None:
+    steps = keys.get("gradient_accumulation_steps")
+    if steps is None:
+        return
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        level.problems.append(f"{level.name}: gradient_accumulation_steps: {steps!r} is not a whole number of at least 1")
+    else:
+        level.accumulation = steps

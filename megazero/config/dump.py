@@ -1,0 +1,113 @@
+"""A run as YAML, nested by section, and back: what `--config` reads and every run saves beside its results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megazero.config.flags import option_called
+from megazero.config.level import Level
+from megazero.config.options import did_you_mean, run_options, sections
+from megazero.config.schema import Run
+
+RESOLVED = "resolved"
+"""Top-level key of a file that a run wrote: every field is there, and units are mixed where presets and flags did so."""
+
+
+def run_dict(run: Run) -> dict[str, dict[str, Any]]:
+    """Section -> field -> plain value (tuples as lists)."""
+    plain: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for name, known in run_options().items():
+        value = getattr(getattr(run, known.section), name)
+        plain[known.section][name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def build_run(settings: Mapping[str, Any]) -> Run:
+    """The run of these settings (field name -> value) over the defaults. Nothing is checked."""
+    parts: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for name, value in settings.items():
+        parts[run_options()[name].section][name] = value
+    return Run(**{section: cls(**parts[section]) for section, cls in sections().items()})
+
+
+def dump(run: Run) -> str:
+    """YAML that gives the same run when passed by --config."""
+    head = "# A resolved run: --config with this file reproduces it; flags win over what stands here.\n"
+    return head + yaml.safe_dump({RESOLVED: True, **run_dict(run)}, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Loader(yaml.SafeLoader):
+    """A key that stands twice in one mapping is an error, where YAML's own rule takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str | int | float) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> Level:
+    """The settings of a YAML file; what is wrong with it is in the level's problems."""
+    level = Level(str(path))
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # safe: a SafeLoader
+    except (OSError, UnicodeDecodeError) as reason:
+        level.problems.append(f"--config {path}: cannot be read ({reason})")
+        level.unread = True
+        return level
+    except yaml.YAMLError as reason:
+        level.problems.append(f"--config {path}: is no YAML ({' '.join(str(reason).split())})")
+        level.unread = True
+        return level
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        level.problems.append(f"--config {path}: holds no settings, but {type(content).__name__}")
+        level.unread = True
+        return level
+    level.resolved = content.pop(RESOLVED, False) is True
+    for key, value in content.items():
+        if key in sections():
+            _read_section(level, str(key), value)
+        else:
+            _read_key(level, str(key), value, None)
+    return level
+
+
+def _read_section(level: Level, section: str, value: object) -> None:
+    if not isinstance(value, dict):
+        if value is not None:
+            level.problems.append(f"{level.name}: {section} holds no fields, but {value!r}")
+        return
+    for key, item in value.items():
+        _read_key(level, str(key), item, section)
+
+
+def _read_key(level: Level, key: str, value: object, section: str | None) -> None:
+    """One field, by its name or an alias, with or without its section around it."""
+    where = key if section is None else f"{section}.{key}"
+    known = option_called(key)
+    if known is None:
+        names = [name for name, option in run_options().items() if section in (None, option.section)]
+        hint = did_you_mean(key.replace("-", "_"), names if section else [*names, *sections()])
+        hint = hint or did_you_mean(key.replace("-", "_"), run_options())
+        level.problems.append(f"{level.name}: there is no {where}{hint}")
+        return
+    if section is not None and known.section != section:
+        level.problems.append(f"{level.name}: there is no {where}; {known.name} belongs to {known.section}")
+        return
+    if known.name in level.settings:
+        level.problems.append(f"{level.name}: {where} gives {known.name} a second time")
+        return
+    try:
+        level.put(known.name, known.from_value(value), f"{level.name}: {where}")
+    except ValueError as reason:
+        level.problems.append(f"{level.name}: {where}: {reason}")
+        level.bad.add(known.name)

@@ -1,0 +1,59 @@
+"""What checks of a run look at, and the words for "nearest valid value"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from megazero.config.schema import Run
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What checks look at: the run, the number of ranks if known, the fields that the command line itself sets."""
+
+    run: Run
+    world_size: int | None
+    given: frozenset[str]
+
+    @property
+    def dp(self) -> int | None:
+        """dp, where the world size is known and tp x pp divides it."""
+        ranks = self.run.parallel.tp * self.run.parallel.pp
+        return None if self.world_size is None or self.world_size % ranks else self.world_size // ranks
+
+
+Found = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A relation: the fields it reads, and a generator of what is wrong."""
+
+    find: Callable[[Facts], Iterable[str]]
+    reads: frozenset[str]
+
+    def problems(self, facts: Facts) -> list[str]:
+        return list(self.find(facts))
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """The valid values right below and above, as words."""
+    valid = sorted(set(valid))
+    below, above = [v for v in valid if v < value][-1:], [v for v in valid if v > value][:1]
+    return " or ".join(str(v) for v in below + above)
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    return nearest(value, [m for m in (value // of * of, (value // of + 1) * of) if m >= of])
+
+
+def check(find: Callable[[Facts], Iterable[str]], *reads: str) -> Check:
+    """A check and the names of the fields that it reads."""
+    return Check(find, frozenset(reads))

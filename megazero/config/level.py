@@ -1,0 +1,81 @@
+"""One source of settings (command line, YAML file, DeepSpeed file, preset) and how they lie over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SIBLINGS: tuple[tuple[str, ...], ...] = (
+    ("train_iters", "train_samples"),
+    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+)
+"""Fields that say the same thing in different units. One level may set one of a group; it replaces the group below."""
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, in one message."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1)))
+
+
+@dataclass
+class Level:
+    """What one source sets.
+
+    name      how messages call it: "the command line", "run.yaml"
+    settings  field name -> value; None in a file asks for the derived default
+    written   field name -> how the source spells it: "--tensor-model-parallel-size", "optimizer.params.lr"
+    bad       fields whose value could not be read: checks that need them are left out
+    problems  sentences
+    unread    the source could not be read at all, so nothing is known of what it would have set
+    resolved  the source is a resolved run, in which units may be mixed by what lay over what
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    bad: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    unread: bool = False
+    resolved: bool = False
+
+    def put(self, name: str, value: Any, written: str) -> None:
+        self.settings[name], self.written[name] = value, written
+
+    def given(self, names: Sequence[str]) -> list[str]:
+        """Those of the names that this level sets to something."""
+        return [name for name in names if self.settings.get(name) is not None]
+
+    def sibling_problems(self) -> list[str]:
+        """Two of a group of siblings, or iterations beside samples."""
+        found = []
+        for group in SIBLINGS:
+            both = self.given(group)
+            if len(both) > 1:
+                found.append(f"{' and '.join(self.written[n] for n in both)} say the same thing in two ways: give one of them")
+        names = [name for group in SIBLINGS for name in self.given(group)]
+        iterations = [self.written[n] for n in names if n.endswith("_iters")]
+        samples = [self.written[n] for n in names if n.endswith("_samples")]
+        if iterations and samples and not found and not self.resolved:
+            found.append(
+                f"{', '.join(iterations)} count iterations and {', '.join(samples)} samples: give all lengths of {self.name} in one unit"
+            )
+        return found
+
+
+def merge(levels: Sequence[Level]) -> dict[str, Any]:
+    """Settings of all levels, the first one lowest. A level that sets one of a group of siblings unsets the others below."""
+    merged: dict[str, Any] = {}
+    for level in levels:
+        for group in SIBLINGS:
+            if level.given(group):
+                for name in group:
+                    merged.pop(name, None)
+        merged.update(level.settings)
+    return merged

@@ -1,0 +1,186 @@
+"""The options of a run as a table, read from the dataclasses: name, type, choices, aliases and the sentence of each.
+
+`Option.from_words` and `Option.from_value` turn what a command line or a file holds into a field's value, or raise
+ValueError with a reason that the caller prefixes with where the value stood.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from megazero.config.schema import Run
+
+_WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of one section."""
+
+    section: str
+    name: str
+    kind: type
+    optional: bool
+    many: bool
+    default: Any
+    choices: tuple[str, ...] | None
+    aliases: tuple[str, ...]
+    metavar: str | None
+    sentence: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (self.flag, *self.aliases)
+
+    @property
+    def negations(self) -> tuple[str, ...]:
+        """Flags that switch a boolean off: --no-x for --x, and --x where the field itself is called no_x."""
+        if self.kind is not bool:
+            return ()
+        return tuple("--" + flag[5:] if flag.startswith("--no-") else "--no-" + flag[2:] for flag in self.flags)
+
+    def from_words(self, words: Sequence[str]) -> Any:
+        """The value that the words after a flag stand for."""
+        if self.many:
+            if not words:
+                raise ValueError("needs one value or more")
+            parts = [part for word in words for part in word.split(",") if part] if self.kind is not str else words
+            return tuple(self._scalar(part) for part in parts)
+        if len(words) != 1:
+            raise ValueError(f"takes one value, not {len(words)}" + (f" ({' '.join(words)})" if words else ""))
+        return self._scalar(words[0])
+
+    def from_value(self, value: object) -> Any:
+        """The value that a YAML or JSON value stands for."""
+        if value is None and self.optional:
+            return None
+        if self.many:
+            if isinstance(value, str | int | float) and not isinstance(value, bool):
+                value = [value] if self.kind is not str else str(value).split()
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{value!r} is not a list")
+            return tuple(self._scalar(item) for item in value)
+        return self._scalar(value)
+
+    def _scalar(self, value: object) -> Any:
+        if self.choices is not None:
+            return self._choice(value)
+        if isinstance(value, bool) != (self.kind is bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"{value!r} is not {_WORDS[self.kind]}")
+        if self.kind in (bool, str):
+            return value if self.kind is bool else str(value)
+        try:
+            if self.kind is int:
+                return whole_number(value)
+            number = float(value)
+        except (ValueError, OverflowError):
+            raise ValueError(f"{value!r} is not {_WORDS[self.kind]}") from None
+        if not math.isfinite(number):
+            raise ValueError(f"{value!r} is not a finite number")
+        return number
+
+    def _choice(self, value: object) -> str:
+        assert self.choices is not None
+        for choice in self.choices:
+            if str(value).lower() == choice.lower():
+                return choice
+        raise ValueError(f"{str(value)!r} is not one of {', '.join(self.choices)}{did_you_mean(str(value).lower(), self.choices)}")
+
+
+def whole_number(value: str | int | float) -> int:
+    """An integer, also where it is written 220_000_000 or 2e8."""
+    try:
+        return int(value) if not isinstance(value, float) else _exact(value)
+    except ValueError:
+        return _exact(float(value))
+
+
+def _exact(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError(number)
+    return int(number)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing where nothing is near."""
+    near = difflib.get_close_matches(word, sorted(set(known)), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def sentences(cls: type) -> dict[str, str]:
+    """The string literal under each field of a class, which Python itself throws away."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            assert isinstance(statement.target, ast.Name)
+            found[statement.target.id] = str(following.value.value)
+    return found
+
+
+def options_of(cls: type, section: str) -> tuple[Option, ...]:
+    """The options that the fields of a dataclass are."""
+    hints, under = get_type_hints(cls), sentences(cls)
+    made = []
+    for item in fields(cls):
+        assert item.default is not MISSING and item.name in under, f"{cls.__name__}.{item.name} needs a default and a sentence"
+        kind, optional, many = _taken_apart(hints[item.name])
+        meta = item.metadata
+        made.append(
+            Option(
+                section=section,
+                name=item.name,
+                kind=kind,
+                optional=optional,
+                many=many,
+                default=item.default,
+                choices=meta["choices"],
+                aliases=meta["aliases"],
+                metavar=meta["metavar"],
+                sentence=under[item.name],
+            )
+        )
+        assert many == meta["many"], item.name
+    return tuple(made)
+
+
+def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
+    """(int, float, bool or str; whether None is allowed; whether it is a tuple) of a field's type."""
+    optional = False
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+        optional = True
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0], optional, True
+    return hint, optional, False
+
+
+@cache
+def sections() -> Mapping[str, type]:
+    """Section name -> dataclass, in the order of `Run`."""
+    return types.MappingProxyType(dict(get_type_hints(Run)))
+
+
+@cache
+def run_options() -> Mapping[str, Option]:
+    """Field name -> option of every section; names are unique over the sections."""
+    table: dict[str, Option] = {}
+    for section, cls in sections().items():
+        for option in options_of(cls, section):
+            assert option.name not in table, f"{option.name} is a field of two sections"
+            table[option.name] = option
+    return types.MappingProxyType(table)

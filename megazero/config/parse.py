@@ -1,0 +1,113 @@
+"""From a command line to a frozen, validated run.
+
+Flags win over --config, that over --deepspeed-config, that over --preset, that over the defaults. Whatever is wrong,
+in any of them, is collected and raised as one ConfigError.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megazero.config.deepspeed import DeepSpeedLevel, read_deepspeed
+from megazero.config.dump import build_run, dump, read_yaml
+from megazero.config.flags import Command, help_text, read_command_line
+from megazero.config.level import ConfigError, Level, merge
+from megazero.config.options import run_options
+from megazero.config.presets import preset, presets
+from megazero.config.schema import Run, ScheduleConfig
+from megazero.config.validate import problems_of
+
+__all__ = ["DEFAULT_ITERATIONS", "DEFAULT_MINUTES", "ConfigError", "command", "dump", "parse_run"]
+
+DEFAULT_ITERATIONS, DEFAULT_MINUTES = 100, 10.0
+"""Length of a run that was given none: whichever is reached first."""
+
+
+def command(argv: Sequence[str]) -> Command:
+    """--validate-only, --world-size, --help and the files of a command line; its mistakes are left to `parse_run`."""
+    return read_command_line(argv).command
+
+
+def parse_run(argv: Sequence[str], world_size: int | None) -> Run:
+    """The run that a command line describes, on `world_size` ranks.
+
+    With --validate-only --world-size N the check is for N ranks. World size None leaves out what depends on it (tools
+    that start no ranks). `--help` prints and exits with 0. Raises ConfigError with everything that is wrong.
+    """
+    line = read_command_line(argv)
+    if line.command.help:
+        sys.stdout.write(help_text(presets=tuple(presets())))
+        raise SystemExit(0)
+    problems = list(line.level.problems)
+    if line.command.world_size is not None:
+        if line.command.validate_only:
+            world_size = line.command.world_size
+        else:
+            problems.append(
+                f"--world-size {line.command.world_size} goes with --validate-only; torchrun sets the number of ranks otherwise"
+            )
+    levels = _levels(line.level, line.command)
+    for level in levels:
+        problems += [*(level.problems if level is not line.level else ()), *level.sibling_problems()]
+    settings = merge(levels)
+    for level in levels:
+        if isinstance(level, DeepSpeedLevel):
+            problems += level.contradictions(line.level) + level.accumulate(settings, world_size)
+    run = build_run(_with_defaults(settings, world_size))
+    problems += problems_of(run, world_size, bad=_unknown(levels), given=frozenset(line.level.settings))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return run
+
+
+def _levels(flags: Level, given: Command) -> list[Level]:
+    """The levels that a command line names, the lowest first."""
+    levels = []
+    if given.preset is not None:
+        level = Level(f"--preset {given.preset}")
+        try:
+            for name, value in preset(given.preset).items():
+                level.put(name, value, name)
+        except ValueError as reason:
+            level.problems.append(f"--preset {given.preset}: {reason}")
+            level.unread = True
+        levels.append(level)
+    if given.deepspeed_config is not None:
+        levels.append(read_deepspeed(given.deepspeed_config))
+    if given.config is not None:
+        levels.append(read_yaml(given.config))
+    return [*levels, flags]
+
+
+def _unknown(levels: Sequence[Level]) -> set[str]:
+    """Fields whose value is not what was meant: unreadable at the highest level that sets them, or in an unread file."""
+    unknown: set[str] = set()
+    for level in levels:
+        unknown |= set(run_options()) if level.unread else level.bad
+        unknown -= set(level.settings) - level.bad
+    return unknown
+
+
+def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str, Any]:
+    """The settings and those defaults that depend on other settings, made explicit."""
+    settings = dict(settings)
+    if settings.get("train_iters") is None and settings.get("train_samples") is None:
+        settings["train_iters"] = DEFAULT_ITERATIONS
+        settings.setdefault("exit_duration_in_mins", DEFAULT_MINUTES)
+    positions = settings.get("position_embedding", run_options()["position_embedding"].default)
+    settings.setdefault("embedding_layernorm", positions == "alibi")
+    if "global_batch_size" not in settings:
+        settings["global_batch_size"] = _default_batch(settings, world_size)
+    return settings
+
+
+def _default_batch(settings: dict[str, Any], world_size: int | None) -> int:
+    """The default global batch, rounded up to what micro-batch x dp divides, so that the bare command runs on any layout."""
+    defaults = ScheduleConfig()
+    ranks = settings.get("tp", 1) * settings.get("pp", 1)
+    step = settings.get("micro_batch_size", defaults.micro_batch_size)
+    if world_size is not None and ranks > 0 and world_size % ranks == 0:
+        step *= world_size // ranks
+    return -(-defaults.global_batch_size // step) * step if step > 0 else defaults.global_batch_size

@@ -1,0 +1,106 @@
+"""What is wrong with a run: all of it, each with flag names, numbers and the nearest valid values.
+
+Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS` and `TRAINING_CHECKS` are the relations between fields; each names the fields it
+reads and is left out when one of them is already known to be wrong, so that one mistake is reported once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.checks_layout import LAYOUT_CHECKS
+from megazero.config.checks_training import TRAINING_CHECKS
+from megazero.config.facts import Facts
+from megazero.config.options import run_options
+from megazero.config.schema import Run
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; the ends belong to it unless open."""
+
+    low: float
+    high: float | None = None
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        return above and (self.high is None or (value < self.high if self.high_open else value <= self.high))
+
+    def __str__(self) -> str:
+        low = f"more than {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        return low if self.high is None else f"{low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
+
+
+_COUNT, _NOT_NEGATIVE, _POSITIVE = Range(1), Range(0), Range(0, low_open=True)
+_SHARE = Range(0, 1, high_open=True)
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    dict.fromkeys(
+        (
+            *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "seq_length"),
+            *("make_vocab_size_divisible_by", "max_position_embeddings", "tp", "pp", "virtual_stages", "recompute_num_layers"),
+            *("bucket_size", "loss_scale_window", "hysteresis", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
+            *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "save_interval", "eval_interval"),
+            *("exit_interval", "log_interval"),
+        ),
+        _COUNT,
+    )
+    | dict.fromkeys(
+        (
+            *("init_method_std", "weight_decay", "clip_grad", "z_loss", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples"),
+            *("num_workers", "keep_last", "eval_iters", "eod_id", "partition"),
+        ),
+        _NOT_NEGATIVE,
+    )
+    | dict.fromkeys(
+        (
+            *("rotary_base", "norm_epsilon", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+            *("distributed_timeout_minutes", "exit_duration_in_mins"),
+        ),
+        _POSITIVE,
+    )
+    | dict.fromkeys(("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "label_smoothing"), _SHARE)
+    | {"lr_warmup_fraction": Range(0, 1), "seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
+)
+
+
+def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
+    """Fields outside their range; their names are added to `bad`."""
+    found = []
+    for name, allowed in RANGES.items():
+        value = values[name]
+        if value is None or name in bad:
+            continue
+        outside = [v for v in (value if isinstance(value, tuple) else (value,)) if not allowed.holds(v)]
+        if outside:
+            bad.add(name)
+            found.append(f"{run_options()[name].flag} {outside[0]}: must be {allowed}")
+    return found
+
+
+def flat(run: Run) -> dict[str, Any]:
+    """Field name -> value over all sections."""
+    return {name: getattr(getattr(run, known.section), name) for name, known in run_options().items()}
+
+
+def problems_of(run: Run, world_size: int | None, *, bad: set[str] | None = None, given: frozenset[str] = frozenset()) -> list[str]:
+    """Everything wrong with a run on `world_size` ranks (None: any number, and what depends on it is left out).
+
+    bad    fields already reported, whose values stand for nothing
+    given  fields that the command line itself sets: a flag that would have no effect is a problem there, while a
+           preset or a file may well carry settings for another precision or optimizer
+    """
+    bad = set(bad or ())
+    found = range_problems(flat(run), bad)
+    if world_size is not None and world_size < 1:
+        return [*found, f"--world-size {world_size}: must be at least 1"]
+    facts = Facts(run, world_size, given)
+    for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS):
+        if bad.isdisjoint(check.reads):
+            found += check.problems(facts)
+    return found
