@@ -1,0 +1,164 @@
+"""How parameters lie in flat buckets: arithmetic on places, the same for this rank and for any other.
+
+A bucket is one flat buffer per column (parameter, gradient, master weight, moments) and one message per collective.
+Checkpoints and the planner call these functions for ranks whose memory they never see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.place import Kind, Place
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter and the element of the bucket at which it begins."""
+
+    place: Place
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.place.local_numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a parameter's flat local tensor, which lie at `offset` of the bucket."""
+
+    place: Place
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Parameters of one model chunk side by side: the decayed ones, then the others, then at most N - 1 unused elements.
+
+    chunk    model chunk of the rank, in the order of its stages
+    entries  parameters, without gaps
+    decayed  elements [0, decayed) have weight decay
+    used     elements [0, used) belong to parameters
+    numel    `used` rounded up to a multiple of the group's size N
+    tied     the one parameter is held by first and last stage: its group is {first, last stage} x dp, else dp
+    """
+
+    chunk: int
+    entries: tuple[Entry, ...]
+    decayed: int
+    used: int
+    numel: int
+    tied: bool
+
+    def shard(self, index: int, size: int) -> tuple[int, int]:
+        """Range of the bucket that member `index` of a group of `size` owns."""
+        assert self.numel % size == 0, (self.numel, size)
+        part = self.numel // size
+        return index * part, (index + 1) * part
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """What of each parameter lies in [start, stop) of the bucket, without vocabulary padding and the unused tail."""
+        for entry in self.entries:
+            first, last = max(start, entry.offset), min(stop, entry.offset + entry.place.stored_numel)
+            if first < last:
+                yield Piece(entry.place, first - entry.offset, last - entry.offset, first)
+
+
+def pack(
+    chunks: Sequence[Sequence[Sequence[Place]]], group_size: int, bucket_size: int, tied_size: int | None = None
+) -> tuple[BucketLayout, ...]:
+    """Buckets of one rank, in forward order.
+
+    chunks       places by model chunk and unit (embedding, blocks, head), in forward order; a name that comes again
+                 is the same parameter, which belongs to where it came first
+    group_size   ranks that hold the same parameters (dp x cp)
+    bucket_size  elements after which a bucket is closed. No bucket spans two chunks; one parameter is never cut, so a
+                 larger one makes a larger bucket
+    tied_size    size of the tied embedding's group; needed where a place is tied. Its bucket holds nothing else
+
+    Matrices of equal shape that follow each other in a unit (gate and up) stay in one bucket, side by side.
+    """
+    buckets: list[BucketLayout] = []
+    seen: set[str] = set()
+    for number, units in enumerate(chunks):
+        filling: list[Place] = []
+
+        def close(number: int = number, filling: list[Place] = filling) -> None:
+            if filling:
+                buckets.append(_bucket(number, filling, group_size, tied=False))
+                filling.clear()
+
+        for unit in units:
+            fresh = [place for place in unit if place.name not in seen]
+            seen.update(place.name for place in fresh)
+            for together in _inseparable(fresh):
+                if together[0].tied:
+                    assert tied_size is not None, f"{together[0].name} is tied: its group's size is needed"
+                    close()
+                    buckets.append(_bucket(number, together, tied_size, tied=True))
+                    continue
+                if _numel(filling) + _numel(together) > bucket_size:
+                    close()
+                filling.extend(together)
+        close()
+    return tuple(buckets)
+
+
+def _numel(places: Iterable[Place]) -> int:
+    return sum(place.local_numel for place in places)
+
+
+def _inseparable(places: Iterable[Place]) -> list[list[Place]]:
+    """Runs that share a bucket: a matrix with the bias after it, and matrices of equal shape that follow each other."""
+    runs: list[list[Place]] = []
+    matrix: Place | None = None
+    for place in places:
+        apart = place.tied or not runs or runs[-1][0].tied
+        follows = not place.kind.decays or (place.kind is Kind.MATRIX and matrix is not None and matrix.shape == place.shape)
+        if follows and not apart:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+        if place.kind.decays:
+            matrix = place
+    return runs
+
+
+def _bucket(chunk: int, places: Sequence[Place], size: int, *, tied: bool) -> BucketLayout:
+    ordered = sorted(places, key=lambda place: not place.kind.decays)  # stable: order is kept within both parts
+    entries, offset, decayed = [], 0, 0
+    for place in ordered:
+        entries.append(Entry(place, offset))
+        offset += place.local_numel
+        if place.kind.decays:
+            decayed = offset
+    return BucketLayout(chunk, tuple(entries), decayed, offset, math.ceil(offset / size) * size, tied)
+
+
+def group_of(layout: BucketLayout, axes: Axes, at: Coordinates) -> tuple[int, int]:
+    """Index and size of the group over which a rank's bucket is reduced and sharded, as `Axes.data_ranks` and `tied_ranks` order it."""
+    size, index = axes.dp * axes.cp, at.dp * axes.cp + at.cp
+    if not layout.tied:
+        return index, size
+    ends = sorted({0, axes.pp - 1})
+    return ends.index(at.pp) * size + index, len(ends) * size
+
+
+def owned_pieces(chunks: Sequence[Sequence[Sequence[Place]]], axes: Axes, at: Coordinates, bucket_size: int) -> Iterator[tuple[int, Piece]]:
+    """(bucket number, piece) for all that the rank at `at` owns, whatever the ZeRO stage: what `ShardedOptimizer.fragments` covers there.
+
+    Over all ranks that is every element once, but for parameters replicated over tp, which every tp rank owns.
+    """
+    size = axes.dp * axes.cp
+    for number, layout in enumerate(pack(chunks, size, bucket_size, size * len({0, axes.pp - 1}))):
+        for piece in layout.pieces(*layout.shard(*group_of(layout, axes, at))):
+            yield number, piece

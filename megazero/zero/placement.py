@@ -1,0 +1,86 @@
+"""ZeRO as a table: stage -> column of the model state -> where it lies.
+
+The stages differ in nothing else. The arithmetic that follows (bytes per rank, bytes that travel) is DESIGN's
+"ZeRO arithmetic" (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Column(Enum):
+    """What is kept of a parameter."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+class Spread(Enum):
+    """How the ranks that hold the same parameters share a column."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+class Location(Enum):
+    """What memory a column lies in; host and disk become further rows here."""
+
+    DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One cell of the table."""
+
+    spread: Spread
+    location: Location = Location.DEVICE
+
+
+_REPLICATED, _SHARDED = Placement(Spread.REPLICATED), Placement(Spread.SHARDED)
+
+
+def _row(parameter: Placement, gradient: Placement, optimizer: Placement) -> dict[Column, Placement]:
+    return {
+        Column.PARAMETER: parameter,
+        Column.GRADIENT: gradient,
+        Column.MASTER: optimizer,
+        Column.EXP_AVG: optimizer,
+        Column.EXP_AVG_SQ: optimizer,
+    }
+
+
+PLACEMENTS: dict[int, dict[Column, Placement]] = {
+    0: _row(_REPLICATED, _REPLICATED, _REPLICATED),
+    1: _row(_REPLICATED, _REPLICATED, _SHARDED),
+    2: _row(_REPLICATED, _SHARDED, _SHARDED),
+}
+"""By ZeRO stage. A sharded gradient means that only the owner's range outlives a reduction."""
+
+
+def placements(zero_stage: int) -> dict[Column, Placement]:
+    """The row of a stage. Raises ValueError for a stage that is not in the table."""
+    if zero_stage not in PLACEMENTS:
+        raise ValueError(f"--zero-stage {zero_stage} is not one of {', '.join(map(str, PLACEMENTS))}")
+    return PLACEMENTS[zero_stage]
+
+
+def columns(parameter_dtype: torch.dtype, state_dtype: torch.dtype, optimizer: str) -> dict[Column, torch.dtype]:
+    """The columns that exist, with their dtypes.
+
+    A master weight exists only where the parameter is narrower than it; otherwise the parameter is its own master.
+    sgd has no second moment, its momentum is `EXP_AVG`.
+    """
+    dtypes = {Column.PARAMETER: parameter_dtype, Column.GRADIENT: state_dtype}
+    if parameter_dtype != state_dtype:
+        dtypes[Column.MASTER] = state_dtype
+    dtypes[Column.EXP_AVG] = state_dtype
+    if optimizer != "sgd":
+        dtypes[Column.EXP_AVG_SQ] = state_dtype
+    return dtypes

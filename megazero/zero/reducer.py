@@ -1,0 +1,196 @@
+"""Gradients from backward to their owners.
+
+As autograd finishes a parameter's gradient, it is added to the bucket's flat buffer (fp32 for 16-bit parameters) and
+freed. When a bucket of the armed chunk is complete it is reduced over its group while backward goes on. All ranks of
+a group launch the same buckets in the same order: last bucket of the chunk first, each once those before it have been
+launched, whatever arrives when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megazero.mpu import collectives
+from megazero.mpu.collectives import Pending
+from megazero.mpu.grid import Group
+from megazero.zero.storage import Bucket, BufferPool, StoredColumn
+
+IN_FLIGHT = 2
+"""Reductions under way at once where each holds memory of its own (sharded gradients, or a cast copy)."""
+
+
+@dataclass
+class _Flight:
+    """A reduction under way: what travels, and the whole gradient it was made from, if that is to be given back."""
+
+    index: int
+    pending: Pending
+    travelling: Tensor
+    borrowed: Tensor | None
+
+
+class GradientReducer:
+    """Accumulates and reduces the gradients of all buckets of a rank; a `pipeline.engine.GradientSink`.
+
+    buckets   in forward order
+    column    the gradient column. Sharded (ZeRO-2): a bucket's whole gradient lives in a buffer of the pool from its
+              first arrival to its reduction, whose result is added to the shard
+    state     an optimizer column: what it holds of a bucket is what a reduction has to deliver. Sharded: reduce-scatter,
+              else all-reduce
+    dtype     dtype that travels
+    overlap   reduce during backward, else when it is over; the results are the same bits
+    tp        group over which tp_partial gradients are summed
+
+    Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its group; per step: one all-reduce
+    over tp of this rank's share of all tp_partial gradients together. Sums over dp and tp commute, so tp goes last: once
+    per step, and only over what this rank updates.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], column: StoredColumn, state: StoredColumn, *, dtype: torch.dtype, overlap: bool, tp: Group
+    ) -> None:
+        self.buckets, self.column, self.state, self.dtype, self.overlap, self.tp = buckets, column, state, dtype, overlap, tp
+        self.pool = BufferPool(column.dtype, column.device)
+        self._borrowed: dict[int, Tensor] = {}
+        self._arrived: list[set[int]] = [set() for _ in buckets]
+        self._launched = [False] * len(buckets)
+        self._landed = [False] * len(buckets)
+        self._armed: int | None = None
+        self._missing: dict[int, set[int]] = {}
+        self._queue: list[int] = []
+        self._flights: list[_Flight] = []
+        for index, bucket in enumerate(buckets):
+            for entry, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index, entry))
+        self._partials = [
+            column.view(index, piece.offset, piece.offset + piece.numel)
+            for index, bucket in enumerate(buckets)
+            for piece in bucket.layout.pieces(*state.range_of(index))
+            if piece.place.tp_partial
+        ]
+
+    # --- what the engine calls -------------------------------------------------------------------------------------
+
+    def before_backward(self, chunk: int, reduce: bool) -> None:
+        """A backward of model chunk `chunk` begins. reduce: its buckets are reduced with what has arrived by its end.
+
+        A bucket of the tied embedding that two stages hold is left for `finish`: the first stage's part is complete only
+        with the step's last backward, and the last stage would hold one buffer per micro-batch that is under way.
+        """
+        assert self._armed is None, "one backward at a time"
+        if reduce:
+            self._armed = chunk
+            self._queue = [i for i in reversed(range(len(self.buckets))) if self._is_in(i, chunk)]
+            self._missing = {i: set(range(len(self.buckets[i].parameters))) for i in self._queue}
+
+    def after_backward(self, chunk: int) -> None:
+        """The backward is over: what is not reduced yet is now, parameters without a gradient counting as zero."""
+        if self._armed == chunk:
+            while self._queue:
+                self._launch(self._queue.pop(0))
+            self._armed = None
+
+    def finish(self) -> None:
+        """Wait until every gradient is reduced: the column's shards (or the replicated column) hold the sum over dp and tp."""
+        assert self._armed is None, "a backward is still under way"
+        for index in reversed(range(len(self.buckets))):
+            if self._arrived[index] or not self._launched[index]:
+                self._launch(index)
+        while self._flights:
+            self._land()
+        self._sum_partials()
+
+    def reset(self) -> None:
+        """Forget the gradients: the next ones start a new sum."""
+        self._launched = [False] * len(self.buckets)
+        self._landed = [False] * len(self.buckets)
+
+    # --- one gradient ----------------------------------------------------------------------------------------------
+
+    def _take_gradient(self, index: int, entry: int, parameter: Tensor) -> None:
+        """Autograd has finished `parameter.grad`. A gradient of another chunk than the armed one only accumulates."""
+        gradient = parameter.grad
+        assert gradient is not None
+        assert self.column.is_sharded or not self._launched[index], "a gradient arrived after its bucket was reduced"
+        place = self.buckets[index].layout.entries[entry]
+        into = self._whole(index)[place.offset : place.stop].view(place.place.local_shape)
+        if entry in self._arrived[index]:
+            into.add_(gradient)
+        else:  # the buffer holds the previous step's, or anything
+            into.copy_(gradient)
+            self._arrived[index].add(entry)
+        parameter.grad = None
+        if self._armed is not None and index in self._missing:
+            self._missing[index].discard(entry)
+            while self.overlap and self._queue and not self._missing[self._queue[0]]:
+                self._launch(self._queue.pop(0))
+
+    def _whole(self, index: int) -> Tensor:
+        """The whole gradient of a bucket, [numel]."""
+        if not self.column.is_sharded:
+            return self.column.held(index)
+        numel = self.buckets[index].layout.numel
+        if index not in self._borrowed:
+            self._borrowed[index] = self.pool.take(numel)
+        return self._borrowed[index][:numel]
+
+    # --- one bucket ------------------------------------------------------------------------------------------------
+
+    def _is_in(self, index: int, chunk: int) -> bool:
+        layout = self.buckets[index].layout
+        return layout.chunk == chunk and not layout.tied
+
+    def _launch(self, index: int) -> None:
+        """Start the reduction of a bucket."""
+        bucket, whole = self.buckets[index], self._whole(index)
+        for number, entry in enumerate(bucket.layout.entries):
+            if number not in self._arrived[index]:
+                whole[entry.offset : entry.stop].zero_()
+        whole[bucket.layout.used :].zero_()
+        self._arrived[index].clear()
+        self._launched[index] = True
+        borrowed = self._borrowed.pop(index, None)
+        travelling = whole
+        if self.dtype != whole.dtype:
+            travelling = whole.to(self.dtype)
+            if borrowed is not None:
+                self.pool.give(borrowed)
+                borrowed = None
+        if self.state.is_sharded:
+            pending = collectives.reduce_scatter(travelling[slice(*bucket.shard)], travelling, bucket.group)
+        else:
+            pending = collectives.all_reduce(travelling, bucket.group)
+        self._flights.append(_Flight(index, pending, travelling, borrowed))
+        holds_memory = self.column.is_sharded or travelling is not whole
+        while holds_memory and len(self._flights) > IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest reduction and put its result into the column."""
+        flight = self._flights.pop(0)
+        flight.pending.wait()
+        index = flight.index
+        start, stop = self.state.range_of(index)
+        result, target = flight.travelling[start:stop], self.column.view(index, start, stop)
+        if self.column.is_sharded and self._landed[index]:
+            target.add_(result)
+        elif result.data_ptr() != target.data_ptr():
+            target.copy_(result)
+        self._landed[index] = True
+        if flight.borrowed is not None:
+            self.pool.give(flight.borrowed)
+
+    # --- partial sums over tp --------------------------------------------------------------------------------------
+
+    def _sum_partials(self) -> None:
+        if self.tp.size == 1 or not self._partials:
+            return
+        packed = torch.cat(self._partials)
+        collectives.all_reduce(packed, self.tp).wait()
+        for view, total in zip(self._partials, packed.split([view.numel() for view in self._partials]), strict=True):
+            view.copy_(total)

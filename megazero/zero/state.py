@@ -1,0 +1,133 @@
+"""`ModelState`: all that a rank keeps of the parameters of its stages, as a table of chunks and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
+from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.place import Parameter, place_of
+from megazero.mpu.random import initialise
+from megazero.zero.gatherer import ParameterGatherer
+from megazero.zero.layout import pack
+from megazero.zero.placement import Column, columns, placements
+from megazero.zero.reducer import GradientReducer
+from megazero.zero.storage import Bucket, StoredColumn
+
+
+class HasUnits(Protocol):
+    """A model chunk: its modules in forward order, each called by its `forward`."""
+
+    def units(self) -> list[nn.Module]: ...
+
+
+class ModelState:
+    """Parameters, gradients and optimizer state of this rank's stages, in flat buckets placed as the ZeRO stage says.
+
+    stages  model chunks of this rank in order; their parameters (`mpu.place.Parameter`) are moved into the buckets and
+            stay views of them. A parameter that two chunks share exists once
+    grid    buckets are shared over `grid.dp`, the embedding that first and last stage tie over `grid.tied`
+
+    It is the engine's gradient sink (`before_backward`, `after_backward`). After construction all values are zero:
+    `initialise` or a checkpoint gives them theirs. Communicates nothing at construction.
+    """
+
+    def __init__(
+        self, stages: Sequence[nn.Module | HasUnits], grid: ProcessGrid, optimizer: OptimizerConfig, parallel: ParallelConfig
+    ) -> None:
+        self.grid = grid
+        chunks = [cast(HasUnits, stage).units() for stage in stages]
+        self.buckets = _buckets(chunks, grid, parallel.bucket_size)
+        row = placements(parallel.zero_stage)
+        dtypes = columns(compute_dtype(optimizer.precision), state_dtype(optimizer.precision), optimizer.optimizer)
+        self.columns: dict[Column, StoredColumn] = {}
+        for column, dtype in dtypes.items():
+            allocate = torch.empty if column is Column.GRADIENT else torch.zeros
+            self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate)
+        self._adopt_parameters()
+        self.reducer = GradientReducer(
+            self.buckets,
+            self.columns[Column.GRADIENT],
+            self.columns[Column.EXP_AVG],
+            dtype=grad_reduce_dtype(optimizer.precision, parallel.grad_reduce_dtype),
+            overlap=parallel.overlap,
+            tp=grid.tp,
+        )
+        self.gatherer = ParameterGatherer(
+            self.buckets,
+            self.columns[Column.PARAMETER],
+            self.columns[Column.EXP_AVG],
+            [unit for units in chunks for unit in units],
+            overlap=parallel.overlap,
+        )
+
+    def _adopt_parameters(self) -> None:
+        column = self.columns[Column.PARAMETER]
+        for index, bucket in enumerate(self.buckets):
+            for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
+                assert parameter.dtype == column.dtype, f"{entry.place.name} is {parameter.dtype}, not {column.dtype}"
+                parameter.data = column.view(index, entry.offset, entry.stop).view(entry.place.local_shape)
+
+    @property
+    def weights(self) -> StoredColumn:
+        """The column that the optimizer updates: the master weights, or the parameters where they are wide enough."""
+        return self.columns.get(Column.MASTER, self.columns[Column.PARAMETER])
+
+    @property
+    def has_master(self) -> bool:
+        return Column.MASTER in self.columns
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """The values that every layout starts from: drawn into the master weight, rounded into the parameter."""
+        self.wait_parameters()
+        master = self.columns.get(Column.MASTER)
+        for index, bucket in enumerate(self.buckets):
+            for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
+                if master is None:
+                    initialise(parameter, entry.place, seed)
+                    continue
+                values = torch.empty(entry.place.local_shape, dtype=master.dtype, device=parameter.device)
+                initialise(values, entry.place, seed)
+                parameter.copy_(values)
+                first, last = master.range_of(index)
+                start, stop = max(first, entry.offset), min(last, entry.stop)
+                if start < stop:
+                    master.view(index, start, stop).copy_(values.view(-1)[start - entry.offset : stop - entry.offset])
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes of each column on this rank, read from its memory; buffers that live for part of a step are not in it."""
+        return {column.value: stored.nbytes for column, stored in self.columns.items()}
+
+    def before_backward(self, chunk: int, reduce: bool) -> None:
+        """See `GradientReducer.before_backward`."""
+        self.reducer.before_backward(chunk, reduce)
+
+    def after_backward(self, chunk: int) -> None:
+        """See `GradientReducer.after_backward`."""
+        self.reducer.after_backward(chunk)
+
+    def wait_parameters(self) -> None:
+        """Until all parameters are those of the last step. The units' forward does it by itself; reading them otherwise needs it."""
+        self.gatherer.wait()
+
+
+def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_size: int) -> tuple[Bucket, ...]:
+    """The packed parameters of the chunks, each with the group that shares it."""
+    by_name: dict[str, Parameter] = {}
+    for parameter in (p for units in chunks for unit in units for p in unit.parameters()):
+        place = place_of(parameter)
+        assert by_name.setdefault(place.name, cast(Parameter, parameter)) is parameter, f"two parameters are called {place.name}"
+    places = [[[place_of(parameter) for parameter in unit.parameters()] for unit in units] for units in chunks]
+    layouts = pack(places, grid.dp.size, bucket_size, grid.tied.size if grid.tied is not None else None)
+    buckets = []
+    for layout in layouts:
+        group = grid.tied if layout.tied else grid.dp
+        assert group is not None, f"{layout.entries[0].place.name} is tied, but this rank is in no group that ties it"
+        buckets.append(Bucket(layout, tuple(by_name[entry.place.name] for entry in layout.entries), group))
+    return tuple(buckets)
