@@ -1,0 +1,80 @@
+"""Small models of every shape, with weights and batches that hide nothing: no zero biases, unequal masks, several documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.batch import MicroBatch
+from megazero.config.schema import ModelConfig
+from megazero.model.hf import fill
+from megazero.model.stage import Stage, build_stage, initialise, whole_model
+from megazero.mpu.grid import Group, solo
+from megazero.mpu.place import place_of
+from tests.places import assemble, values_of
+
+LENGTH = 12
+_BASE = ModelConfig(
+    num_layers=3,
+    hidden_size=48,
+    num_attention_heads=12,
+    vocab_size=1003,
+    make_vocab_size_divisible_by=8,
+    seq_length=LENGTH,
+    hidden_dropout=0.1,
+    init_method_std=0.2,
+)
+BLOOM = replace(_BASE, position_embedding="alibi", embedding_layernorm=True, attention_dropout=0.1)
+BLOOM_DOCUMENTS = replace(BLOOM, document_mask=True, attention_dropout=0.0, hidden_dropout=0.0)
+GPT = replace(_BASE, position_embedding="learned", attention_dropout=0.1, activation="gelu")
+LLAMA = replace(
+    _BASE,
+    position_embedding="rotary",
+    norm="rmsnorm",
+    activation="swiglu",
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    num_attention_heads=24,
+    num_query_groups=12,
+    ffn_hidden_size=36,
+)
+SWIGLU_BIASES = replace(LLAMA, disable_bias_linear=False, attention_dropout=0.1, document_mask=True, max_position_embeddings=LENGTH + 5)
+PLAIN = replace(_BASE, position_embedding="none", activation="relu", norm="rmsnorm", untie_embeddings_and_output_weights=True)
+MODELS = {"bloom": BLOOM, "documents": BLOOM_DOCUMENTS, "gpt": GPT, "llama": LLAMA, "swiglu": SWIGLU_BIASES, "plain": PLAIN}
+
+
+def stage_of(model: ModelConfig, tp: Group | None = None, **arguments: Any) -> Stage:
+    """The whole model in float64."""
+    return build_stage(model, "fp64", whole_model(model), tp=tp or solo(), **arguments)
+
+
+def weights_of(model: ModelConfig, seed: int = 7) -> dict[str, Tensor]:
+    """Global tensors: the model's start plus noise everywhere."""
+    stage = stage_of(model)
+    initialise(stage, seed)
+    generator = torch.Generator().manual_seed(seed)
+    whole = assemble([values_of(stage)])
+    return {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for name, tensor in whole.items()}
+
+
+def load(stages: Stage | Iterable[Stage], weights: dict[str, Tensor]) -> None:
+    """Fill stages with their boxes of the global tensors."""
+    with torch.no_grad():
+        for stage in [stages] if isinstance(stages, Stage) else stages:
+            for parameter in stage.parameters():
+                place = place_of(parameter)
+                fill(parameter, place, weights[place.name])
+
+
+def batch_of(model: ModelConfig, samples: int = 2, length: int = LENGTH, first: int = 40, masked: bool = True) -> MicroBatch:
+    """Samples number `first`, ... with several predictions masked out, and documents where the model has them."""
+    generator = torch.Generator().manual_seed(first)
+    assert model.vocab_size is not None
+    ids = torch.randint(0, model.vocab_size, (samples, length + 1), generator=generator)
+    mask = torch.rand(samples, length, generator=generator) < 0.7 if masked else None
+    documents = (torch.rand(samples, length, generator=generator) < 0.3).long().cumsum(1) if model.document_mask else None
+    return MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(first, first + samples), documents)

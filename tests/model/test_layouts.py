@@ -1,0 +1,114 @@
+"""Tensor parallelism, sequence parallelism and recompute change nothing: loss and every gradient equal one process's, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.config.schema import ModelConfig
+from megazero.mpu.grid import Axes, build_grid
+from tests.model.cases import MODELS, batch_of, load, stage_of, weights_of
+from tests.places import Piece, assemble, gradients_of, worst_difference
+from tests.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Layout:
+    model: ModelConfig
+    sequence_parallel: bool
+    recompute: str
+    recompute_num_layers: int = 1
+    samples: int = 2
+    length: int = 12
+
+
+def loss_and_gradients(layout: Layout, weights: dict[str, Tensor], tp: object) -> tuple[Tensor, list[Piece]]:
+    stage = stage_of(
+        layout.model,
+        tp,  # type: ignore[arg-type]
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        recompute_num_layers=layout.recompute_num_layers,
+        label_smoothing=0.1,
+        z_loss=1e-3,
+    )
+    load(stage, weights)
+    loss = stage(None, batch_of(layout.model, layout.samples, layout.length))
+    loss.backward()
+    return loss.detach(), gradients_of(stage)
+
+
+def on_ranks(rank: int, size: int, layouts: list[Layout]) -> list[tuple[Tensor, list[Piece]]]:
+    tp = build_grid(Axes(tp=size)).tp
+    return [loss_and_gradients(layout, weights_of(layout.model), tp) for layout in layouts]
+
+
+def alone(layout: Layout) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, pieces = loss_and_gradients(replace(layout, sequence_parallel=False, recompute="none"), weights_of(layout.model), None)
+    return loss, assemble([pieces])
+
+
+RECOMPUTE = (("none", 1), ("selective", 1), ("full", 1), ("full", 2))
+LAYOUTS = {
+    f"{name}, sp {sp}, recompute {kind} {every}": Layout(model, sp, kind, every)
+    for (name, model), sp, (kind, every) in product(MODELS.items(), (False, True), RECOMPUTE)
+} | {
+    "one sample": Layout(MODELS["bloom"], True, "none", samples=1),
+    "one token": Layout(MODELS["gpt"], False, "full", samples=1, length=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_layout_equals_one_process(size: int) -> None:
+    """Vocabulary 1003 is no multiple of any size; padded rows get no part of anything."""
+    references: dict[ModelConfig, dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]]] = {}
+    ranks = run_ranks(size, on_ranks, size, list(LAYOUTS.values()))
+    for index, (name, layout) in enumerate(LAYOUTS.items()):
+        known = references.setdefault(layout.model, {})
+        key = (layout.samples, layout.length)
+        if key not in known:
+            known[key] = alone(layout)
+        loss, gradients = known[key]
+        for rank in ranks:
+            torch.testing.assert_close(rank[index][0], loss, rtol=1e-12, atol=0)
+        whole = assemble([rank[index][1] for rank in ranks], unreduced=True, tolerance=1e-13)
+        apart, where = worst_difference(whole, gradients)
+        assert apart < 1e-10, (name, where, apart)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recompute_is_bitwise_the_same(name: str) -> None:
+    """Dropout draws the same masks in the recomputation without any saved random state."""
+    model = MODELS[name]
+    weights = weights_of(model)
+    loss, pieces = loss_and_gradients(Layout(model, False, "none"), weights, None)
+    for kind, every in RECOMPUTE[1:]:
+        again, others = loss_and_gradients(Layout(model, False, kind, every), weights, None)
+        assert torch.equal(loss, again)
+        assert all(torch.equal(a.values, b.values) for a, b in zip(pieces, others, strict=True))
+
+
+def test_dropout_is_on_in_training_only() -> None:
+    model = MODELS["bloom"]
+    stage, batch = stage_of(model), batch_of(model)
+    load(stage, weights_of(model))
+    still = stage_of(replace(model, hidden_dropout=0.0, attention_dropout=0.0))
+    load(still, weights_of(model))
+    with torch.no_grad():
+        expected = still(None, batch)
+        assert not torch.isclose(stage(None, batch), expected, rtol=1e-6)
+        assert torch.equal(stage.eval()(None, batch), expected)
+        other = replace(batch, samples=batch.samples + 1)
+        assert torch.equal(stage(None, other), expected)
+        assert not torch.equal(stage.train()(None, other), stage(None, batch)), "the mask is keyed by the sample's number"
+
+
+def test_each_dropout_site_draws_its_own_mask() -> None:
+    stage = stage_of(MODELS["bloom"])
+    keys = [module.key for module in stage.modules() if hasattr(module, "key")]
+    assert len(keys) == 1 + 3 * 3 and len(set(keys)) == len(keys)
