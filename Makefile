@@ -1,0 +1,52 @@
+# make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU)
+# make test       install into .venv and run all tests
+# make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
+# make gpu-test   the tests that need an NVIDIA GPU
+# make lint       ruff and mypy
+# make clean      remove caches and builds (.venv, runs and data stay)
+
+PYTHON ?= python3
+VENV ?= .venv
+LAYOUTS ?= 200
+SEED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help install pretrain test parity gpu-test lint clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+INSTALL_FROM := pyproject.toml setup.py constraints.txt tools/install.sh
+
+$(VENV)/.installed: $(INSTALL_FROM)
+	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" ""
+	@touch $@
+
+$(VENV)/.installed-test: $(INSTALL_FROM)
+	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" test
+	@touch $@ $(VENV)/.installed
+
+install: $(VENV)/.installed
+
+pretrain: $(VENV)/.installed
+	@PATH="$(abspath $(VENV))/bin:$$PATH" examples/pretrain_stdlib.sh
+
+test: $(VENV)/.installed-test
+	$(VENV)/bin/python -m pytest -ra --durations=15 $(PYTEST)
+
+parity: $(VENV)/.installed-test
+	MEGAZERO_PARITY_LAYOUTS=$(LAYOUTS) MEGAZERO_PARITY_SEED=$(SEED) $(VENV)/bin/python -m pytest -ra tests/parity $(PYTEST)
+
+gpu-test: $(VENV)/.installed-test
+	@$(VENV)/bin/python -c 'from megazero.device import cuda_available as there; raise SystemExit(0 if there() else \
+	  "make gpu-test: torch finds no NVIDIA GPU on this machine; nothing was tested")'
+	$(VENV)/bin/python -m pytest -ra -m gpu $(PYTEST)
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

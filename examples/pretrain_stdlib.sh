@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Pretrain a BLOOM-shaped model of about 10 million parameters on the source code of Python's standard library: 4 ranks on
+# the CPU, tensor parallel 2 x pipeline parallel 2, ZeRO-1, bf16. A few minutes on two cores. `make pretrain` runs this.
+#
+# Every layout is the same program: try --tp 4 --pp 1, or --pp 4 --tp 1, and the losses are the same up to rounding.
+# Further arguments are flags of pretrain_gpt.py and win over those below.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+run=${RUN:-runs/stdlib-$(date +%Y%m%d-%H%M%S)}
+mkdir -p "$run"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+echo "Logs, metrics and checkpoints of this run go to $run"
+torchrun --standalone --nproc-per-node 4 pretrain_gpt.py \
+    --device cpu --tp 2 --pp 2 --zero-stage 1 --bf16 \
+    --embedding-layernorm \
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 240 \
+    --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20 \
+    --eval-iters 4 --save "$run/checkpoints" --metrics-file "$run/metrics.jsonl" \
+    --sample-prompt "def __init__(self" \
+    "$@" 2>&1 | tee "$run/log.txt"
+
+echo
+echo "Where everything lies:"
+echo "  $run/log.txt          this log"
+echo "  $run/metrics.jsonl    one JSON object per step"
+echo "  $run/checkpoints      the model and its optimizer state; resume on any layout with"
+echo "                        torchrun --nproc-per-node 2 pretrain_gpt.py --config $run/checkpoints/run.yaml --tp 1 --load $run/checkpoints"

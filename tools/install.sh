@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Make a virtual environment and install megazero into it:  tools/install.sh VENV EXTRAS
+#
+#   EXTRAS   extras of pyproject.toml, comma-separated, or nothing
+#   PYTHON   interpreter to make it with (default python3)
+#   TORCH_INDEX  package index to take torch from; default: PyTorch's index of CPU builds where there is no NVIDIA GPU and
+#                that index answers (PyPI's torch brings some 3 GB of CUDA libraries), else pip's own
+#
+# torch comes first and pinned, so that nothing that follows can choose another one. May be run again at any time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1 extras=${2:-} python=${PYTHON:-python3}
+cpu_index=https://download.pytorch.org/whl/cpu
+
+say() { printf '\n== %s\n' "$*"; }
+
+missing=()
+command -v "$python" >/dev/null || missing+=(python3)
+if command -v "$python" >/dev/null; then
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        echo "megazero needs Python 3.10 or newer; $python is $("$python" --version 2>&1 | cut -d' ' -f2)." >&2
+        echo "Install a newer one and name it:  make PYTHON=python3.11 ..." >&2
+        exit 1
+    fi
+    "$python" -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
+else
+    missing+=(python3-venv)
+fi
+for program in git make; do
+    command -v "$program" >/dev/null || missing+=("$program")
+done
+if ((${#missing[@]})); then
+    echo "Something is missing here. This line installs it:" >&2
+    echo "    sudo apt-get update && sudo apt-get install -y ${missing[*]}" >&2
+    exit 1
+fi
+
+if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+    say "1/3 making $venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+fi
+
+if [ -z "${TORCH_INDEX:-}" ] && ! nvidia-smi >/dev/null 2>&1; then
+    answers="import urllib.request; urllib.request.urlopen('$cpu_index/', timeout=5)"
+    "$venv/bin/python" -c "$answers" 2>/dev/null && TORCH_INDEX=$cpu_index
+fi
+index=()
+[ -n "${TORCH_INDEX:-}" ] && index=(--extra-index-url "$TORCH_INDEX")
+
+say "2/3 installing torch ($(grep '^torch==' constraints.txt))${TORCH_INDEX:+ with $TORCH_INDEX}: 200 MB for the CPU, 3 GB with CUDA"
+"$venv/bin/python" -m pip install -c constraints.txt "${index[@]}" torch
+
+say "3/3 installing megazero${extras:+ with $extras}"
+"$venv/bin/python" -m pip install -c constraints.txt "${index[@]}" -e ".${extras:+[$extras]}"
+say "installed in $venv: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"
