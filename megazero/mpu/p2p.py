@@ -1,0 +1,247 @@
+"""Messages between pipeline stages: asynchronous sends and receives of tensors whose shape both ends know.
+
+Every directed pair of neighbouring stages has two channels, one for hidden states (forward) and one for their gradients
+(backward), so that no message waits behind one that goes the other way.
+
+NCCL runs the operations of a communicator in the order of issue, so each channel has a two-rank group of its own, and
+messages are matched by order, which `megazero.pipeline.simulate` proves equal at both ends. Other backends match by
+tag, on the pipeline's group. Where the backend cannot read a CUDA tensor (gloo) it passes through pinned host memory.
+
+A send keeps its tensor until the receiver has it and no longer. NCCL and MPI can be asked; gloo can only be waited for,
+which a thread per channel does, because a stage that waited itself could deadlock: its peer may be waiting for the
+stage's next message, not for this one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.mpu.collectives import Pending, is_host_backend
+from megazero.mpu.grid import ProcessGrid
+
+Channel = tuple[int, int, bool]
+"""Sending stage, receiving stage, whether it carries gradients."""
+
+
+class Tag(NamedTuple):
+    """What a message is: `boundary` k lies between model chunks k and k + 1, seen alike from both ends."""
+
+    backward: bool
+    boundary: int
+    micro_batch: int
+
+    @property
+    def number(self) -> int:
+        """For backends that match by tag: below 2^31."""
+        assert self.boundary < 1 << 14 and self.micro_batch < 1 << 16
+        return self.micro_batch << 15 | self.boundary << 1 | self.backward
+
+    def __str__(self) -> str:
+        kind = "the gradient" if self.backward else "the hidden states"
+        return f"{kind} of micro-batch {self.micro_batch} at boundary {self.boundary}"
+
+
+class PeerError(RuntimeError):
+    """A neighbouring stage has failed, died, or not answered within the timeout."""
+
+
+class Channels:
+    """The messages of this rank's stage with its neighbours.
+
+    Creating it is collective over the pipeline group. timeout: how long a message may take, where the backend waits on
+    the host; default the process group's own. Raises PeerError out of any method once a message has failed.
+    """
+
+    def __init__(self, grid: ProcessGrid, timeout: timedelta | None = None) -> None:
+        self.grid, self.timeout = grid, timeout
+        self._stage, stages = grid.pp.index, grid.pp.size
+        self._by_tag = is_host_backend(grid.pp)
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._sent: dict[Channel, _Sent] = {}
+        if stages > 1 and not self._by_tag:
+            self._create_groups(stages)
+
+    def send(self, tensor: Tensor, stage: int, tag: Tag) -> None:
+        """Start to send a contiguous tensor to a stage; it must not be written to any more."""
+        assert tensor.is_contiguous() and stage != self._stage
+        channel = (self._stage, stage, tag.backward)
+        if channel not in self._sent:
+            on_host = dist.get_backend(self._group(channel)) == "gloo"
+            self._sent[channel] = _WaitedFor() if on_host else _AskedFor()
+        sent = self._sent[channel]
+        what = f"sending {tag} from stage {self._stage} to stage {stage} (rank {self.grid.pp.ranks[stage]})"
+        self.grid.pp.traffic["send", tensor.dtype] += tensor.nbytes
+        # On CUDA with gloo: the copy waits for the tensor's computation, on the host.
+        buffer = _pinned_like(tensor).copy_(tensor) if self._is_staged(tensor) else tensor
+        with _blaming(what):
+            work = dist.isend(buffer, self.grid.pp.ranks[stage], group=self._group(channel), tag=tag.number if self._by_tag else 0)
+        assert work is not None
+        sent.keep(buffer, _Message(work, what, self.timeout if self._by_tag else None))
+
+    def receive(self, buffer: Tensor, stage: int, tag: Tag) -> Pending:
+        """Start to receive into a contiguous tensor, valid after `wait()` (on CUDA: for the current stream)."""
+        assert buffer.is_contiguous() and stage != self._stage
+        channel = (stage, self._stage, tag.backward)
+        what = f"receiving {tag} at stage {self._stage} from stage {stage} (rank {self.grid.pp.ranks[stage]})"
+        self.grid.pp.traffic["receive", buffer.dtype] += buffer.nbytes
+        staged = self._is_staged(buffer)
+        target = _pinned_like(buffer) if staged else buffer
+        with _blaming(what):
+            work = dist.irecv(target, self.grid.pp.ranks[stage], group=self._group(channel), tag=tag.number if self._by_tag else 0)
+        assert work is not None
+        message = _Message(work, what, self.timeout if self._by_tag else None)
+        return _Arrival(message, (lambda: buffer.copy_(target, non_blocking=True)) if staged else None)
+
+    def flush(self) -> None:
+        """Return once every send is done (on CUDA with NCCL: the current stream waits, not the host)."""
+        for sent in self._sent.values():
+            sent.flush()
+
+    def _group(self, channel: Channel) -> dist.ProcessGroup:
+        handle = self.grid.pp.handle if self._by_tag else self._groups[channel]
+        assert handle is not None
+        return handle
+
+    def _is_staged(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and self._by_tag
+
+    def _create_groups(self, stages: int) -> None:
+        """One two-rank group per channel of this rank, each with a first message now: that is when NCCL connects.
+
+        Every rank goes through its channels in one global order, so that the pairwise rendezvous cannot wait in a
+        circle; even stages first, so that they do not wait in a row either.
+        """
+        ranks = self.grid.pp.ranks
+        edges = sorted({(i, (i + 1) % stages) for i in range(stages)}, key=lambda edge: (edge[0] % 2, edge))
+        for front, back in edges:
+            for channel in ((front, back, False), (back, front, True)):
+                source, target, _ = channel
+                if self._stage not in (source, target):
+                    continue
+                pair = sorted((ranks[source], ranks[target]))
+                group = dist.new_group(pair, timeout=self.timeout, use_local_synchronization=True)
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[channel] = group
+                greeting = torch.zeros(1, device=self.grid.device)
+                if self._stage == source:
+                    dist.send(greeting, ranks[target], group=group)
+                else:
+                    dist.recv(greeting, ranks[source], group=group)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Turn a backend's error into a PeerError that says which message failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"{what} failed: {error}") from error
+
+
+class _Message:
+    """A send or receive under way."""
+
+    def __init__(self, work: dist.Work, what: str, timeout: timedelta | None) -> None:
+        self.work, self.what, self.timeout = work, what, timeout
+
+    def wait(self) -> None:
+        with _blaming(self.what):
+            if self.timeout is None:
+                self.work.wait()
+            else:
+                self.work.wait(self.timeout)
+
+
+class _Arrival(Pending):
+    def __init__(self, message: _Message, after: Callable[[], object] | None) -> None:
+        super().__init__()
+        self._message: _Message | None = message
+        self._copy = after
+
+    def wait(self) -> None:
+        if self._message is not None:
+            self._message.wait()
+        if self._copy is not None:
+            self._copy()
+        self._message = self._copy = None
+
+
+class _Sent:
+    """The sends of one channel whose tensors are still needed."""
+
+    def keep(self, tensor: Tensor, message: _Message) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        raise NotImplementedError
+
+
+class _AskedFor(_Sent):
+    """Of a backend that can be asked whether a send is done."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[Tensor, _Message]] = deque()
+
+    def keep(self, tensor: Tensor, message: _Message) -> None:
+        while self._kept and self._kept[0][1].work.is_completed():
+            self._kept.popleft()[1].wait()
+        self._kept.append((tensor, message))
+
+    def flush(self) -> None:
+        while self._kept:
+            self._kept.popleft()[1].wait()
+
+
+class _WaitedFor(_Sent):
+    """Of a backend that can only be waited for: a daemon thread does, in order, and drops what is done."""
+
+    def __init__(self) -> None:
+        self._queue: _Queue = queue.SimpleQueue()
+        self._errors: list[PeerError] = []
+        threading.Thread(target=_drain, args=(self._queue, self._errors), name="megazero sends", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def keep(self, tensor: Tensor, message: _Message) -> None:
+        self._raise()
+        self._queue.put((tensor, message))
+
+    def flush(self) -> None:
+        reached = threading.Event()
+        self._queue.put(reached)
+        reached.wait()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._errors:
+            raise self._errors[0]
+
+
+_Queue = queue.SimpleQueue[tuple[Tensor, _Message] | threading.Event | None]
+
+
+def _drain(items: _Queue, errors: list[PeerError]) -> None:
+    """Wait for sends until None comes; set events as they are reached. After an error the rest is dropped unwaited."""
+    while (item := items.get()) is not None:
+        if isinstance(item, threading.Event):
+            item.set()
+        elif not errors:
+            try:
+                item[1].wait()
+            except PeerError as error:
+                errors.append(error)
+        del item

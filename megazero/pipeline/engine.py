@@ -1,0 +1,179 @@
+"""One interpreter for every schedule: it goes through this rank's list and does what each instruction says.
+
+Shapes: `hidden_shape` is what travels between stages, [s, b, h], or [s/t, b, h] under sequence parallelism. Only hidden
+states and their gradients travel; each stage takes tokens, labels and masks from its own copy of the micro-batch.
+
+Memory: a stage's output is dropped as soon as its message is sent, and its backward starts from the output's place in
+the graph (`GradientEdge`), which needs no output. A stage's input lives until its backward. Nothing here waits for the
+device: losses are added up on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megazero.batch import MicroBatch
+from megazero.mpu.collectives import Pending
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.p2p import Channels, Tag
+from megazero.pipeline.schedule import Instruction, Op, boundary, forward_only
+
+
+class GradientSink(Protocol):
+    """Who gathers and reduces gradients. Both calls surround each backward of each chunk (own number)."""
+
+    def before_backward(self, chunk: int, reduce: bool) -> None:
+        """reduce: the gradients of this backward complete the chunk's sum, or are reduced at every micro-batch."""
+
+    def after_backward(self, chunk: int) -> None:
+        """Every gradient of this backward has been accumulated."""
+
+
+Key = tuple[int, int]
+"""(micro-batch, own chunk)."""
+
+
+class PipelineEngine:
+    """Runs micro-batches through this rank's stages (model chunks), with its neighbours.
+
+    stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch). They return hidden states;
+                  the last chunk of the last stage returns the sum of token losses, 0-dim
+    schedule_of   the training list of this rank for a number of micro-batches
+    hidden_shape  of every message, in `dtype`
+    channels      the way to the neighbours; None only with one stage
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        grid: ProcessGrid,
+        schedule_of: Callable[[int], Sequence[Instruction]],
+        hidden_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        channels: Channels | None,
+    ) -> None:
+        assert channels is not None or grid.pp.size == 1
+        self.stages, self.grid, self.schedule_of = list(stages), grid, schedule_of
+        self.hidden_shape, self.dtype, self.channels = hidden_shape, dtype, channels
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: GradientSink) -> Tensor:
+        """Forward and backward of every micro-batch; gradients go to the parameters and the sink.
+
+        loss_factor  0-dim: what each micro-batch's summed loss is multiplied by before its backward
+        Returns the sum of token losses over the micro-batches, not multiplied, as a 0-dim float64 tensor on the device;
+        0 on ranks without the head. Raises PeerError when a neighbour fails.
+        """
+        step = _Step(self, micro_batches, sink)
+        step.run(self.schedule_of(len(micro_batches)), loss_factor)
+        return step.loss_sum
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """The loss sum as `train` returns it, without gradients and in the modules' evaluation mode."""
+        was_training = [stage.training for stage in self.stages]
+        for stage in self.stages:
+            stage.eval()
+        step = _Step(self, micro_batches, None)
+        try:
+            with torch.no_grad():
+                step.run(forward_only(self.schedule_of(len(micro_batches))), None)
+        finally:
+            for stage, training in zip(self.stages, was_training, strict=True):
+                stage.train(training)
+        return step.loss_sum
+
+
+class _Step:
+    """What is alive in one pass over a list. Every table is empty again at its end."""
+
+    def __init__(self, engine: PipelineEngine, micro_batches: Sequence[MicroBatch], sink: GradientSink | None) -> None:
+        self.engine, self.micro_batches, self.sink = engine, micro_batches, sink
+        self.stage, self.stage_count = engine.grid.at.pp, engine.grid.pp.size
+        self.model_chunks = self.stage_count * len(engine.stages)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.grid.device)
+        self.loss_factor: Tensor | None = None
+        self.arriving: dict[tuple[bool, Key], tuple[Tensor, Pending | None]] = {}
+        """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by the chunk beside it."""
+        self.leaving: dict[tuple[bool, Key], Tensor] = {}
+        """What the next send takes."""
+        self.inputs: dict[Key, Tensor] = {}
+        self.edges: dict[Key, GradientEdge] = {}
+
+    def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
+        self.loss_factor = loss_factor
+        actions = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.SEND_FORWARD: self._send,
+            Op.SEND_BACKWARD: self._send,
+            Op.RECV_FORWARD: self._receive,
+            Op.RECV_BACKWARD: self._receive,
+        }
+        for instruction in instructions:
+            actions[instruction.op](instruction)
+        if self.engine.channels is not None:
+            self.engine.channels.flush()
+        assert not (self.arriving or self.leaving or self.inputs or self.edges), "the schedule left something undone"
+
+    def _forward(self, i: Instruction) -> None:
+        key = i.micro_batch, i.chunk
+        model_chunk = i.chunk * self.stage_count + self.stage
+        hidden = self._arrived(False, key) if model_chunk > 0 else None
+        if hidden is not None and self.sink is not None:
+            self.inputs[key] = hidden.requires_grad_()
+        output = self.engine.stages[i.chunk](hidden, self.micro_batches[i.micro_batch])
+        if self.sink is not None:
+            self.edges[key] = get_gradient_edge(output)
+        if model_chunk == self.model_chunks - 1:
+            self.loss_sum += output.detach()
+            if self.loss_factor is not None:
+                # The gradient that the loss's backward starts from: d(factor * loss) / d(loss).
+                self.arriving[True, key] = self.loss_factor.to(output), None
+        else:
+            assert output.shape == self.engine.hidden_shape and output.dtype == self.engine.dtype, (output.shape, output.dtype)
+            self._hand_on(False, i, output.detach())
+
+    def _backward(self, i: Instruction) -> None:
+        key = i.micro_batch, i.chunk
+        model_chunk = i.chunk * self.stage_count + self.stage
+        edge = self.edges.pop(key)
+        gradient = self._arrived(True, key)
+        assert self.sink is not None
+        self.sink.before_backward(i.chunk, i.reduce)
+        torch.autograd.backward([edge], [gradient])
+        self.sink.after_backward(i.chunk)
+        if model_chunk > 0:
+            input_gradient = self.inputs.pop(key).grad
+            assert input_gradient is not None, "a stage's output does not depend on its input"
+            self._hand_on(True, i, input_gradient)
+
+    def _arrived(self, backward: bool, key: Key) -> Tensor:
+        tensor, pending = self.arriving.pop((backward, key))
+        if pending is not None:
+            pending.wait()
+        return tensor
+
+    def _hand_on(self, backward: bool, i: Instruction, tensor: Tensor) -> None:
+        """To the send that follows, or on a single stage to the chunk beside this one."""
+        if self.stage_count > 1:
+            self.leaving[backward, (i.micro_batch, i.chunk)] = tensor
+        else:
+            self.arriving[backward, (i.micro_batch, i.chunk + (-1 if backward else 1))] = tensor, None
+
+    def _send(self, i: Instruction) -> None:
+        assert self.engine.channels is not None
+        tensor = self.leaving.pop((i.is_backward, (i.micro_batch, i.chunk)))
+        self.engine.channels.send(tensor.contiguous(), i.peer, self._tag(i))
+
+    def _receive(self, i: Instruction) -> None:
+        assert self.engine.channels is not None
+        buffer = torch.empty(self.engine.hidden_shape, dtype=self.engine.dtype, device=self.engine.grid.device)
+        pending = self.engine.channels.receive(buffer, i.peer, self._tag(i))
+        self.arriving[i.is_backward, (i.micro_batch, i.chunk)] = buffer, pending
+
+    def _tag(self, i: Instruction) -> Tag:
+        return Tag(i.is_backward, boundary(i, self.stage, self.stage_count), i.micro_batch)

@@ -1,0 +1,235 @@
+"""The engine on 1 to 4 ranks against plain autograd over the same model."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero.batch import MicroBatch
+from megazero.mpu.grid import Axes, ProcessGrid, build_grid
+from megazero.mpu.p2p import Channels
+from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.partition import partition
+from megazero.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_schedule
+from tests.pipeline.toy import HIDDEN, LAYERS, SEQUENCE, ToyStage, gradients, micro_batch, sequential, split_batch
+from tests.ranks import run_ranks
+
+FACTOR = 0.37
+
+
+class Recorder:
+    """A sink that writes down its calls and checks that gradients grow between the two of a pair."""
+
+    def __init__(self, stages: list[ToyStage]) -> None:
+        self.stages = stages
+        self.calls: list[tuple[int, bool]] = []
+        self.open: int | None = None
+
+    def before_backward(self, chunk: int, reduce: bool) -> None:
+        assert self.open is None
+        self.open = chunk
+        self.calls.append((chunk, reduce))
+        self.before = {i: gradients([stage]) for i, stage in enumerate(self.stages)}
+        self.before = {i: {k: v.clone() for k, v in found.items()} for i, found in self.before.items()}
+
+    def after_backward(self, chunk: int) -> None:
+        assert self.open == chunk
+        self.open = None
+        for i, stage in enumerate(self.stages):
+            same = all(torch.equal(v, self.before[i][k]) for k, v in gradients([stage]).items())
+            assert same == (i != chunk or not stage.weights), "gradients belong to the announced chunk"
+
+
+def build_stages(stage: int, pp: int, virtual: int, tied: bool = False, jitter: np.random.Generator | None = None) -> list[ToyStage]:
+    sizes = partition([1] * LAYERS, 1, 1, pp * virtual)
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    ranges = [range(a, b) for a, b in pairwise(bounds)]
+    mine = range(stage, pp * virtual, pp)
+    return [ToyStage(ranges[k], k == 0, k == pp * virtual - 1, tied, jitter) for k in mine]
+
+
+def build_engine(
+    grid: ProcessGrid, stages: list[ToyStage], channels: Channels | None, name: str, every: bool = False, size: int = 2
+) -> PipelineEngine:
+    pp, at = grid.axes.pp, grid.at.pp
+    return PipelineEngine(
+        stages,
+        grid,
+        lambda m: stage_schedule(name, pp, m, len(stages), at, reduce_every=every),
+        (SEQUENCE, size, HIDDEN),
+        torch.float64,
+        channels,
+    )
+
+
+def run_case(
+    grid: ProcessGrid, channels: Channels | None, name: str, virtual: int, batches: list[MicroBatch], every: bool, tied: bool, jitter: bool
+) -> tuple[float, float, dict[str, torch.Tensor], list[tuple[int, bool]]]:
+    """Training loss, evaluation loss before it, gradients and sink calls of this rank."""
+    random = np.random.default_rng(grid.rank) if jitter else None
+    stages = build_stages(grid.at.pp, grid.axes.pp, virtual, tied, random)
+    engine = build_engine(grid, stages, channels, name, every, batches[0].tokens.shape[0])
+    sink = Recorder(stages)
+    valid = engine.evaluate(batches)
+    assert all(stage.training for stage in stages) and not any(gradient.any() for gradient in gradients(stages).values())
+    loss = engine.train(batches, torch.tensor(FACTOR, dtype=torch.float64), sink)
+    assert loss.dtype == valid.dtype == torch.float64 and loss.dim() == 0
+    return loss.item(), valid.item(), gradients(stages), sink.calls
+
+
+def body(rank: int, pp: int, cases: list[tuple], jitter: bool = False) -> list[tuple]:
+    grid = build_grid(Axes(pp=pp))
+    channels = Channels(grid) if pp > 1 else None
+    return [
+        run_case(grid, channels, name, virtual, [micro_batch(i) for i in range(m)], every, tied, jitter)
+        for name, virtual, m, every, tied in cases
+    ]
+
+
+def merge(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Gradients of all ranks; a tied weight's two copies added."""
+    whole: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, gradient in part.items():
+            whole[name] = whole[name] + gradient if name in whole else gradient
+    return whole
+
+
+def compare(results: list[list[tuple]], cases: list[tuple], pp: int) -> None:
+    for number, (name, virtual, m, every, tied) in enumerate(cases):
+        ranks = [result[number] for result in results]
+        loss, wanted = sequential([micro_batch(i) for i in range(m)], FACTOR, tied)
+        for which in (0, 1):
+            assert sum(r[which] for r in ranks) == pytest.approx(loss, rel=1e-13), cases[number]
+            assert all(r[which] == 0.0 for r in ranks[:-1]), "only the head's rank has a loss"
+        found = merge([r[2] for r in ranks])
+        assert found.keys() == wanted.keys()
+        for key, gradient in wanted.items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-12, atol=1e-13, msg=lambda text, k=key: f"{cases[number]} {k}: {text}")
+        for stage, (*_, calls) in enumerate(ranks):
+            schedule = make_schedule(name, pp, m, virtual, reduce_every=every)[stage]
+            assert calls == [(i.chunk, i.reduce) for i in schedule if i.op is Op.BACKWARD]
+
+
+def all_cases(every: bool = False, tied: bool = False) -> list[tuple]:
+    return [(name, virtual, m, every, tied) for name in SCHEDULES for virtual in (1, 2, 3) for m in (1, 2, 3, 4, 7)]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_every_schedule_gives_the_gradients_of_plain_autograd(pp):
+    cases = all_cases()
+    compare(run_ranks(pp, body, pp, cases), cases, pp)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_tied_weights_and_reduction_at_every_micro_batch(pp):
+    cases = [(name, virtual, 3, True, True) for name in SCHEDULES for virtual in (1, 2)]
+    compare(run_ranks(pp, body, pp, cases), cases, pp)
+
+
+def test_results_do_not_depend_on_who_gets_ahead():
+    cases = [("1f1b", 1, 7, False, False), ("interleaved", 2, 7, False, False), ("gpipe", 3, 5, False, False)]
+    compare(run_ranks(3, body, 3, cases, True), cases, 3)
+
+
+def scale_body(rank: int, pp: int, counts: list[int]) -> list[tuple]:
+    grid = build_grid(Axes(pp=pp))
+    channels = Channels(grid) if pp > 1 else None
+    return [run_case(grid, channels, "1f1b", 1, split_batch(16, m), False, False, False) for m in counts]
+
+
+def test_fault_09_gradients_do_not_depend_on_stages_or_accumulation():
+    """The same 16 samples in 1, 4 or 16 micro-batches over 1, 2 or 4 stages."""
+    loss, wanted = sequential(split_batch(16, 1), FACTOR)
+    assert max(gradient.abs().max() for gradient in wanted.values()) > 0.1
+    for pp in (1, 2, 4):
+        results = run_ranks(pp, scale_body, pp, [1, 4, 16])
+        for case in range(3):
+            assert sum(result[case][0] for result in results) == pytest.approx(loss, rel=1e-13)
+            found = merge([result[case][2] for result in results])
+            for key, gradient in wanted.items():
+                torch.testing.assert_close(found[key], gradient, rtol=1e-12, atol=1e-13)
+
+
+def label_body(rank: int, pp: int, virtual: int, swap: bool) -> dict[str, float]:
+    """The loss of every schedule as every rank knows it after one sum over the pipeline."""
+    grid = build_grid(Axes(pp=pp))
+    channels = Channels(grid)
+    batches = [micro_batch(i) for i in range(5)]
+    if swap:
+        batches[1], batches[3] = (
+            MicroBatch(batches[a].tokens, batches[b].labels, batches[a].loss_mask, batches[a].samples) for a, b in ((1, 3), (3, 1))
+        )
+    losses = {}
+    for name in SCHEDULES:
+        stages = build_stages(rank, pp, virtual)
+        loss = build_engine(grid, stages, channels, name).train(batches, torch.tensor(1.0, dtype=torch.float64), Recorder(stages))
+        dist.all_reduce(loss, group=grid.pp.handle)
+        losses[name] = loss.item()
+    return losses
+
+
+@pytest.mark.parametrize(("pp", "virtual"), [(2, 2), (3, 1)])
+def test_fault_20_every_output_meets_its_own_labels_and_every_rank_knows_the_loss(pp, virtual):
+    right, _ = sequential([micro_batch(i) for i in range(5)], 1.0)
+    for losses in run_ranks(pp, label_body, pp, virtual, False):
+        assert losses == {name: pytest.approx(right, rel=1e-13) for name in SCHEDULES}
+    for losses in run_ranks(pp, label_body, pp, virtual, True):
+        assert all(abs(loss - right) > 1e-3 for loss in losses.values()), "swapped labels are noticed"
+
+
+class Watcher(Recorder):
+    """Looks at what is alive at each backward."""
+
+    def __init__(self, stages: list[ToyStage], last_stage: bool) -> None:
+        super().__init__(stages)
+        self.last_stage = last_stage
+        self.done = [0] * len(stages)
+        self.most_inputs = 0
+
+    def before_backward(self, chunk: int, reduce: bool) -> None:
+        stage = self.stages[chunk]
+        alive = [i for i, output in enumerate(stage.outputs[: self.done[chunk] + 1]) if not _soon_gone(output)]
+        assert not alive, f"outputs {alive} are alive although their gradient has arrived"
+        self.most_inputs = max(self.most_inputs, sum(ref() is not None for s in self.stages for ref in s.inputs))
+        freed = stage.inputs[: self.done[chunk]]
+        assert all(ref() is None for ref in freed), "an input outlives its backward"
+
+    def after_backward(self, chunk: int) -> None:
+        self.done[chunk] += 1
+
+
+def _soon_gone(reference) -> bool:
+    """A send's tensor is dropped by another thread once it is received: a moment later."""
+    end = time.monotonic() + 5
+    while reference() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    return reference() is None
+
+
+def memory_body(rank: int, pp: int, virtual: int, m: int) -> dict[str, int]:
+    grid = build_grid(Axes(pp=pp))
+    channels = Channels(grid)
+    found = {}
+    for name in SCHEDULES:
+        stages = build_stages(rank, pp, virtual)
+        engine = build_engine(grid, stages, channels, name)
+        watcher = Watcher(stages, grid.is_last_stage)
+        engine.train([micro_batch(i) for i in range(m)], torch.tensor(1.0, dtype=torch.float64), watcher)
+        assert all(_soon_gone(ref) for stage in stages for ref in stage.outputs)
+        assert all(ref() is None for stage in stages for ref in stage.inputs)
+        found[name] = watcher.most_inputs
+    return found
+
+
+def test_outputs_go_after_the_send_and_inputs_after_the_backward():
+    one = run_ranks(3, memory_body, 3, 1, 6)
+    assert [found["1f1b"] for found in one] == [3, 2, 1]
+    assert [found["gpipe"] for found in one] == [6, 6, 6]
+    two = run_ranks(2, memory_body, 2, 2, 4)
+    assert [found["interleaved"] for found in two] == [5, 3]
