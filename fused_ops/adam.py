@@ -21,6 +21,11 @@ def _blocks(n: int, device: torch.device) -> Iterator[slice]:
     return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
+def _is_readable(scalar: Tensor) -> bool:
+    """Whether the host may read a scalar without waiting for a device."""
+    return scalar.device.type == "cpu"
+
+
 def _scaled(grad: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient in a fresh tensor of the master's dtype; widened before it is multiplied."""
     return torch.empty(grad.shape, dtype=dtype, device=grad.device).copy_(grad).mul_(multiplier)
@@ -50,7 +55,7 @@ def adam_step(
     w = w (1 - lr weight_decay) - lr/(1-b1^step) * m / (sqrt(v)/sqrt(1-b2^step) + eps)
     (Kingma and Ba 2015, arXiv:1412.6980; Loshchilov and Hutter 2019, arXiv:1711.05101; the order of torch.optim.AdamW.)
     """
-    on_host = master.device.type == "cpu"
+    on_host = _is_readable(skip)
     if on_host and bool(skip):
         return
     step_size = lr / (1 - beta1**step)
@@ -93,7 +98,7 @@ def sgd_step(
     skip: Tensor,
 ) -> None:
     """One step in place, of torch.optim.SGD: g = grad * multiplier + weight_decay * w; u = momentum * u + g; w -= lr * u."""
-    on_host = master.device.type == "cpu"
+    on_host = _is_readable(skip)
     if on_host and bool(skip):
         return
     for at in _blocks(master.numel(), master.device):

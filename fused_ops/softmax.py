@@ -49,7 +49,10 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
         b, n, queries, keys = scores.shape
-        planes = scores.view(b * n, queries, keys)
+        # An alias and not `mark_dirty`: that would copy the gradient three times where the scores are a view. It shares
+        # the version counter, so whoever saved the scores for its own backward is told.
+        probs = scores.detach()
+        planes = probs.view(b * n, queries, keys)
         dtype = wide(scores.dtype)
         if slopes is not None:
             slopes = slopes.to(device=scores.device, dtype=dtype).repeat(b).view(-1, 1, 1)
@@ -70,10 +73,9 @@ class _Softmax(torch.autograd.Function):
                 values.masked_fill_(documents[plane, None, :seen] != own, -math.inf)
             whole[..., :seen] = torch.softmax(values, dim=-1)
             whole[..., seen:] = 0
-        ctx.mark_dirty(scores)
-        ctx.save_for_backward(scores)
+        ctx.save_for_backward(probs)
         ctx.scale = scale
-        return scores
+        return probs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -98,7 +100,7 @@ def scaled_causal_alibi_softmax(scores: Tensor, scale: float, slopes: Tensor | N
 
     Query i sits at position sk - sq + i and sees keys up to its own. slopes [n]: of this rank's heads, or None.
     documents int64 [b, sk]: a query sees keys of its own document only. 16-bit scores are computed in fp32 and rounded
-    once; fp32 and fp64 in their own dtype. The result is the scores' tensor; backward overwrites it by the gradient, so
+    once; fp32 and fp64 in their own dtype. The result lies in the scores' storage; backward overwrites it by the gradient, so
     it must not be read after, and a graph runs backward once.
     """
     assert scores.is_contiguous() and scores.shape[3] >= scores.shape[2]

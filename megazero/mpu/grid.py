@@ -135,7 +135,7 @@ def build_grid(axes: Axes, device: str | torch.device = "cpu") -> ProcessGrid:
     at = axes.coordinates(rank)
     made: dict[tuple[int, ...], Group] = {}
     world = tuple(range(world_size))
-    made[world] = Group(world, rank, dist.group.WORLD)
+    made[world] = Group(world, rank, dist.group.WORLD if world_size > 1 else None)
 
     def group(ranks_of: Callable[[Coordinates], tuple[int, ...]]) -> Group:
         ranks = ranks_of(at)

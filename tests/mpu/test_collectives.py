@@ -1,0 +1,110 @@
+"""Collectives over a group: values, dtypes, what is counted, groups of one, groups inside a larger world."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.mpu.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from megazero.mpu.grid import Axes, build_grid, solo
+from tests.ranks import run_ranks
+
+
+def mine(rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, so that sums are exact in every dtype."""
+    return torch.randint(-8, 8, (n,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def every_collective(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], Counter]:
+    group = build_grid(Axes(tp=size)).tp
+    n = 6 * size
+    results = {}
+    for op in ("sum", "max", "min"):
+        tensor = mine(rank, n, dtype)
+        pending = all_reduce(tensor, group, op)
+        pending.wait()
+        pending.wait()
+        results[op] = tensor
+    whole = torch.empty(n, dtype=dtype)
+    all_gather(whole, mine(rank, 6, dtype), group).wait()
+    results["gather"] = whole.clone()
+    whole.fill_(99)
+    own = whole[rank * 6 : rank * 6 + 6]
+    own.copy_(mine(rank, 6, dtype))
+    all_gather(whole, own, group).wait()
+    results["gather in place"] = whole
+    part, source = torch.empty(6, dtype=dtype), mine(rank, n, dtype)
+    reduce_scatter(part, source, group).wait()
+    assert torch.equal(source, mine(rank, n, dtype))
+    results["scatter"] = part
+    reduce_scatter(source[rank * 6 : rank * 6 + 6], source, group).wait()
+    results["scatter in place"] = source[rank * 6 : rank * 6 + 6].clone()
+    tensor = mine(rank, n, dtype)
+    broadcast(tensor, group, size - 1).wait()
+    results["broadcast"] = tensor
+    barrier(group)
+    return results, group.traffic
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_values_and_bytes(size, dtype):
+    n = 6 * size
+    all_of = torch.stack([mine(rank, n, dtype) for rank in range(size)])
+    gathered = torch.cat([mine(rank, 6, dtype) for rank in range(size)])
+    for rank, (results, traffic) in enumerate(run_ranks(size, every_collective, size, dtype)):
+        assert torch.equal(results["sum"], all_of.sum(0, dtype=dtype))
+        assert torch.equal(results["max"], all_of.amax(0)) and torch.equal(results["min"], all_of.amin(0))
+        assert torch.equal(results["gather"], gathered) and torch.equal(results["gather in place"], gathered)
+        share = all_of.sum(0, dtype=dtype)[rank * 6 : rank * 6 + 6]
+        assert torch.equal(results["scatter"], share) and torch.equal(results["scatter in place"], share)
+        assert torch.equal(results["broadcast"], all_of[size - 1])
+        whole = n * dtype.itemsize
+        counted = {"all_reduce": 3 * 2 * whole, "all_gather": 2 * whole, "reduce_scatter": 2 * whole, "broadcast": whole}
+        assert traffic == ({} if size == 1 else {(name, dtype): count for name, count in counted.items()})
+
+
+def test_a_group_of_one_copies_and_sends_nothing():
+    group, source = solo(), torch.arange(4.0)
+    for collective in (all_gather, reduce_scatter):
+        target = torch.zeros(4)
+        collective(target, source, group).wait()
+        assert torch.equal(target, source)
+        collective(source, source, group).wait()
+    all_reduce(source, group, "max").wait()
+    broadcast(source, group).wait()
+    barrier(group)
+    assert not group.traffic
+
+
+def two_at_once(rank: int) -> tuple[Tensor, Tensor]:
+    """Collectives in flight together on two groups of a 2 x 2 world, waited for in the other order."""
+    grid = build_grid(Axes(dp=2, tp=2))
+    first, second = torch.full((1000,), float(rank)), torch.full((1000,), 10.0**rank)
+    one, two = all_reduce(first, grid.tp), all_reduce(second, grid.dp)
+    two.wait()
+    one.wait()
+    return first[:1], second[:1]
+
+
+def test_tp_two_inside_world_four():
+    results = [(a.item(), b.item()) for a, b in run_ranks(4, two_at_once)]
+    assert results == [(1.0, 101.0), (1.0, 1010.0), (5.0, 101.0), (5.0, 1010.0)]
+
+
+def sums_in_order(rank: int) -> Tensor:
+    group = build_grid(Axes(dp=4)).dp
+    part = torch.empty(5000)
+    whole = torch.randn(20000, generator=torch.Generator().manual_seed(rank))
+    reduce_scatter(part, whole, group).wait()
+    return part
+
+
+def test_reduce_scatter_adds_in_order_of_rank():
+    """On gloo the sum's order is ours, so its bits do not depend on timing."""
+    total = torch.zeros(20000)
+    for rank in range(4):
+        whole = torch.randn(20000, generator=torch.Generator().manual_seed(rank))
+        total = whole if rank == 0 else total + whole
+    assert torch.equal(torch.cat(run_ranks(4, sums_in_order)), total)

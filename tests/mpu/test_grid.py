@@ -1,0 +1,87 @@
+"""The grid's arithmetic without processes, and groups that really talk only to their members."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megazero.mpu.collectives import all_reduce
+from megazero.mpu.grid import Axes, Coordinates, build_grid, single_process_grid
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("axes", [Axes(12, 1, 1, 4), Axes(2, 3, 2, 4), Axes(1, 1, 1, 1), Axes(3, 5, 1, 2)])
+def test_rank_and_coordinates_are_inverse(axes):
+    ranks = [
+        axes.rank(Coordinates(p, d, c, t)) for p in range(axes.pp) for d in range(axes.dp) for c in range(axes.cp) for t in range(axes.tp)
+    ]
+    assert ranks == list(range(axes.world_size))
+    assert all(axes.rank(axes.coordinates(rank)) == rank for rank in ranks)
+
+
+def test_forty_eight_ranks_of_the_mission():
+    axes = Axes(pp=12, tp=4)
+    assert axes.world_size == 48
+    at = axes.coordinates(22)
+    assert (at.pp, at.dp, at.cp, at.tp) == (5, 0, 0, 2)
+    assert axes.tensor_ranks(at) == (20, 21, 22, 23)
+    assert axes.pipeline_ranks(at) == tuple(range(2, 48, 4))
+    assert axes.data_ranks(at) == (22,)
+    assert axes.tied_ranks(at) == (2, 46)
+
+
+def test_groups_of_an_axis_partition_the_world():
+    axes = Axes(pp=3, dp=2, cp=2, tp=4)
+    everyone = [axes.coordinates(rank) for rank in range(axes.world_size)]
+    for ranks_of, size in [(axes.tensor_ranks, 4), (axes.pipeline_ranks, 3), (axes.data_ranks, 4)]:
+        groups = {ranks_of(at) for at in everyone}
+        assert Counter(rank for group in groups for rank in group) == Counter(range(48))
+        assert all(len(group) == size for group in groups)
+        assert all(rank in ranks_of(axes.coordinates(rank)) for rank in range(48))
+    tied = {axes.tied_ranks(at) for at in everyone}
+    assert len(tied) == 4 and all(len(group) == 8 for group in tied)
+    assert Axes(pp=1, dp=3, tp=2).tied_ranks(Coordinates(0, 1, 0, 1)) == (1, 3, 5)
+
+
+def test_one_process_needs_no_torch_distributed():
+    grid = build_grid(Axes())
+    assert not torch.distributed.is_initialized()
+    assert grid.tied is grid.dp and grid.tp.size == 1 and grid.is_first_stage and grid.is_last_stage
+    assert single_process_grid().world.handle is None
+
+
+def sums_of_ranks(rank: int, axes: Axes) -> dict[str, float]:
+    grid = build_grid(axes)
+    sums = {}
+    for name in ("world", "tp", "pp", "dp", "tied"):
+        group = getattr(grid, name)
+        if group is not None:
+            number = torch.tensor(float(rank), dtype=torch.float64)
+            all_reduce(number, group).wait()
+            assert group.ranks[group.index] == rank
+            assert (group.handle is None) == (group.size == 1)
+            sums[name] = number.item()
+    return sums
+
+
+@pytest.mark.parametrize("axes", [Axes(pp=2, tp=2), Axes(dp=2, tp=2), Axes(pp=3), Axes(dp=4), Axes(pp=2, dp=2)])
+def test_groups_talk_to_their_members_only(axes):
+    for rank, sums in enumerate(run_ranks(axes.world_size, sums_of_ranks, axes)):
+        at = axes.coordinates(rank)
+        assert sums["world"] == sum(range(axes.world_size))
+        assert sums["tp"] == sum(axes.tensor_ranks(at))
+        assert sums["pp"] == sum(axes.pipeline_ranks(at))
+        assert sums["dp"] == sum(axes.data_ranks(at))
+        assert ("tied" in sums) == (at.pp in (0, axes.pp - 1))
+        if "tied" in sums:
+            assert sums["tied"] == sum(axes.tied_ranks(at))
+
+
+def grid_of_wrong_size(rank: int) -> str:
+    with pytest.raises(ValueError, match=r"= 3 != world size \(2\)") as error:
+        build_grid(Axes(pp=3))
+    return str(error.value)
+
+
+def test_axes_that_do_not_make_the_world():
+    assert all("pp(3)" in message for message in run_ranks(2, grid_of_wrong_size))
