@@ -14,7 +14,9 @@ from megazero.data.cache import cached_arrays
 from megazero.data.facts import identity
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import Plan, build_orders, plan
-from megazero.data.progress import Report
+from megazero.data.progress import Report, silent
+
+LARGE = 1 << 22
 
 
 class Samples(Protocol):
@@ -123,7 +125,7 @@ def one_dataset(
 
     def build(say: Report) -> dict[str, NDArray]:
         say(f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, {how.samples:,} samples")
-        return build_orders(data.lengths, *bounds, seq_length, seed, how)
+        return build_orders(data.lengths, *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
 
     return GPTDataset(data, cached_arrays(root, "order", facts, build, report), seq_length, vocab_size)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
 
@@ -65,9 +65,9 @@ def opened(path: Path) -> Iterator[Reading]:
     with open(path, "rb") as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield Reading(unpacked, raw)
+                yield Reading(cast(BinaryIO, unpacked), raw)
         elif path.suffix == ".zst":
-            yield Reading(io.BufferedReader(_Zstd(raw, path), 1 << 20), raw)  # type: ignore[arg-type]
+            yield Reading(io.BufferedReader(_Zstd(raw, path), 1 << 20), raw)
         else:
             yield Reading(raw, raw)
 

@@ -16,6 +16,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megazero.data.indexed import DataError
+from megazero.data.progress import Report, silent
 
 SEPARATE_BELOW = 0.80
 BLOCK = 1 << 22
@@ -106,9 +107,14 @@ def shuffle_index(separate_from: int, samples: int, random: RandomState) -> NDAr
     return order
 
 
-def build_orders(lengths: NDArray[np.int32], first: int, last: int, seq_length: int, seed: int, how: Plan) -> dict[str, NDArray]:
+def build_orders(
+    lengths: NDArray[np.int32], first: int, last: int, seq_length: int, seed: int, how: Plan, report: Report = silent
+) -> dict[str, NDArray]:
     """The three indices of one split. One RandomState(seed) serves the documents first, the samples second."""
     random = RandomState(seed)
+    report(f"shuffling {how.epochs} x {last - first:,} documents")
     documents = document_index(first, last, how.epochs, how.separate, random)
+    report(f"finding the first token of {how.samples:,} samples")
     samples = sample_index(lengths, documents, seq_length, how.samples)
+    report(f"shuffling {how.samples:,} samples")
     return {"document_index": documents, "sample_index": samples, "shuffle_index": shuffle_index(how.separate_from, how.samples, random)}

@@ -1,0 +1,78 @@
+"""Caches under several processes: built once, waited for, rebuilt when the builder died or left rubbish."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from megazero.data.cache import cached_arrays, key_of, once
+from megazero.data.progress import silent
+
+SPAWN = multiprocessing.get_context("spawn")
+FACTS = {"a": 1}
+
+
+def _build_slowly(root: str, seconds: float) -> np.ndarray:
+    def build(say):
+        with open(Path(root) / "builders", "a") as log:
+            log.write(f"{os.getpid()}\n")
+        say("half way")
+        time.sleep(seconds)
+        return {"x": np.arange(10), "none": np.empty((0, 2), np.int32)}
+
+    return cached_arrays(Path(root), "slow", FACTS, build, silent)["x"]
+
+
+def test_one_of_many_builds(tmp_path):
+    with SPAWN.Pool(6) as pool:
+        results = pool.starmap(_build_slowly, [(str(tmp_path), 1.0)] * 6, chunksize=1)
+    assert all(np.array_equal(result, np.arange(10)) for result in results)
+    assert len((tmp_path / "builders").read_text().split()) == 1
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+def test_a_killed_builder_is_replaced(tmp_path):
+    first = SPAWN.Process(target=_build_slowly, args=(str(tmp_path), 600.0))
+    first.start()
+    while not (tmp_path / "builders").exists():
+        time.sleep(0.02)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    assert not (tmp_path / key_of("slow", FACTS)).exists()
+    assert np.array_equal(_build_slowly(str(tmp_path), 0.0), np.arange(10))
+
+
+def test_waiting_ranks_say_what_they_wait_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("megazero.data.cache.SAY_EVERY", 0.1)
+    first = SPAWN.Process(target=_build_slowly, args=(str(tmp_path), 1.5))
+    first.start()
+    while not (tmp_path / "builders").exists():
+        time.sleep(0.02)
+    said: list[str] = []
+    once(tmp_path, key_of("slow", FACTS), lambda folder, say: None, said.append)
+    first.join()
+    assert any("half way" in line and f"process {first.pid}" in line for line in said)
+
+
+def test_damaged_caches_are_rebuilt(tmp_path):
+    def build(say):
+        builds.append(1)
+        return {"x": np.arange(100), "none": np.empty((0, 2), np.int32)}
+
+    builds: list[int] = []
+    folder = tmp_path / key_of("w", FACTS)
+    for damage in (lambda: None, lambda: os.truncate(folder / "x.npy", 300), (folder / "none.npy").unlink, (folder / "facts.json").unlink):
+        if builds:
+            damage()
+        for _ in range(2):
+            arrays = cached_arrays(tmp_path, "w", FACTS, build, silent)
+            assert np.array_equal(arrays["x"], np.arange(100)) and arrays["none"].shape == (0, 2)
+    assert len(builds) == 4
+
+
+def test_keys_tell_facts_apart():
+    assert len({key_of("w", {"a": 1}), key_of("w", {"a": 2}), key_of("v", {"a": 1}), key_of("w", {"b": 1})}) == 4

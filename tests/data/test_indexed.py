@@ -1,0 +1,127 @@
+"""The pair of files: reading, writing, and every way in which a pair can be broken."""
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.data.indexed import HEADER, DataError, IndexedDataset, dtype_for
+from megazero.data.writer import PairWriter, merge
+from tests.data.pairs import write_pair
+from tests.reference import REFERENCE, needs_reference
+
+
+@pytest.mark.parametrize("dtype", ["<u1", "<i1", "<i2", "<i4", "<i8", "<u2"])
+def test_what_is_written_is_read(tmp_path, dtype):
+    documents = [np.array(ids, dtype=dtype) for ids in ([1, 2, 3], [], [4], [5, 6, 7, 8, 9])]
+    with PairWriter(tmp_path / "a.b", np.dtype(dtype)) as writer:
+        writer.write(np.concatenate(documents[:2]), [3, 0])
+        writer.write(documents[2], [], unfinished=1)
+        writer.write(documents[3], [1, 5])
+    data = IndexedDataset(tmp_path / "a.b")
+    data.check()
+    assert data.dtype == np.dtype(dtype)
+    assert [data[number].tolist() for number in range(4)] == [ids.tolist() for ids in documents]
+    assert data.document_indices.tolist() == [0, 1, 2, 3, 4]
+    assert data.tokens_between(1, 4) == 6 and data.tokens_between(2, 2) == 0
+
+
+def test_bytes_of_the_index(tmp_path):
+    write_pair(tmp_path / "p", [2, 3])
+    expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3) + struct.pack("<2i2q3q", 2, 3, 0, 4, 0, 1, 2)
+    assert (tmp_path / "p.idx").read_bytes() == expected
+
+
+@needs_reference
+def test_other_peoples_files(tmp_path):
+    assert REFERENCE is not None
+    source = REFERENCE / "meg-gpt2-openwebtext_text_document"
+    data = IndexedDataset(source)
+    data.check()
+    assert (len(data), len(data.tokens), data.dtype) == (1000, 1_361_845, np.dtype("<u2"))
+    merge([str(source)], str(tmp_path / "copy"))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"copy{ending}").read_bytes() == Path(f"{source}{ending}").read_bytes()
+
+
+def test_dtype_by_vocabulary():
+    assert dtype_for(65499) == np.dtype("<u2") and dtype_for(65500) == np.dtype("<i4")
+
+
+def test_an_empty_pair(tmp_path):
+    assert len(write_pair(tmp_path / "none", [])) == 0
+    assert len(write_pair(tmp_path / "hollow", [0, 0]).tokens) == 0
+
+
+def _patch(path: Path, offset: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(content)
+
+
+LENGTHS, POINTERS, BOUNDS = HEADER.size, HEADER.size + 4 * 4, HEADER.size + 12 * 4
+BROKEN = {
+    "bin cut": (lambda p: os.truncate(p + ".bin", 7), r"p\.bin has 7 bytes.*describes 20"),
+    "bin longer": (lambda p: Path(p + ".bin").write_bytes(bytes(22)), r"p\.bin has 22 bytes.*describes 20"),
+    "idx cut": (lambda p: os.truncate(p + ".idx", 100), r"p\.idx has 100 bytes.*4 sequences, 4 documents.* needs 122"),
+    "idx cut in header": (lambda p: os.truncate(p + ".idx", 10), r"p\.idx has 10 bytes, fewer than the header's 34"),
+    "idx empty": (lambda p: os.truncate(p + ".idx", 0), r"p\.idx has 0 bytes"),
+    "magic": (lambda p: _patch(Path(p + ".idx"), 0, b"XX"), r"p\.idx starts with"),
+    "version": (lambda p: _patch(Path(p + ".idx"), 9, b"\x02"), r"p\.idx has version 2"),
+    "dtype": (lambda p: _patch(Path(p + ".idx"), 17, b"\x09"), r"p\.idx has dtype code 9"),
+    "other dtype": (lambda p: _patch(Path(p + ".idx"), 17, b"\x04"), r"p\.bin has 20 bytes.*describes"),
+    "count": (lambda p: _patch(Path(p + ".idx"), 18, struct.pack("<Q", 2**60)), r"p\.idx has 122 bytes, but its header"),
+    "last bound": (lambda p: _patch(Path(p + ".idx"), BOUNDS + 32, b"\x09"), r"p\.idx: document bounds run from 0 to 9, not from 0 to 4"),
+    "negative length": (lambda p: _patch(Path(p + ".idx"), LENGTHS + 4, struct.pack("<i", -3)), r"p\.idx: sequence 1 has length -3"),
+    "length": (lambda p: _patch(Path(p + ".idx"), LENGTHS + 4, b"\x04"), r"p\.idx: sequence 2 starts at byte 10.*end at byte 12"),
+    "pointer": (lambda p: _patch(Path(p + ".idx"), POINTERS + 8, b"\x06"), r"p\.idx: sequence 1 starts at byte 6.*end at byte 4"),
+    "bounds": (lambda p: _patch(Path(p + ".idx"), BOUNDS + 8, b"\x03"), r"p\.idx: document 1 ends at sequence 2 before"),
+    "no idx": (lambda p: Path(p + ".idx").unlink(), r"no file .*p\.idx"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_pairs_are_named(tmp_path, name):
+    write_pair(tmp_path / "p", [2, 3, 4, 1])
+    damage, message = BROKEN[name]
+    damage(str(tmp_path / "p"))
+    with pytest.raises(DataError) as error:
+        IndexedDataset(tmp_path / "p").check()
+    assert re.search(message, str(error.value)), str(error.value)
+
+
+def test_prefix_given_with_its_ending(tmp_path):
+    write_pair(tmp_path / "p", [2])
+    with pytest.raises(DataError, match=r"give the prefix without \.bin"):
+        IndexedDataset(tmp_path / "p.bin")
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), PairWriter(tmp_path / "p", np.dtype("<u2")) as writer:
+        writer.write(np.arange(3, dtype="<u2"), [3])
+        raise RuntimeError
+    with pytest.raises(DataError, match="no end"), PairWriter(tmp_path / "p", np.dtype("<u2")) as writer:
+        writer.write(np.arange(3, dtype="<u2"), [], unfinished=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_pair_is_kept_unless_asked(tmp_path):
+    write_pair(tmp_path / "p", [2])
+    with pytest.raises(DataError, match=r"p\.bin.*exist already"):
+        write_pair(tmp_path / "p", [3])
+    with PairWriter(tmp_path / "p", np.dtype("<u2"), overwrite=True) as writer:
+        writer.write(np.arange(3, dtype="<u2"), [3])
+    assert IndexedDataset(tmp_path / "p")[0].tolist() == [0, 1, 2]
+
+
+def test_merge_widens_and_keeps_order(tmp_path):
+    first, second = write_pair(tmp_path / "a", [3, 0, 2]), write_pair(tmp_path / "b", [4], 100_000, "<i4", seed=1)
+    merge([first.prefix, second.prefix, first.prefix], str(tmp_path / "m"))
+    data = IndexedDataset(tmp_path / "m")
+    data.check()
+    assert data.dtype == np.dtype("<i4")
+    assert data.lengths.tolist() == [3, 0, 2, 4, 3, 0, 2] and data.document_indices.tolist() == list(range(8))
+    assert data.tokens.tolist() == [*first.tokens.tolist(), *second.tokens.tolist(), *first.tokens.tolist()]
