@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -88,3 +89,16 @@ class Fence:
                 f"{self.path} belongs to {now}, not to this run ({self.token}). A newer job writes here now, so this one stops"
                 " and writes nothing more; stop the newer one before starting this again."
             )
+
+    def guarding(self, action: Callable[[], None]) -> Callable[[], None]:
+        """The action, checked for before; if it fails because a newer run swept what it works on, FenceLost says so."""
+
+        def guarded() -> None:
+            self.check()
+            try:
+                action()
+            except Exception:
+                self.check()
+                raise
+
+        return guarded

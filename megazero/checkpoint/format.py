@@ -126,10 +126,9 @@ class Manifest:
     layout: dict[str, int]
 
     def encode(self) -> bytes:
-        """One tensor and one file per line, its own sha256 last."""
-        content = _content(self)
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        return f'{content[:-2]},\n"sha256": "{digest}"\n}}\n'.encode()
+        """JSON with one tensor and one file per line, and in the last line the sha256 of all before it."""
+        content = _content(self).encode()
+        return content + _seal(content)
 
     def missing_elements(self) -> dict[str, int]:
         """Elements that no fragment holds, by tensor; negative where fragments overlap."""
@@ -152,7 +151,7 @@ def _content(manifest: Manifest) -> str:
         "files": lines(files, "[]"),
         "tensors": lines(tensors, "{}"),
     }
-    return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in sections.items()) + "\n}"
+    return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in sections.items())
 
 
 def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
@@ -161,20 +160,21 @@ def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def decode(raw: bytes) -> Manifest:
-    """The manifest in a file's bytes. Raises Damaged when any byte is not as it was written, ValueError when it is of a newer version."""
-    try:
-        document = json.loads(raw)
-        version = document["version"]
-        if version != VERSION and document["format"] == "megazero-checkpoint":
-            raise ValueError(f"{MANIFEST} has format version {version}; this program reads version {VERSION}")
-        tensors = {name: _stored_tensor(record) for name, record in document["tensors"].items()}
-        files = [StoredFile(f["name"], f["bytes"], f["header_sha256"]) for f in document["files"]]
-        manifest = Manifest(tensors, files, document["run"], document["progress"], document["layout"])
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
-    if manifest.encode() != raw:
+    """The manifest in a file's bytes. Raises Damaged when any byte is not as it was written, ValueError for another version."""
+    content = raw[: -len(_seal(b""))]
+    if raw != content + _seal(content):
         raise Damaged(f"{MANIFEST} is not what was written: its sha256 does not fit its content")
-    return manifest
+    document = json.loads(raw)
+    if document["version"] != VERSION:
+        raise ValueError(f"{MANIFEST} has format version {document['version']}; this program reads version {VERSION}")
+    tensors = {name: _stored_tensor(record) for name, record in document["tensors"].items()}
+    files = [StoredFile(f["name"], f["bytes"], f["header_sha256"]) for f in document["files"]]
+    return Manifest(tensors, files, document["run"], document["progress"], document["layout"])
+
+
+def _seal(content: bytes) -> bytes:
+    """The end of a manifest; of one length, whatever the version, so that a reader of any version can tell damage."""
+    return f',\n"sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 
 
 def _stored_tensor(record: Mapping[str, Any]) -> StoredTensor:

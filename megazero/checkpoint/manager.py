@@ -128,16 +128,13 @@ class Checkpoints:
         fragments = [fragment for fragment in self._state.fragments() if is_written(fragment, tp_index)]
 
         def begin() -> None:
-            fence.check()
             folders.discard(temporary, token)
             temporary.mkdir()
 
         def write() -> None:
-            fence.check()
             try:
                 write_fragments(temporary, rank, self._grid.world.size, fragments)
             except FileNotFoundError as error:
-                fence.check()  # a newer run sweeps what this one was writing
                 raise CheckpointError(
                     f"{temporary} is not there for rank {rank}: all ranks must share the file system of --save"
                 ) from error
@@ -147,9 +144,9 @@ class Checkpoints:
             folders.publish(root, temporary, iteration, fence)
             folders.prune(root, iteration, self._cfg.keep_last, token)
 
-        self._together(begin if rank == 0 else None)
-        self._together(write)
-        self._together(finish if rank == 0 else None)
+        self._together(fence.guarding(begin) if rank == 0 else None)
+        self._together(fence.guarding(write))
+        self._together(fence.guarding(finish) if rank == 0 else None)
         return root / folders.folder_name(iteration)
 
     def find(self) -> Found | None:

@@ -1,0 +1,168 @@
+"""What changed between the run that wrote a checkpoint and the one that resumes it, and whether it may.
+
+A table of fields in groups. The model's shape never changes on resume. What decides the course of training (rates and
+other numbers of the optimizer, batch sizes, data) changes only when the user names the group. The layout and the precision are
+free: results do not depend on them, or only by rounding. Everything that changed is reported, with both values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from megazero.config.derive import ffn_width, max_positions, pipeline_schedule, query_groups
+from megazero.config.schema import Run
+from megazero.optim.lr_schedule import LearningRate
+
+_Value = Callable[[Run], Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field that differs. `allowed_by` is the override that was given for it, None where none is needed or given."""
+
+    field: str
+    old: Any
+    new: Any
+    allowed_by: str | None = None
+
+    def __str__(self) -> str:
+        by = f" ({self.allowed_by})" if self.allowed_by else ""
+        return f"{self.field} {_shown(self.old)} -> {_shown(self.new)}{by}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """problems: what forbids the resume, for one error that lists all. changes: what differs, for the banner."""
+
+    problems: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(str(item) for item in value) or "none"
+    return "none" if value is None else str(value)
+
+
+def _get(section: str, name: str) -> _Value:
+    return lambda run: getattr(getattr(run, section), name)
+
+
+def _plain(section: str, *names: str) -> dict[str, _Value]:
+    return {f"{section}.{name}": _get(section, name) for name in names}
+
+
+def _of_adam(name: str) -> _Value:
+    return lambda run: getattr(run.optimizer, name) if run.optimizer.optimizer != "sgd" else None
+
+
+def _lr_length(name: str, *, only: str | None = None) -> _Value:
+    """A length of the learning-rate schedule as it works out, which a field left open takes from the run's length."""
+
+    def value(run: Run) -> str | None:
+        rate, style = LearningRate(run.schedule), run.schedule.lr_decay_style
+        length = getattr(rate, name)
+        if not length or (only and style != only) or (name != "warmup" and style == "constant"):
+            return None
+        return f"{length:.17g} {'samples' if rate.counts_samples else 'iterations'}"
+
+    return value
+
+
+_SHAPE = {
+    **_plain("model", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding", "embedding_layernorm"),
+    **_plain("model", "norm", "norm_epsilon", "activation", "untie_embeddings_and_output_weights", "disable_bias_linear"),
+    "model.num_query_groups": lambda run: query_groups(run.model),
+    "model.ffn_hidden_size": lambda run: ffn_width(run.model),
+    "model.max_position_embeddings": lambda run: max_positions(run.model) if run.model.position_embedding == "learned" else None,
+    "model.rotary_base": lambda run: run.model.rotary_base if run.model.position_embedding == "rotary" else None,
+}
+_RATES = {
+    **_plain("schedule", "lr", "min_lr", "lr_decay_style"),
+    "schedule.lr_warmup": _lr_length("warmup"),
+    "schedule.lr_decay": _lr_length("decay"),
+    "schedule.lr_wsd_decay": _lr_length("fall", only="wsd"),
+    **_plain("optimizer", "optimizer", "weight_decay", "clip_grad", "label_smoothing", "z_loss"),
+    **{f"optimizer.{name}": _of_adam(name) for name in ("adam_beta1", "adam_beta2", "adam_eps")},
+    "optimizer.sgd_momentum": lambda run: run.optimizer.sgd_momentum if run.optimizer.optimizer == "sgd" else None,
+    **_plain("model", "hidden_dropout", "attention_dropout"),
+}
+_BATCH = _plain("schedule", "global_batch_size", "rampup_batch_size")
+_DATA = {
+    **_plain("data", "data_path", "split", "tokenizer", "tokenizer_path", "eod_id", "eod_mask_loss", "seed"),
+    **_plain("model", "seq_length", "document_mask"),
+}
+_FREE = {
+    **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
+    "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
+    **_plain(
+        "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype", "device", "backend"
+    ),
+    **_plain("optimizer", "precision", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
+    **_plain("schedule", "micro_batch_size", "train_iters", "train_samples"),
+    **_plain("data", "valid_data_path"),
+    **_plain("model", "make_vocab_size_divisible_by", "init_method_std"),
+}
+_SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"})
+"""Changes nothing but waiting. (Sections `checkpoint` and `trainer` are about this start of the program, not about the run.)"""
+_OVERRIDES = (
+    (_RATES, "--override-opt-param-scheduler", "override_opt_param_scheduler"),
+    (_BATCH, "--override-batch", "override_batch"),
+    (_DATA, "--override-data", "override_data"),
+)
+
+
+def run_from(record: Mapping[str, Any]) -> Run:
+    """The run of a checkpoint's record. Fields that it lacks (an older version wrote it) have their defaults, unknown ones go."""
+
+    def section(cls: type, values: Mapping[str, Any]) -> Any:
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+
+    empty = Run()
+    return Run(**{field.name: section(type(getattr(empty, field.name)), record.get(field.name, {})) for field in fields(Run)})
+
+
+def record_of(run: Run) -> dict[str, Any]:
+    """The run as a checkpoint records it: a dict per section."""
+    return asdict(run)
+
+
+def compare(saved: Run, now: Run, saved_axes: Mapping[str, int] | None = None, axes: Mapping[str, int] | None = None) -> Comparison:
+    """What differs between the run of a checkpoint and this one, by the override flags of this one.
+
+    saved_axes, axes: sizes of the grid's axes, of which dp is in no configuration. With --finetune only the model's shape
+    is compared: the rest starts anew.
+    """
+    problems = [_problem(change, None) for change in _differences(_SHAPE, saved, now)]
+    if now.checkpoint.finetune:
+        return Comparison(tuple(problems), ())
+    changes: list[Change] = []
+    for table, flag, name in _OVERRIDES:
+        found = _differences(table, saved, now)
+        if getattr(now.checkpoint, name):
+            changes += [Change(change.field, change.old, change.new, flag) for change in found]
+        else:
+            changes += found
+            problems += [_problem(change, flag) for change in found]
+    changes += _differences(_FREE, saved, now)
+    if saved_axes and axes and saved_axes.get("dp", axes["dp"]) != axes["dp"]:
+        changes.append(Change("dp", saved_axes["dp"], axes["dp"]))
+    return Comparison(tuple(problems), tuple(changes))
+
+
+def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Change]:
+    found = []
+    for path, value in table.items():
+        old, new = value(saved), value(now)
+        unknown = path == "model.vocab_size" and None in (old, new)  # left to the tokenizer; the tensors' shapes tell
+        if old != new and not unknown:
+            found.append(Change(path.partition(".")[2].replace("_", "-"), old, new))
+    return found
+
+
+def _problem(change: Change, flag: str | None) -> str:
+    way_out = f"; to change it on resume: {flag}" if flag else "; the model's shape cannot change on resume"
+    return f"--{change.field}: {_shown(change.old)} in the checkpoint, {_shown(change.new)} now{way_out}"

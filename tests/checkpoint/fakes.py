@@ -1,0 +1,166 @@
+"""A model state without a model: places as the layers make them, fragments as ZeRO cuts them, values from global tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.format import COLUMNS, Manifest
+from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
+from megazero.checkpoint.writer import is_written, write_fragments, write_manifest
+from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.place import Kind, Place, shard
+from megazero.zero.layout import Piece, owned_pieces
+
+VOCAB, HIDDEN, BLOCKS = 37, 12, 4
+EVERY = slice(None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides where the elements lie."""
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    bucket: int = 10**9
+    divisor: int = 1
+    tied: bool = True
+
+    @property
+    def axes(self) -> Axes:
+        return Axes(self.pp, self.dp, 1, self.tp)
+
+    def chunks(self, at: Coordinates) -> list[list[list[Place]]]:
+        """Places of a rank: an embedding, blocks with split and replicated tensors, a head that is tied or not."""
+        padded = -(-VOCAB // (self.divisor * self.tp)) * self.divisor * self.tp
+
+        def split(
+            name: str, shape: tuple[int, ...], dim: int | None, kind: Kind = Kind.MATRIX, padded: int | None = None, tied: bool = False
+        ) -> Place:
+            return shard(name, shape, kind, dim=dim, rank=at.tp, size=self.tp, padded=padded, tied=tied)
+
+        word = split("embedding.word.weight", (VOCAB, HIDDEN), 0, Kind.EMBEDDING, padded, tied=self.tied and self.pp > 1)
+        units: list[list[Place]] = []
+        if at.pp == 0:
+            units.append([word, split("embedding.norm.weight", (HIDDEN,), None, Kind.NORM)])
+        for i in range(at.pp * BLOCKS // self.pp, (at.pp + 1) * BLOCKS // self.pp):
+            units.append(
+                [
+                    split(f"blocks.{i}.norm.weight", (HIDDEN,), None, Kind.NORM),
+                    split(f"blocks.{i}.up.weight", (4 * HIDDEN, HIDDEN), 0),
+                    split(f"blocks.{i}.up.bias", (4 * HIDDEN,), 0, Kind.BIAS),
+                    split(f"blocks.{i}.down.weight", (HIDDEN, 4 * HIDDEN), 1),
+                    split(f"blocks.{i}.down.bias", (HIDDEN,), None, Kind.BIAS),
+                ]
+            )
+        if at.pp == self.pp - 1:
+            head = word if self.tied else split("head.weight", (VOCAB, HIDDEN), 0, Kind.MATRIX, padded)
+            units.append([split("head.norm.weight", (HIDDEN,), None, Kind.NORM), head])
+        return [units]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        at = self.axes.coordinates(rank)
+        return [piece for _, piece in owned_pieces(self.chunks(at), self.axes, at, self.bucket)]
+
+    def all_fragments(self) -> list[list[Piece]]:
+        return [self.pieces(rank) for rank in range(self.axes.world_size)]
+
+
+@dataclass(frozen=True)
+class FakeFragment:
+    place: Place
+    start: int
+    stop: int
+    weight: Tensor
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+
+
+Values = dict[tuple[str, str], Tensor]
+"""Global tensors by (name, column)."""
+
+
+def global_values(layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS, seed: int = 0) -> Values:
+    """Distinct random numbers everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {piece.place.name: piece.place.shape for every in layout.all_fragments() for piece in every}
+    return {
+        (name, c): torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in sorted(shapes.items())
+        for c in columns
+    }
+
+
+def box_of(values: Tensor, place: Place) -> Tensor:
+    return values[tuple(slice(start, stop) for start, stop in place.box)]
+
+
+def fragments_of(
+    layout: Layout, rank: int, values: Values | None, dtype: torch.dtype, columns: Sequence[str] = COLUMNS
+) -> list[FakeFragment]:
+    """A rank's fragments with these values; without: NaN everywhere, to be filled."""
+
+    def column(piece: Piece, name: str) -> Tensor | None:
+        if name not in columns:
+            return None
+        if values is None:
+            return torch.full((piece.numel,), math.nan, dtype=dtype)
+        return box_of(values[piece.place.name, name], piece.place).reshape(-1)[piece.start : piece.stop].to(dtype).clone()
+
+    def weight(piece: Piece) -> Tensor:
+        found = column(piece, "weight")
+        assert found is not None
+        return found
+
+    return [
+        FakeFragment(piece.place, piece.start, piece.stop, weight(piece), column(piece, "exp_avg"), column(piece, "exp_avg_sq"))
+        for piece in layout.pieces(rank)
+    ]
+
+
+def save(
+    folder: Path,
+    layout: Layout,
+    values: Values,
+    dtype: torch.dtype,
+    columns: Sequence[str] = COLUMNS,
+    block_bytes: int = 64,
+    progress: Mapping[str, object] | None = None,
+) -> None:
+    """All ranks' parts of a save, one after the other, straight into `folder`."""
+    folder.mkdir(parents=True)
+    world = layout.axes.world_size
+    for rank in range(world):
+        mine = [f for f in fragments_of(layout, rank, values, dtype, columns) if is_written(f, layout.axes.coordinates(rank).tp)]
+        write_fragments(folder, rank, world, mine, block_bytes)
+    writers = [
+        [piece for piece in pieces if is_written(piece, layout.axes.coordinates(rank).tp)]
+        for rank, pieces in enumerate(layout.all_fragments())
+    ]
+    axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": 1}
+    write_manifest(folder, writers, run={}, progress=dict(progress or {}), layout=axes)
+
+
+def load(folder: Path, layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS) -> Iterator[list[FakeFragment]]:
+    """What each rank of the layout reads, one after the other."""
+    manifest: Manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    check_inventory(manifest, [piece for pieces in layout.all_fragments() for piece in pieces], columns)
+    for rank in range(layout.axes.world_size):
+        targets = fragments_of(layout, rank, None, dtype)
+        read_fragments(folder, manifest, targets, columns)
+        yield targets
+
+
+def expect(folder: Path, layout: Layout, values: Values, dtype: torch.dtype, columns: Sequence[str] = COLUMNS) -> None:
+    """Every rank of the layout reads exactly these values, converted to its dtype."""
+    for rank, found in enumerate(load(folder, layout, dtype, columns)):
+        for got, wanted in zip(found, fragments_of(layout, rank, values, dtype, COLUMNS), strict=True):
+            for column in columns:
+                assert torch.equal(getattr(got, column), getattr(wanted, column)), (layout, rank, got.place.name, column)

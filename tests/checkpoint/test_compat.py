@@ -1,0 +1,156 @@
+"""What may change on resume: every field of a run is in exactly one group, and each group acts as it says."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from megazero.checkpoint import compat
+from megazero.checkpoint.compat import compare, record_of, run_from
+from megazero.config.schema import Run, ScheduleConfig
+
+BASE = Run(schedule=ScheduleConfig(train_iters=100, lr_warmup_iters=5))
+
+
+def changed(run: Run, **values: object) -> Run:
+    """A copy with fields replaced: section__field=value."""
+    for path, value in values.items():
+        section, _, name = path.partition("__")
+        run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
+    return run
+
+
+def test_every_field_is_in_one_group():
+    tables = (compat._SHAPE, compat._RATES, compat._BATCH, compat._DATA, compat._FREE)
+    listed = [path for table in tables for path in table] + list(compat._SILENT)
+    assert len(listed) == len(set(listed))
+    lengths = {f.name for f in fields(ScheduleConfig) if f.name.startswith(("lr_warmup_", "lr_decay_i", "lr_decay_samples", "lr_wsd_"))}
+    resolved = {f"schedule.{name}" for name in ("lr_warmup", "lr_decay", "lr_wsd_decay")}
+    every = {
+        f"{section}.{f.name}" for section in ("model", "parallel", "optimizer", "schedule", "data") for f in fields(getattr(Run(), section))
+    }
+    assert set(listed) - resolved == every - {f"schedule.{name}" for name in lengths}
+
+
+def test_a_record_survives_json():
+    run = changed(
+        BASE, schedule__rampup_batch_size=(8, 8, 100), data__data_path=("a", "b"), parallel__partition=(6, 6), optimizer__adam_eps=1e-17
+    )
+    record = json.loads(json.dumps(record_of(run)))
+    assert run_from(record) == run
+    assert compare(run_from(record), run) == compat.Comparison((), ())
+
+
+def test_a_record_of_another_version():
+    record = record_of(BASE)
+    del record["model"]["rotary_base"], record["trainer"]
+    record["model"]["of_the_future"] = 1
+    assert run_from(record) == BASE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel__tp": 4},
+        {"parallel__zero_stage": 2},
+        {"parallel__recompute_granularity": "full"},
+        {"parallel__bucket_size": 1},
+        {"optimizer__precision": "fp64"},
+        {"schedule__micro_batch_size": 1},
+        {"model__make_vocab_size_divisible_by": 1},
+    ],
+)
+def test_the_layout_is_free_and_reported(change):
+    found = compare(BASE, changed(BASE, **change))
+    assert found.problems == ()
+    (line,) = map(str, found.changes)
+    ((path, value),) = change.items()
+    section, name = path.split("__")
+    assert line == f"{name.replace('_', '-')} {getattr(getattr(BASE, section), name)} -> {value}"
+
+
+def test_dp_is_reported():
+    found = compare(BASE, BASE, {"dp": 2, "tp": 1}, {"dp": 3, "tp": 1})
+    assert [str(change) for change in found.changes] == ["dp 2 -> 3"]
+
+
+@pytest.mark.parametrize(
+    "change, override",
+    [
+        ({"schedule__lr": 2e-3}, "override_opt_param_scheduler"),
+        ({"schedule__lr_decay_style": "linear"}, "override_opt_param_scheduler"),
+        ({"schedule__lr_warmup_iters": 6}, "override_opt_param_scheduler"),
+        ({"optimizer__weight_decay": 0.0}, "override_opt_param_scheduler"),
+        ({"optimizer__clip_grad": 0.0}, "override_opt_param_scheduler"),
+        ({"model__hidden_dropout": 0.1}, "override_opt_param_scheduler"),
+        ({"schedule__global_batch_size": 48}, "override_batch"),
+        ({"schedule__rampup_batch_size": (8, 8, 100)}, "override_batch"),
+        ({"data__seed": 1}, "override_data"),
+        ({"data__split": "1,0,0"}, "override_data"),
+        ({"data__data_path": ("x",)}, "override_data"),
+        ({"model__seq_length": 128}, "override_data"),
+    ],
+)
+def test_what_decides_training_needs_its_override(change, override):
+    now = changed(BASE, **change)
+    found = compare(BASE, now)
+    ((path, new),) = change.items()
+    section, name = path.split("__")
+    flag = "--" + override.replace("_", "-")
+    assert len(found.problems) == 1 and found.problems[0].endswith(f"to change it on resume: {flag}")
+    if not name.startswith("lr_warmup"):
+        old = getattr(getattr(BASE, section), name)
+        assert found.problems[0].startswith(f"--{name.replace('_', '-')}: {compat._shown(old)} in the checkpoint, {compat._shown(new)} now")
+    allowed = compare(BASE, changed(now, **{f"checkpoint__{override}": True}))
+    assert allowed.problems == () and [change.allowed_by for change in allowed.changes] == [flag]
+    others = {"override_opt_param_scheduler", "override_batch", "override_data"} - {override}
+    assert compare(BASE, changed(now, **{f"checkpoint__{other}": True for other in others})).problems == found.problems
+
+
+def test_the_shape_never_changes_and_every_field_is_named():
+    now = changed(BASE, model__hidden_size=256, model__num_layers=2, checkpoint__override_data=True, checkpoint__finetune=True)
+    problems = compare(BASE, now).problems
+    assert sorted(problem.split(":")[0] for problem in problems) == ["--ffn-hidden-size", "--hidden-size", "--num-layers"]
+    assert "--hidden-size: 240 in the checkpoint, 256 now; the model's shape cannot change on resume" in problems
+
+
+def test_a_number_given_or_derived_is_the_same():
+    now = changed(
+        BASE, model__ffn_hidden_size=960, model__num_query_groups=12, parallel__pipeline_schedule="1f1b", model__max_position_embeddings=7
+    )
+    assert compare(BASE, now) == compat.Comparison((), ())
+    learned = changed(BASE, model__position_embedding="learned")
+    assert compare(learned, changed(learned, model__max_position_embeddings=384)).problems == ()
+    assert len(compare(learned, changed(learned, model__max_position_embeddings=385)).problems) == 1
+
+
+def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
+    longer = changed(BASE, schedule__train_iters=200)
+    (problem,) = compare(BASE, longer).problems
+    assert problem.startswith("--lr-decay: 100 iterations in the checkpoint, 200 iterations now")
+    assert "train-iters 100 -> 200" in map(str, compare(BASE, longer).changes)
+    named = changed(BASE, schedule__lr_decay_iters=100)
+    assert compare(BASE, changed(named, schedule__train_iters=200)).problems == ()
+    constant = changed(BASE, schedule__lr_decay_style="constant")
+    assert compare(constant, changed(constant, schedule__train_iters=200)).problems == ()
+    fraction = changed(BASE, schedule__lr_warmup_iters=None, schedule__lr_warmup_fraction=0.05)
+    assert compare(BASE, fraction).problems == ()
+    assert len(compare(fraction, changed(fraction, schedule__train_iters=200)).problems) == 2
+
+
+def test_numbers_that_the_optimizer_does_not_use_may_differ():
+    sgd = changed(BASE, optimizer__optimizer="sgd")
+    assert compare(sgd, changed(sgd, optimizer__adam_beta2=0.5)).problems == ()
+    assert len(compare(sgd, changed(sgd, optimizer__sgd_momentum=0.5)).problems) == 1
+    assert compare(BASE, changed(BASE, optimizer__sgd_momentum=0.5)).problems == ()
+    assert len(compare(BASE, changed(BASE, optimizer__adam_beta2=0.5)).problems) == 1
+
+
+def test_finetuning_starts_anew():
+    now = changed(BASE, schedule__lr=1.0, data__seed=9, schedule__global_batch_size=2, checkpoint__finetune=True)
+    assert compare(BASE, now) == compat.Comparison((), ())
+
+
+def test_a_vocabulary_left_to_the_tokenizer_is_not_a_difference():
+    assert compare(changed(BASE, model__vocab_size=1003), BASE).problems == ()
+    assert len(compare(changed(BASE, model__vocab_size=1003), changed(BASE, model__vocab_size=1004)).problems) == 1
