@@ -54,7 +54,9 @@ def stage_specs(run: Run) -> tuple[StageSpec, ...]:
     sizes = chunk_layers(run)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     last = len(sizes) - 1
-    return tuple(StageSpec(range(start, start + size), i == 0, i == last) for i, (start, size) in enumerate(zip(starts, sizes, strict=True)))
+    return tuple(
+        StageSpec(range(start, start + size), i == 0, i == last) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    )
 
 
 def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
@@ -66,7 +68,9 @@ def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list
     stages: list[Stage] = []
     pp = run.parallel.pp
     for spec in stage_specs(run)[pp_index::pp]:
-        shared = stages[0].embedding.word if spec.has_head and stages and pp == 1 and not run.model.untie_embeddings_and_output_weights else None
+        shared = (
+            stages[0].embedding.word if spec.has_head and stages and pp == 1 and not run.model.untie_embeddings_and_output_weights else None
+        )
         stages.append(
             build_stage(
                 run.model,
@@ -114,7 +118,9 @@ def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int],
     return schedule_of
 
 
-def build_engine(run: Run, grid: ProcessGrid, stages: Sequence[Stage], channels: Channels, micro_batch_size: int | None = None) -> PipelineEngine:
+def build_engine(
+    run: Run, grid: ProcessGrid, stages: Sequence[Stage], channels: Channels, micro_batch_size: int | None = None
+) -> PipelineEngine:
     """The engine over these stages; the shape of its messages is [s(/t), b, h]."""
     rows = run.model.seq_length // (run.parallel.tp if run.parallel.sequence_parallel else 1)
     shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
@@ -138,5 +144,3 @@ def total_parameters(run: Run) -> int:
     """Parameters of the model, each counted once, padding not."""
     counts = parameters_per_layer(run.model)
     return counts.embedding + run.model.num_layers * counts.block + counts.head
-
-

@@ -31,7 +31,9 @@ class Environment:
 
     @classmethod
     def read(cls) -> Environment:
-        rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        rank, local_rank, world_size = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+        )
         return cls(rank, local_rank, world_size)
 
 

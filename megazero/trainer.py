@@ -14,10 +14,9 @@ from megazero.batch import MicroBatch
 from megazero.config.schema import Run
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
-from megazero.optim.batch_schedule import BatchSchedule
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
-from megazero.optim.lr_schedule import LearningRate
+from megazero.optim.progress import Progress
 from megazero.pipeline.engine import PipelineEngine
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
@@ -62,14 +61,12 @@ class Trainer:
     save: Callable[[Position], None] | None
     position: Position
     deadline: float | None = None
-    batch_sizes: BatchSchedule = field(init=False)
-    learning_rate: LearningRate = field(init=False)
+    plan: Progress = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     saved_at: int = -1
 
     def __post_init__(self) -> None:
-        self.batch_sizes = BatchSchedule(self.run.schedule)
-        self.learning_rate = LearningRate(self.run.schedule)
+        self.plan = Progress(self.run.schedule)
         self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
 
     def fit(self) -> None:
@@ -84,11 +81,7 @@ class Trainer:
 
     def finished(self) -> bool:
         """Whether the run has all its iterations or samples."""
-        schedule = self.run.schedule
-        if schedule.train_samples is not None:
-            return self.position.consumed_samples >= schedule.train_samples
-        assert schedule.train_iters is not None, "the resolved run has a length"
-        return self.position.iteration >= schedule.train_iters
+        return self.plan.finished(self.position.iteration, self.position.consumed_samples)
 
     def train_step(self, *, stop: bool) -> None:
         """One optimizer step over one global batch.
@@ -98,24 +91,24 @@ class Trainer:
         multiplier that the optimizer applies: exact with unequal numbers of valid tokens, and no message of its own.
         """
         began = time.perf_counter()
-        consumed, length = self.position.consumed_samples, self.run.model.seq_length
-        size = self.batch_sizes.size(consumed)
-        rate = self.learning_rate.at(self.position.iteration, consumed)
-        batches = self.train_batches.micro_batches(consumed, size)
-        self.train_batches.prefetch(consumed + size, self.batch_sizes.size(consumed + size))
+        now = self.plan.after(self.position.iteration, self.position.consumed_samples)
+        size, positions = now.global_batch_size, now.global_batch_size * self.run.model.seq_length
+        batches = self.train_batches.micro_batches(now.consumed_before, size)
+        if not self.plan.finished(now.iteration, now.consumed_samples):
+            self.train_batches.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
         scale = self.scaler.scale.clone()
-        loss_sum = self.engine.train(batches, scale / (size * length), self.state)
+        loss_sum = self.engine.train(batches, scale / positions, self.state)
         self.optimizer.finish_reduction()
         late = self.deadline is not None and time.monotonic() >= self.deadline
         loss = loss_sum if self.reports_loss else 0.0
         squares, loss_sum, tokens, asked = self.reduce(self.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late))
-        unscale = size * length / (tokens * scale)
+        unscale = positions / (tokens * scale)
         norm = squares.sqrt() * unscale
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
-        self.optimizer.step(rate, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
+        self.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
         self.scaler.update(bad)
         self.asked_to_stop = asked
-        self.position = Position(self.position.iteration + 1, consumed + size, self.position.consumed_tokens + size * length)
+        self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
         self.log.step(
             StepValues(
                 iteration=self.position.iteration,
@@ -123,7 +116,7 @@ class Trainer:
                 consumed_tokens=self.position.consumed_tokens,
                 loss=loss_sum / tokens,
                 grad_norm=norm,
-                lr=rate,
+                lr=now.lr,
                 loss_scale=scale,
                 skipped=bad,
                 global_batch_size=size,

@@ -244,6 +244,10 @@ class TrainerConfig:
     "One JSON object per step is appended here."
     tensorboard_dir: str | None = option(None)
     "TensorBoard event files go here."
+    sample_prompt: str | None = option(None, metavar="TEXT")
+    "At the end, print how the model continues this text; default: a Python function's head for the default corpus."
+    sample_tokens: int = option(80)
+    "Tokens of that continuation."
     deterministic: bool = option(False)
     "Refuse kernels whose results vary from run to run (torch.use_deterministic_algorithms)."
 

@@ -1,0 +1,245 @@
+"""A job on this rank: the parts of a run put together, resumed where there is something to resume, and run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from megazero import device as devices
+from megazero.build import build_engine, build_stages, places_of
+from megazero.checkpoint.compat import record_of
+from megazero.checkpoint.fence import Fence, new_token
+from megazero.checkpoint.manager import Checkpoints
+from megazero.config.derive import ffn_width, query_groups
+from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import Run
+from megazero.data.dataset import Samples
+from megazero.data.loader import TrainLoader
+from megazero.model.generate import generate_on_grid
+from megazero.model.stage import Stage
+from megazero.mpu import collectives
+from megazero.mpu.grid import Coordinates, ProcessGrid
+from megazero.mpu.p2p import Channels
+from megazero.optim.loss_scale import LossScaler
+from megazero.optim.progress import Progress
+from megazero.overview import overview
+from megazero.pipeline.engine import PipelineEngine
+from megazero.prepare import Prepared, validation_samples
+from megazero.probe import check_probe, stored_probe
+from megazero.telemetry.banner import pairs
+from megazero.telemetry.flops import model_flops, shape_of
+from megazero.telemetry.logline import LogLines
+from megazero.telemetry.metrics import MetricsFile
+from megazero.telemetry.record import Rates, Sink
+from megazero.telemetry.steplog import StepLog
+from megazero.trainer import Position, Trainer
+from megazero.zero.layout import owned_pieces
+from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.state import ModelState
+
+
+@dataclass
+class Job:
+    """What `build_job` puts together. `fit` is the run, `sample` a text from the model at the end."""
+
+    run: Run
+    prepared: Prepared
+    grid: ProcessGrid
+    stages: list[Stage]
+    state: ModelState
+    optimizer: ShardedOptimizer
+    scaler: LossScaler
+    checkpoints: Checkpoints
+    probe_engine: PipelineEngine
+    trainer: Trainer
+
+    def fit(self) -> None:
+        """Train, evaluate, save."""
+        self.trainer.fit()
+
+    def save(self, position: Position) -> None:
+        """Write a checkpoint of this position. Called by all ranks."""
+        began = time.perf_counter()
+        progress = {
+            "iteration": position.iteration,
+            "consumed_samples": position.consumed_samples,
+            "consumed_tokens": position.consumed_tokens,
+            "optimizer_steps": float(self.optimizer.step_count.item()),
+            "loss_scale": self.scaler.state_dict(),
+            "probe": stored_probe(self.run, self.probe_engine, self.grid),
+        }
+        path = self.checkpoints.save(position.iteration, progress)
+        self.trainer.log.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
+
+    def resume(self) -> str:
+        """Load what `--load` names, if anything; where the run starts from, in words. Called by all ranks."""
+        load = self.run.checkpoint.load
+        found = self.checkpoints.find()
+        if found is None:
+            self.state.initialise(self.run.data.seed)
+            return "from scratch" + (f" (no complete checkpoint in {load})" if load else "")
+        self.checkpoints.load(found)
+        told = check_probe(found.progress.get("probe"), self.run, self.probe_engine, self.grid)
+        if self.run.checkpoint.finetune:
+            return f"weights of {found.path} (--finetune: everything else anew)"
+        progress = found.progress
+        self.trainer.position = Position(*(int(progress[key]) for key in ("iteration", "consumed_samples", "consumed_tokens")))
+        self.trainer.saved_at = self.trainer.position.iteration if load == self.run.checkpoint.save else -1
+        if not self.run.checkpoint.no_load_optim:
+            self.optimizer.step_count.fill_(progress["optimizer_steps"])
+            self.scaler.load_state_dict(progress["loss_scale"])
+        return f"{found.path}, iteration {self.trainer.position.iteration}" + (f"; {told}" if told else "")
+
+    def report(self) -> None:
+        """At the end: a sample, and where everything lies. Called by all ranks."""
+        text = self.sample()
+        if self.grid.rank != 0:
+            return
+        if text is not None:
+            print(f"\nThe model continues {self.run.trainer.sample_prompt!r}:\n\n{text}\n", flush=True)
+        places = {
+            "checkpoints": self.run.checkpoint.save,
+            "metrics": self.run.trainer.metrics_file,
+            "tensorboard": self.run.trainer.tensorboard_dir,
+            "tokenizer": self.run.data.tokenizer_path,
+            "data": " ".join(self.run.data.data_path),
+        }
+        print(pairs([(name, place) for name, place in places.items() if place]), flush=True)
+
+    def sample(self) -> str | None:
+        """How the model continues the prompt, with the prompt; None without a tokenizer or a prompt. Called by all ranks."""
+        prompt, tokenizer = self.run.trainer.sample_prompt, self.prepared.tokenizer
+        if prompt is None or tokenizer is None:
+            return None
+        ids = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64, device=self.grid.device)
+        if ids.numel() == 0:
+            return None
+        self.state.wait_parameters()
+        out = generate_on_grid(
+            self.stages, self.grid, ids, self.run.trainer.sample_tokens, temperature=0.7, top_k=20, eod_id=self.run.data.eod_id
+        )
+        return tokenizer.decode(out[0].tolist())
+
+
+def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
+    """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner."""
+    run = _with_device(prepared.run, grid)
+    if run.trainer.deterministic:
+        torch.use_deterministic_algorithms(True)
+    stages = build_stages(run, grid)
+    state = ModelState(stages, grid, run.optimizer, run.parallel)
+    optimizer = ShardedOptimizer(state, run.optimizer, grid)
+    channels = Channels(grid)
+    engine = build_engine(run, grid, stages, channels)
+    probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
+    token = new_token(grid.world, grid.device)
+    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token)
+    checkpoints.claim()
+    scaler = LossScaler(run.optimizer, grid.device)
+    minutes = run.trainer.exit_duration_in_mins
+    trainer = Trainer(
+        run,
+        grid,
+        engine,
+        state,
+        optimizer,
+        scaler,
+        train_batches=_loader(run, grid, prepared.datasets.train),
+        valid_batches=_validation(run, grid, prepared),
+        log=_log(run, grid, []),
+        save=None,
+        position=Position(),
+        deadline=None if minutes is None else time.monotonic() + 60 * minutes,
+    )
+    job = Job(run, prepared, grid, stages, state, optimizer, scaler, checkpoints, probe_engine, trainer)
+    if run.checkpoint.save:
+        trainer.save = job.save
+    start = job.resume()
+    if grid.rank == 0:
+        changes = [(change.field, change.old, change.new) for change in prepared.changes]
+        print(overview(run, grid.axes, prepared.text, start, changes), end="\n\n", flush=True)
+    trainer.log = _log(run, grid, _sinks(run, grid, trainer.position, checkpoints.fence))
+    return job
+
+
+def _with_device(run: Run, grid: ProcessGrid) -> Run:
+    return replace(run, parallel=replace(run.parallel, device=grid.device.type))
+
+
+def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequence[Any]]]:
+    """What every rank's fragments cover, by arithmetic; ranks with equal pp and tp indices hold the same parameters."""
+
+    @cache
+    def places(pp_index: int, tp_index: int) -> Any:
+        return places_of(run, pp_index, tp_index)
+
+    def held_by(at: Coordinates) -> list[Any]:
+        return [piece for _, piece in owned_pieces(places(at.pp, at.tp), grid.axes, at, run.parallel.bucket_size)]
+
+    return lambda: [held_by(grid.axes.coordinates(rank)) for rank in range(grid.axes.world_size)]
+
+
+def _loader(run: Run, grid: ProcessGrid, dataset: Samples, workers: int | None = None) -> TrainLoader:
+    return TrainLoader(
+        dataset,
+        dp_rank=grid.at.dp,
+        dp_size=grid.axes.dp,
+        micro_batch_size=run.schedule.micro_batch_size,
+        seq_length=run.model.seq_length,
+        eod_id=run.data.eod_id,
+        eod_mask_loss=run.data.eod_mask_loss,
+        document_mask=run.model.document_mask,
+        num_workers=run.data.num_workers if workers is None else workers,
+        device=grid.device,
+    )
+
+
+def _validation(run: Run, grid: ProcessGrid, prepared: Prepared) -> dict[str, TrainLoader]:
+    """Loaders of the validation sets that have the samples, by metric name."""
+    if run.trainer.eval_iters == 0:
+        return {}
+    sets = {"valid_loss": prepared.datasets.valid}
+    sets |= {f"valid_loss/{name}": dataset for name, dataset in prepared.datasets.named_valid.items()}
+    return {name: _loader(run, grid, dataset, workers=0) for name, dataset in sets.items() if len(dataset) >= validation_samples(run)}
+
+
+def _log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
+    assert run.model.vocab_size is not None
+    shape = shape_of(run.model, run.model.vocab_size, ffn_width(run.model), query_groups(run.model))
+    peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
+    rates = Rates(float(model_flops(shape, 1)), run.model.seq_length, grid.axes.world_size, peak)
+
+    def peak_memory() -> int:
+        most = torch.tensor([devices.peak_memory_bytes(grid.device)], dtype=torch.float64, device=grid.device)
+        collectives.all_reduce(most, grid.world, "max").wait()
+        return int(most.item())
+
+    return StepLog(sinks, rates, peak_memory, run.trainer.log_interval)
+
+
+def _sinks(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None) -> list[Sink]:
+    """Rank 0 shows and writes; the others have nothing to say."""
+    if grid.rank != 0:
+        return []
+    total = Progress(run.schedule).total_iterations
+    assert total is not None
+    minutes = run.trainer.exit_duration_in_mins
+    lines = LogLines(
+        total,
+        fp16=run.optimizer.precision == "fp16",
+        interval=run.trainer.log_interval,
+        seconds_to_deadline=None if minutes is None else 60 * minutes,
+    )
+    sinks: list[Sink] = [lines]
+    if run.trainer.metrics_file:
+        sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None))
+    if run.trainer.tensorboard_dir:
+        from megazero.telemetry.tensorboard import TensorBoard
+
+        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1))
+    return sinks

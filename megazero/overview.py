@@ -1,0 +1,114 @@
+"""What a run tells before its first step: the layout, the model, memory, schedule, data. Text only; nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fused_ops.registry import describe
+from megazero import device as devices
+from megazero.build import chunk_layers, layer_costs, places_of, schedule_name, total_parameters
+from megazero.config.dtypes import compute_dtype, state_dtype
+from megazero.config.schema import Run
+from megazero.mpu.grid import Axes
+from megazero.pipeline.schedule import is_breadth_first, make_schedule
+from megazero.pipeline.simulate import Times, simulate
+from megazero.telemetry import banner
+from megazero.telemetry.units import count
+from megazero.zero.layout import pack
+from megazero.zero.placement import Column, Spread, columns, placements
+
+
+def overview(run: Run, axes: Axes, text: str, start: str, changes: list[tuple[str, object, object]]) -> str:
+    """The banner of a run on these axes. text: what the data is; start: from what it starts."""
+    micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
+    parts = [
+        (f"megazero: {axes.world_size} ranks, tp {axes.tp} x pp {axes.pp} x dp {axes.dp}", banner.draw_grid(axes.pp, axes.dp, axes.tp)),
+        ("Model", banner.pairs(_model(run))),
+        (f"Memory of the model state, ZeRO-{run.parallel.zero_stage}", banner.stage_table(stage_bytes(run, axes))),
+        ("Schedule", banner.pairs(_schedule(run, axes, micro_batches))),
+        ("Run", banner.pairs([*_training(run, text), ("start", start)])),
+        ("Changed since the checkpoint", banner.changes_table(changes)),
+        ("Ops", banner.fused_ops_table(describe(run.parallel.device))),
+    ]
+    return banner.sections(parts)
+
+
+def _model(run: Run) -> list[tuple[str, str]]:
+    model = run.model
+    head = "untied" if model.untie_embeddings_and_output_weights else "tied"
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, sequence {model.seq_length}"
+    return [
+        ("parameters", f"{count(total_parameters(run))} ({total_parameters(run):,})"),
+        ("shape", f"{shape}, vocabulary {model.vocab_size}"),
+        ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
+        ("precision", f"{run.optimizer.precision}; state and gradients {str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}"),
+    ]
+
+
+def stage_bytes(run: Run, axes: Axes) -> list[banner.StageBytes]:
+    """What the first data-parallel rank of each stage holds, by the arithmetic that packs it (buckets in flight apart)."""
+    return [_bytes_of_stage(run, axes, stage) for stage in range(axes.pp)]
+
+
+def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> banner.StageBytes:
+    size, ends = axes.dp * axes.cp, len({0, axes.pp - 1})
+    row = placements(run.parallel.zero_stage)
+    dtypes = columns(compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer)
+    held = dict.fromkeys(Column, 0)
+    parameters = 0
+    for bucket in pack(places_of(run, stage, 0), size, run.parallel.bucket_size, size * ends):
+        parameters += bucket.used
+        sharers = size * ends if bucket.tied else size
+        for column, dtype in dtypes.items():
+            elements = bucket.numel // sharers if row[column].spread is Spread.SHARDED else bucket.numel
+            held[column] += elements * dtype.itemsize
+    sizes, pp = chunk_layers(run), axes.pp
+    own = sizes[stage::pp]
+    words = banner.holds(sum(own), embedding=stage == 0, head=stage == pp - 1, chunks=len(own))
+    optimizer = held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ]
+    return banner.StageBytes(words, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer)
+
+
+def _schedule(run: Run, axes: Axes, micro_batches: int) -> list[tuple[str, str]]:
+    name, virtual = schedule_name(run), run.parallel.virtual_stages
+    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), _times(run))
+    widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
+    live = max(report.peak_activations)
+    lines = [("pipeline", banner.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
+    breadth_first = is_breadth_first(name, virtual)
+    traffic = banner.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
+    extras = [word for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("overlapped", run.parallel.overlap)) if on]
+    if run.parallel.recompute_granularity != "none":
+        extras.append(f"{run.parallel.recompute_granularity} recompute")
+    return lines + [("gradients", traffic)] * bool(traffic) + [("communication", ", ".join(extras))] * bool(extras)
+
+
+def _times(run: Run) -> Times:
+    """Relative times of the model chunks: the multiplications of their layers, backward twice the forward."""
+    embedding, block, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
+    sizes = chunk_layers(run)
+    last = len(sizes) - 1
+    forward = tuple(max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes))
+    return Times(forward, tuple(2 * seconds for seconds in forward))
+
+
+def _training(run: Run, text: str) -> list[tuple[str, str]]:
+    schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
+    length = f"{schedule.train_iters} iterations" if schedule.train_samples is None else f"{schedule.train_samples:,} samples"
+    if run.trainer.exit_duration_in_mins:
+        length += f" or {run.trainer.exit_duration_in_mins:g} minutes, whichever ends first"
+    batch = f"{schedule.global_batch_size} samples in micro-batches of {schedule.micro_batch_size}"
+    if schedule.rampup_batch_size:
+        start, step, samples = schedule.rampup_batch_size
+        batch = f"{start} samples, {step} more at a time over {samples:,} samples, then {batch}"
+    rate = f"{schedule.lr:g} to {schedule.min_lr:g}, {schedule.lr_decay_style}"
+    return [
+        ("data", text),
+        ("length", length),
+        ("global batch", batch),
+        ("learning rate", rate),
+        ("optimizer", f"{run.optimizer.optimizer}, weight decay {run.optimizer.weight_decay:g}, clip {run.optimizer.clip_grad:g}"),
+        ("device", devices.name(device)),
+    ]

@@ -1,0 +1,96 @@
+"""What happens before any process group exists: data, tokenizer, and a look at the checkpoint to resume from.
+
+Preparing the default corpus or an index can take minutes. Here nobody waits in a collective meanwhile: one process of
+a file system does the work, the others wait for its file lock. And what is wrong here is still a configuration error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from megazero.build import axes_of, with_vocabulary
+from megazero.checkpoint.compat import Change, compare, run_from
+from megazero.checkpoint.manager import Found, find
+from megazero.config.level import ConfigError
+from megazero.config.schema import Run
+from megazero.data.build import Datasets, build_datasets, cache_root
+from megazero.data.corpus import default_corpus
+from megazero.data.indexed import DataError
+from megazero.data.progress import Report
+from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.optim.progress import Progress
+
+DEFAULT_TOKENIZER = "gpt2"
+DEFAULT_PROMPT = "import os\n\n\ndef "
+"""What the default model is asked to continue: its corpus is Python source."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run with nothing left open, its data, and what it resumes from.
+
+    text     what the data is, in a few words
+    changes  what differs from the run that wrote the checkpoint
+    """
+
+    run: Run
+    datasets: Datasets
+    tokenizer: Tokenizer | None
+    text: str
+    found: Found | None
+    changes: tuple[Change, ...]
+
+
+def prepare(run: Run, world_size: int, report: Report) -> Prepared:
+    """Communicates nothing. Raises ConfigError for data that cannot be used and for a checkpoint of another run."""
+    try:
+        run, text = _with_data(run, report)
+        tokenizer = build_tokenizer(run.data.tokenizer, run.data.tokenizer_path) if run.data.tokenizer else None
+        if tokenizer is not None:
+            run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
+        assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
+        datasets = build_datasets(
+            run.data,
+            seq_length=run.model.seq_length,
+            samples=(samples_needed(run), validation_samples(run), None if len(run.data.data_path) == 1 else 0),
+            vocab_size=run.model.vocab_size,
+            named_samples=validation_samples(run) or None,
+            report=report,
+        )
+        if len(datasets.train) == 0:
+            raise DataError(f"--split {run.data.split} leaves no training samples of --seq-length {run.model.seq_length}")
+    except DataError as error:
+        raise ConfigError([str(error)]) from error
+    found, changes = _resume(run, world_size)
+    return Prepared(run, datasets, tokenizer, text, found, changes)
+
+
+def _with_data(run: Run, report: Report) -> tuple[Run, str]:
+    if run.data.data_path:
+        return run, " ".join(run.data.data_path)
+    corpus = default_corpus(cache_root(run.data), report)
+    data = replace(run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path)
+    trainer = run.trainer if run.trainer.sample_prompt is not None else replace(run.trainer, sample_prompt=DEFAULT_PROMPT)
+    return replace(run, data=data, trainer=trainer), corpus.description
+
+
+def samples_needed(run: Run) -> int:
+    """Training samples that the run consumes."""
+    steps = Progress(run.schedule)
+    assert steps.total_iterations is not None, "the resolved run has a length"
+    return steps.batches.consumed_after(steps.total_iterations)
+
+
+def validation_samples(run: Run) -> int:
+    """Samples of one evaluation; each evaluation uses the same ones."""
+    return run.trainer.eval_iters * run.schedule.global_batch_size
+
+
+def _resume(run: Run, world_size: int) -> tuple[Found | None, tuple[Change, ...]]:
+    found = find(run.checkpoint.load) if run.checkpoint.load else None
+    if found is None:
+        return None, ()
+    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
+    if comparison.problems:
+        raise ConfigError([f"{found.path}: {problem}" for problem in comparison.problems])
+    return found, comparison.changes

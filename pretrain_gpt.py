@@ -1,0 +1,28 @@
+#!/usr/bin/env python3
+"""Pretrain a GPT-, BLOOM- or LLaMA-shaped model: `torchrun --nproc-per-node N pretrain_gpt.py --tp T --pp P ...`."""
+
+import sys
+
+from megazero.config.parse import command, dump, parse_run
+from megazero.data.progress import silent, to_stderr
+from megazero.job import build_job
+from megazero.launch import Environment, exit_status, launch
+from megazero.prepare import prepare
+
+
+def main(arguments: list[str], environment: Environment) -> None:
+    """Parse, build, run."""
+    run = parse_run(arguments, environment.world_size)
+    if command(arguments).validate_only:
+        print(dump(run))
+        return
+    prepared = prepare(run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
+    with launch(prepared.run.parallel, environment) as grid:
+        job = build_job(prepared, grid)
+        job.fit()
+        job.report()
+
+
+if __name__ == "__main__":
+    here = Environment.read()
+    sys.exit(exit_status(lambda: main(sys.argv[1:], here), here))

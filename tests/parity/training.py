@@ -1,0 +1,88 @@
+"""A training run in this process's rank, and everything about it that another layout must reproduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from megazero.build import axes_of
+from megazero.config.parse import parse_run
+from megazero.data.progress import silent
+from megazero.job import Job, build_job
+from megazero.mpu.grid import build_grid
+from megazero.prepare import prepare
+from megazero.telemetry.record import StepRecord
+from tests.places import Piece, assemble, values_of, worst_difference
+from tests.ranks import run_ranks
+
+
+class Recorder:
+    """A sink that keeps the records."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self.losses: dict[str, float] = {}
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        self.losses = losses
+
+    def note(self, text: str) -> None: ...
+    def flush(self, durable: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """Of one run: records of rank 0, validation losses, final weights as global tensors."""
+
+    records: list[StepRecord]
+    losses: dict[str, float]
+    weights: dict[str, Tensor]
+
+
+def job_on_rank(rank: int, size: int, flags: list[str]) -> tuple[Job, Recorder]:
+    """The job of this rank, as the program builds it, with a recorder instead of its log."""
+    run = parse_run(flags, size)
+    prepared = prepare(run, size, silent)
+    job = build_job(prepared, build_grid(axes_of(prepared.run, size), "cpu"))
+    recorder = Recorder()
+    job.trainer.log._sinks = (recorder,)
+    return job, recorder
+
+
+def train_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
+    """Train to the end."""
+    job, recorder = job_on_rank(rank, size, flags)
+    job.fit()
+    job.state.wait_parameters()
+    return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
+
+
+def train(size: int, flags: list[str]) -> Outcome:
+    """The run on `size` ranks. Replicas of a parameter must be equal to the bit."""
+    results = run_ranks(size, train_on_rank, size, flags)
+    records, losses, _ = results[0]
+    return Outcome(records, losses, assemble([pieces for _, _, pieces in results]))
+
+
+def worst(ours: Outcome, theirs: Outcome) -> dict[str, float]:
+    """Largest relative difference of losses, norms, validation losses and weights."""
+
+    def series(key: str) -> float:
+        pairs = [(getattr(a, key), getattr(b, key)) for a, b in zip(ours.records, theirs.records, strict=True)]
+        return max(abs(a - b) for a, b in pairs) / max(abs(b) for _, b in pairs)
+
+    assert ours.losses.keys() == theirs.losses.keys()
+    valid = max((abs(ours.losses[name] - loss) / abs(loss) for name, loss in theirs.losses.items()), default=0.0)
+    weights, _ = worst_difference(ours.weights, theirs.weights)
+    return {"loss": series("loss"), "grad_norm": series("grad_norm"), "valid": valid, "weights": weights}
+
+
+def data_flags(corpus: Path, cache: Path) -> list[str]:
+    """Where the words are."""
+    return ["--data-path", str(corpus), "--data-cache-path", str(cache), "--split", "90,10,0", "--eval-iters", "1"]
