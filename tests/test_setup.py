@@ -1,0 +1,147 @@
+"""Set-up: an isolated build brings no torch, versions are pinned, and what is missing is said with the line that installs it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megazero.device import cuda_available
+
+ROOT = Path(__file__).resolve().parents[1]
+tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def constraints() -> dict[str, str]:
+    """Pinned versions by lower-case name, of the lines that concern this Python."""
+    from packaging.requirements import Requirement
+
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    wanted = [Requirement(line) for line in lines]
+    return {r.name.lower(): str(r.specifier).removeprefix("==") for r in wanted if r.marker is None or r.marker.evaluate()}
+
+
+def names(requirements: list[str]) -> list[str]:
+    return [re.split(r"[<>=!~; \[]", requirement)[0].lower() for requirement in requirements]
+
+
+def test_the_build_needs_setuptools_alone() -> None:
+    assert names(PROJECT["build-system"]["requires"]) == ["setuptools"]
+    imported = {
+        (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported <= {"setuptools", "__future__"}
+
+
+def test_what_is_needed_is_pinned() -> None:
+    pinned = constraints()
+    needed = names(PROJECT["project"]["dependencies"]) + [
+        n for extra in PROJECT["project"]["optional-dependencies"].values() for n in names(extra)
+    ]
+    assert "torch" in needed
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pinned["torch"])
+    assert set(needed) - {"setuptools"} <= set(pinned)
+
+
+def test_apex_is_never_required() -> None:
+    """The package called apex on PyPI is another program."""
+    assert "apex" not in (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text()
+
+
+def test_the_installed_torch_is_the_pinned_one() -> None:
+    if (ROOT / ".venv").resolve() != Path(sys.prefix).resolve():
+        pytest.skip("these tests do not run in the .venv that the Makefile makes")
+    assert importlib.metadata.version("torch").split("+")[0] == constraints()["torch"]
+
+
+@pytest.mark.slow
+def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None:
+    """What pip does in its own environment: setuptools and nothing else. -S -I hides every installed package but those named."""
+    source = tmp_path / "source"
+    tracked = shutil.ignore_patterns(".git", ".venv", "runs", "tests", "__pycache__", ".mypy_cache", ".hypothesis", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=tracked)
+    only = tmp_path / "only"
+    only.mkdir()
+    site = Path(importlib.metadata.distribution("setuptools").locate_file(""))  # type: ignore[arg-type]
+    for found in site.iterdir():
+        if found.name.startswith(("setuptools", "_distutils_hack", "pkg_resources", "packaging", "wheel")):
+            (only / found.name).symlink_to(found)
+    build = (
+        f"import sys; sys.path.insert(0, {str(only)!r}); import setuptools.build_meta as b; "
+        f"assert not b.get_requires_for_build_wheel(); b.build_wheel({str(tmp_path)!r}); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", build], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("megazero-*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        inside = opened.namelist()
+        metadata = opened.read(next(name for name in inside if name.endswith("METADATA"))).decode()
+    assert {"megazero/telemetry/flops.py", "fused_ops/__init__.py", "pretrain_gpt.py"} <= set(inside)
+    assert not [name for name in inside if name.startswith(("tests/", "tools/"))]
+    assert "Requires-Dist: torch>=" in metadata
+
+
+def install(tmp_path: Path, python: str | None, programs: tuple[str, ...] = ("git", "make")) -> subprocess.CompletedProcess[str]:
+    """Run the installer where only these programs and this stand-in for python3 are found."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for program in ("bash", "dirname", "cut", "grep", "sh", *programs):
+        found = shutil.which(program)
+        assert found, program
+        (folder / program).symlink_to(found)
+    if python is not None:
+        (folder / "python3").write_text(f"#!/bin/sh\n{python}\n")
+        (folder / "python3").chmod(0o755)
+    environment = {**os.environ, "PATH": str(folder), "PYTHON": "python3"}
+    command = [str(ROOT / "tools" / "install.sh"), str(tmp_path / "venv"), ""]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_nothing_installed_gives_the_line_that_installs_it(tmp_path: Path) -> None:
+    done = install(tmp_path, None, programs=("make",))
+    assert done.returncode == 1
+    assert "sudo apt-get update && sudo apt-get install -y python3 python3-venv git\n" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_missing_venv_is_named(tmp_path: Path) -> None:
+    done = install(tmp_path, 'case "$*" in *ensurepip*) exit 1;; esac')
+    assert done.returncode == 1
+    assert done.stderr.endswith("apt-get install -y python3-venv\n")
+
+
+def test_an_old_python_is_refused_by_its_version(tmp_path: Path) -> None:
+    done = install(tmp_path, 'case "$*" in *version_info*) exit 1;; --version) echo Python 3.9.2;; esac')
+    assert done.returncode == 1
+    assert "3.10 or newer" in done.stderr and "3.9.2" in done.stderr
+
+
+@pytest.mark.skipif(cuda_available(), reason="there is an NVIDIA GPU")
+def test_gpu_test_without_a_gpu_says_so(tmp_path: Path) -> None:
+    """With the Makefile's own installation step marked as done."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    for stamp in (".installed", ".installed-test"):
+        (tmp_path / stamp).touch()
+    done = subprocess.run(["make", "gpu-test", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "finds no NVIDIA GPU" in done.stderr
+
+
+def test_scripts_are_executable() -> None:
+    for script in (".ci/run", "tools/install.sh", "examples/pretrain_stdlib.sh"):
+        assert os.access(ROOT / script, os.X_OK), script
+        subprocess.run(["bash", "-n", str(ROOT / script)], check=True)

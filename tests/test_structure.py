@@ -1,0 +1,232 @@
+"""The house stands: imports run downwards, no globals, one file for the device, short files and functions, clean linters."""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_FILE, LONGEST_FUNCTION = 350, 70
+
+# Room -> floor, as docs/architecture.md draws it. A room is a package, or a module directly under megazero.
+FLOORS = {
+    "megazero.config": 0,
+    "megazero.device": 0,
+    "megazero.batch": 0,
+    "fused_ops": 1,
+    "megazero.telemetry": 1,
+    "megazero.mpu": 2,
+    "megazero.optim": 3,
+    "megazero.pipeline": 4,
+    "megazero.zero": 4,
+    "megazero.data": 4,
+    "megazero.model": 4,
+    "megazero.checkpoint": 5,
+    "megazero.planner": 5,
+}
+# Modules of the top floors, which may be divided as they like but import downwards as well.
+ASSEMBLY, ENTRY = 6, 7
+
+
+def modules(*folders: str) -> dict[str, Path]:
+    """Python files of these folders (and the training script) by their dotted names."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    if (ROOT / "pretrain_gpt.py").exists():
+        paths.append(ROOT / "pretrain_gpt.py")
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+OURS = modules("megazero", "fused_ops", "tools", "bench")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def room(module: str) -> str:
+    """The room a module stands in; for the top floors the module itself."""
+    return next((name for name in FLOORS if module == name or module.startswith(name + ".")), module)
+
+
+def floor(module: str) -> int:
+    """The floor of a module. `megazero` itself is the ground: everyone may import it and it imports nothing of ours."""
+    if module == "megazero":
+        return -1
+    known = FLOORS.get(room(module))
+    if known is not None:
+        return known
+    return ASSEMBLY if module.startswith("megazero.") else ENTRY
+
+
+def imports(module: str, path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module of ours) for every import in a file, those inside functions and under TYPE_CHECKING included."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in ("megazero", "fused_ops", "tools", "bench", "tests", "pretrain_gpt"):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            if base.split(".")[0] in ("megazero", "fused_ops", "tools", "bench", "tests", "pretrain_gpt"):
+                for alias in node.names:
+                    full = f"{base}.{alias.name}"
+                    yield node.lineno, full if full in OURS else base
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(OURS) > 30
+    assert "megazero.telemetry.flops" in OURS
+    assert ("megazero.config.schema") in {target for _, target in imports("megazero.telemetry.flops", OURS["megazero.telemetry.flops"])}
+
+
+def test_imports_run_strictly_downwards() -> None:
+    """A room imports rooms of lower floors and its own files, nothing else: rooms of one floor never import each other."""
+    wrong = []
+    for module, path in OURS.items():
+        for line, target in imports(module, path):
+            same_room = room(module) == room(target) and room(module) in FLOORS
+            both_on_top = floor(module) == floor(target) in (ASSEMBLY, ENTRY)  # these are single files; cycles are caught below
+            if not (same_room or both_on_top or floor(target) < floor(module)):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {module} (floor {floor(module)}) imports {target} (floor {floor(target)})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module: {target for _, target in imports(module, path) if target in OURS and target != module} for module, path in OURS.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: list[str]) -> None:
+        assert module not in trail, "import cycle: " + " -> ".join([*trail[trail.index(module) :], module])
+        if module in done:
+            return
+        for target in sorted(graph[module]):
+            visit(target, [*trail, module])
+        done.add(module)
+
+    for module in graph:
+        visit(module, [])
+
+
+def test_nobody_imports_tests() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for module, path in OURS.items()
+        for line, target in imports(module, path)
+        if target.split(".")[0] == "tests"
+    ]
+    assert not wrong
+
+
+def test_no_global_statement() -> None:
+    wrong = [f"{path.relative_to(ROOT)}:{n.lineno}" for path in OURS.values() for n in ast.walk(parsed(path)) if isinstance(n, ast.Global)]
+    assert not wrong, wrong
+
+
+def touches_cuda(path: Path) -> list[int]:
+    """Lines whose code (not comments or strings) names torch.cuda or imports it."""
+    lines = []
+    words = [t for t in tokenize.generate_tokens(io.StringIO(path.read_text()).readline) if t.type in (tokenize.NAME, tokenize.OP)]
+    for first, dot, last in zip(words, words[1:], words[2:], strict=False):
+        if (first.string, dot.string, last.string) == ("torch", ".", "cuda"):
+            lines.append(first.start[0])
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch" and any(alias.name == "cuda" for alias in node.names):
+            lines.append(node.lineno)
+    return lines
+
+
+def test_cuda_is_named_in_device_and_fused_ops_only() -> None:
+    wrong = []
+    for module, path in OURS.items():
+        if module == "megazero.device" or room(module) == "fused_ops":
+            continue
+        wrong += [f"{path.relative_to(ROOT)}:{line}" for line in touches_cuda(path)]
+    assert touches_cuda(ROOT / "megazero" / "device.py")
+    assert not wrong, wrong
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in OURS.values()}
+    assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+
+
+def test_functions_fit_a_screen() -> None:
+    wrong = []
+    for path in OURS.values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an attribute chain, else what ast makes of it."""
+    return ast.unparse(node)
+
+
+def test_no_pickle_is_loaded() -> None:
+    """torch.load only with weights_only=True, numpy.load only without allow_pickle, and no unpickling module at all."""
+    wrong = []
+    for path in OURS.values():
+        for node in ast.walk(parsed(path)):
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                wrong += [where for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")]
+            if isinstance(node, ast.Call):
+                keywords = {word.arg: word.value for word in node.keywords}
+                called = dotted(node.func)
+                safe = isinstance(keywords.get("weights_only"), ast.Constant) and ast.unparse(keywords["weights_only"]) == "True"
+                if called == "torch.load" and not safe:
+                    wrong.append(where)
+                if called.endswith(".load") and "allow_pickle" in keywords and ast.unparse(keywords["allow_pickle"]) != "False":
+                    wrong.append(where)
+    assert not wrong, wrong
+
+
+def test_no_module_level_containers_to_fill() -> None:
+    """A module-level name bound to an empty container is a cache or a registry in the making: state that nobody passed."""
+    makers = ("dict", "list", "set", "defaultdict", "Counter", "collections.defaultdict", "collections.Counter")
+    wrong = []
+    for path in OURS.values():
+        for node in parsed(path).body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            literal = value is not None and ast.unparse(value) in ("[]", "{}")
+            made = isinstance(value, ast.Call) and dotted(value.func) in makers and len(value.args) == 0
+            if literal or made:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, wrong
+
+
+def run_module(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_is_clean() -> None:
+    pytest.importorskip("ruff")
+    run_module("ruff", "check", ".")
+    run_module("ruff", "format", "--check", ".")
+
+
+@pytest.mark.slow
+def test_mypy_is_clean() -> None:
+    pytest.importorskip("mypy")
+    run_module("mypy")
