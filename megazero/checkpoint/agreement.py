@@ -24,20 +24,30 @@ def agree(world: Group, device: torch.device, error: Exception | None) -> None:
     index = int(first.item())
     if index == world.size:
         return
-    mine = index == world.index and error is not None
-    text = _describe(error).encode() if mine else b""
-    kind = _KINDS.index(type(error)) if mine and type(error) in _KINDS else 0
-    head = torch.tensor([len(text), kind], dtype=torch.int64, device=device)
-    broadcast(head, world, index).wait()
-    body = torch.zeros(int(head[0]), dtype=torch.uint8, device=device)
-    if mine:
-        body.copy_(torch.tensor(list(text), dtype=torch.uint8))
-    broadcast(body, world, index).wait()
-    if mine:
-        assert error is not None
-        raise error
-    raise _KINDS[int(head[1])](bytes(body.tolist()).decode()) from error
+    mine = error if index == world.index else None
+    kind = _KINDS.index(type(mine)) if type(mine) in _KINDS else 0
+    told = share(world, device, f"{kind} {_describe(mine)}" if mine else None, index)
+    assert told is not None
+    if mine is not None:
+        raise mine
+    number, _, text = told.partition(" ")
+    raise _KINDS[int(number)](text) from error
 
 
-def _describe(error: Exception | None) -> str:
+def share(world: Group, device: torch.device, text: str | None, index: int = 0) -> str | None:
+    """The text (or None) of the member `index`, on all ranks. Travels: its length, then its bytes."""
+    mine = world.index == index
+    content = (text or "").encode() if mine else b""
+    length = torch.tensor([-1 if text is None else len(content)], dtype=torch.int64, device=device)
+    broadcast(length, world, index).wait()
+    size = int(length.item())
+    body = torch.zeros(max(size, 0), dtype=torch.uint8, device=device)
+    if mine and size > 0:
+        body.copy_(torch.tensor(list(content), dtype=torch.uint8))
+    if size > 0:
+        broadcast(body, world, index).wait()
+    return bytes(body.tolist()).decode() if size >= 0 else None
+
+
+def _describe(error: Exception) -> str:
     return str(error) if type(error) in _KINDS else f"{type(error).__name__}: {error}"

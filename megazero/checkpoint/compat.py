@@ -107,6 +107,8 @@ _FREE = {
 }
 _SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"})
 """Changes nothing but waiting. (Sections `checkpoint` and `trainer` are about this start of the program, not about the run.)"""
+_LEFT_OPEN = {"model.vocab_size": None, "parallel.device": "auto", "parallel.backend": "auto"}
+"""Values that stand for one found out later (from the tokenizer, from the machine): compared only when both are known."""
 _OVERRIDES = (
     (_RATES, "--override-opt-param-scheduler", "override_opt_param_scheduler"),
     (_BATCH, "--override-batch", "override_batch"),
@@ -157,8 +159,7 @@ def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Chan
     found = []
     for path, value in table.items():
         old, new = value(saved), value(now)
-        unknown = path == "model.vocab_size" and None in (old, new)  # left to the tokenizer; the tensors' shapes tell
-        if old != new and not unknown:
+        if old != new and not (path in _LEFT_OPEN and _LEFT_OPEN[path] in (old, new)):
             found.append(Change(path.partition(".")[2].replace("_", "-"), old, new))
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.agreement import agree
+from megazero.checkpoint.agreement import agree, share
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, Held, Manifest, columns_of
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
@@ -55,8 +55,11 @@ def find(load: str | Path) -> Found | None:
     Raises Damaged, naming file and checkpoint and the one before, ValueError for a newer format.
     """
     path = folders.newest(Path(load))
-    if path is None:
-        return None
+    return open_checkpoint(path) if path else None
+
+
+def open_checkpoint(path: Path) -> Found:
+    """The checkpoint in this very folder. Raises as `find` does."""
     try:
         return Found(path, read_manifest(path))
     except Damaged as error:
@@ -151,10 +154,18 @@ class Checkpoints:
 
     def find(self) -> Found | None:
         """The checkpoint to start from, or None: no --load, or nothing complete there."""
-        found: list[Found | None] = []
-        load = self._cfg.load
-        self._together((lambda: found.append(find(load))) if load else None)
-        return found[0] if found else None
+        load, grid = self._cfg.load, self._grid
+        if load is None:
+            return None
+        paths: list[Path | None] = []
+        self._together((lambda: paths.append(folders.newest(Path(load)))) if grid.rank == 0 else None)
+        # Rank 0 decides: were every rank to look for itself, a leftover run that saves just now could divide them.
+        name = share(grid.world, grid.device, str(paths[0]) if paths and paths[0] else None)
+        if name is None:
+            return None
+        found: list[Found] = []
+        self._together(lambda: found.append(open_checkpoint(Path(name))))
+        return found[0]
 
     def load(self, found: Found) -> None:
         """Fill the state from a checkpoint of any layout and precision; weights only with --finetune or --no-load-optim.
