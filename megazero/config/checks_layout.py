@@ -131,6 +131,12 @@ def _reduce_dtype(f: Facts) -> Found:
         yield f"--grad-reduce-dtype {wanted} narrows --precision fp64, where nothing may be narrower; nearest: auto"
 
 
+def _backend(f: Facts) -> Found:
+    p = f.run.parallel
+    if p.backend == "nccl" and p.device == "cpu":
+        yield "--backend nccl carries no tensors of --device cpu; nearest: --backend gloo"
+
+
 LAYOUT_CHECKS = (
     check(_heads, "hidden_size", "num_attention_heads", "num_query_groups", "position_embedding"),
     check(_positions, "max_position_embeddings", "seq_length", "position_embedding"),
@@ -142,5 +148,6 @@ LAYOUT_CHECKS = (
     check(_recompute, "recompute_num_layers", "recompute_granularity", "num_layers"),
     check(_zero, "zero_stage"),
     check(_world, "tp", "pp"),
+    check(_backend, "backend", "device"),
     check(_reduce_dtype, "precision", "grad_reduce_dtype"),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +45,7 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line taken apart. Words of `Command` are in `command`, all others in `level`."""
+    """A command line taken apart: flags of `Command` are in `command`, all others in `level`."""
 
     level: Level
     command: Command
@@ -168,6 +169,7 @@ def _described(known: Option) -> str:
     tells = "default" in text.lower() or known.section == "command"
     if not tells and known.default not in (None, (), ""):
         shown = {True: "on", False: "off"}[known.default] if known.kind is bool else known.default
+        shown = f"{shown:g}" if known.kind is float else shown
         text = f"{text} (default: {shown})"
     if known.kind is bool and known.default is True:
         text += f" {known.negations[0]} switches it off."
@@ -177,18 +179,28 @@ def _described(known: Option) -> str:
     return (text + (f" Also: {', '.join(extra)}." if extra else "")).replace("%", "%%")
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps flags whole: argparse itself breaks lines at their dashes."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+
 def help_text(program: str = "pretrain_gpt.py", presets: Sequence[str] = ()) -> str:
     """The whole `--help`: one group per section, one entry per option with its sentence."""
     width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"torchrun --nproc-per-node N {program} [flags]\n       python {program} [flags]        (one rank)",
-        description="Pretrain GPT- and BLOOM-style language models with tensor, pipeline and data parallelism and ZeRO. "
-        "Without any flag a 12-layer model is trained on the source of Python's standard library, for 100 iterations or 10 minutes.",
+        description=textwrap.fill(
+            "Pretrain GPT- and BLOOM-style language models with tensor, pipeline and data parallelism and ZeRO. Without any "
+            "flag, a 12-layer model is trained on the source of Python's standard library for 100 iterations or 10 minutes.",
+            width - 2,
+        ),
         epilog=_epilog(presets),
         add_help=False,
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=width),
+        formatter_class=lambda prog: _Formatter(prog, max_help_position=34, width=width),
     )
     command = parser.add_argument_group("what to run")
     for known in options_of(Command, "command"):
@@ -213,6 +225,7 @@ def _epilog(presets: Sequence[str]) -> str:
     lines = [
         "Flags win over --config, that over --deepspeed-config, that over --preset, that over the defaults.",
         "Booleans have a negation: --no-overlap. Of a repeated flag the last one counts.",
+        "A default that is derived comes back with the word none: --rampup-batch-size none.",
         "Exit codes: 0 finished or stopped as asked, 2 the configuration is wrong (all of it is said at once), 1 anything else.",
     ]
     families: dict[str, list[str]] = {}

@@ -53,7 +53,9 @@ class Option:
         return tuple("--" + flag[5:] if flag.startswith("--no-") else "--no-" + flag[2:] for flag in self.flags)
 
     def from_words(self, words: Sequence[str]) -> Any:
-        """The value that the words after a flag stand for."""
+        """The value that the words after a flag stand for; "none" is what takes a preset's choice back."""
+        if self.optional and list(words) == ["none"] and (self.kind is not str or self.choices):
+            return None
         if self.many:
             if not words:
                 raise ValueError("needs one value or more")

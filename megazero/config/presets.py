@@ -1,7 +1,8 @@
 """Published models with their training recipes, as data: `--preset NAME`.
 
 A preset says what the model and the recipe are, never the layout: tp, pp, micro-batch and ZeRO stage are the
-cluster's matter (examples/ has the layouts that were used).
+cluster's matter (examples/ has the layouts that were used). Every preset says how long its rate decays, so that a
+shorter run (--train-iters 1000) is the beginning of the recipe and not another one.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _gpt(shape: Shape) -> dict[str, Any]:
 
 
 def _gpt2(shape: Shape) -> dict[str, Any]:
-    return _gpt(shape) | {"seq_length": 1024, "train_iters": 600_000, "lr_warmup_iters": 2_000}
+    return _gpt(shape) | {"seq_length": 1024, "train_iters": 600_000, "lr_decay_iters": 600_000, "lr_warmup_iters": 2_000}
 
 
 def _gpt3(shape: Shape) -> dict[str, Any]:
@@ -137,6 +138,7 @@ def _llama(shape: Shape) -> dict[str, Any]:
         "vocab_size": 32_000,
         "seq_length": 2048,
         "train_iters": 238_419,
+        "lr_decay_iters": 238_419,
         "lr_warmup_iters": 2_000,
     }
 

@@ -1,0 +1,143 @@
+"""The command line: every flag that other programs rely on, aliases, negations, mistakes and help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megazero.config.flags import all_flags, help_text, read_command_line
+from megazero.config.options import run_options
+from megazero.config.parse import ConfigError, parse_run
+
+# Words after each flag of the contract, and the flags without which it would have no effect.
+CONTRACT = """
+--tensor-model-parallel-size 2 | --tp 2 | --pipeline-model-parallel-size 2 | --pp 2 | --num-layers 6 | --hidden-size 120
+--num-attention-heads 6 | --seq-length 64 | --micro-batch-size 1 | --global-batch-size 48 | --micro-batch-size 1 --rampup-batch-size 8 8 100
+--train-iters 7 | --train-samples 700 | --lr 1e-4 | --min-lr 1e-5 | --lr-decay-style linear | --lr-warmup-iters 3
+--train-samples 700 --lr-warmup-samples 30 | --lr-warmup-fraction 0.1 | --lr-decay-iters 50 | --train-samples 700 --lr-decay-samples 500
+--weight-decay 0.01 | --clip-grad 0.5 | --adam-beta1 0.8 | --adam-beta2 0.99 | --adam-eps 1e-6 | --init-method-std 0.01 | --seed 7
+--data-path some/prefix --vocab-size 100 | --split 90,10,0 | --vocab-size 500 | --make-vocab-size-divisible-by 64 | --save folder
+--load folder | --save folder --save-interval 5 | --eval-interval 5 | --eval-iters 2 | --log-interval 2 | --exit-interval 5
+--exit-duration-in-mins 3 | --fp16 | --bf16 | --recompute-granularity full | --sequence-parallel | --tensorboard-dir board
+--position-embedding learned --max-position-embeddings 999 | --max-position-embeddings 999 | --ffn-hidden-size 480 | --num-query-groups 4
+--untie-embeddings-and-output-weights | --disable-bias-linear | --hidden-dropout 0.1 | --attention-dropout 0.1
+--recompute-granularity full --recompute-num-layers 2 | --label-smoothing 0.1 | --z-loss 1e-4 | --optimizer sgd
+--fp16 --initial-loss-scale 4096 | --fp16 --loss-scale-window 500 | --fp16 --hysteresis 3 | --fp16 --min-loss-scale 2 | --num-workers 2
+--data-cache-path cache | --distributed-timeout-minutes 3 | --load folder --finetune | --load folder --no-load-optim
+--override-opt-param-scheduler | --data-path p --vocab-size 9 --eod-id 3 | --zero-stage 0 | --zero-stage 1 | --zero-stage 2
+--pipeline-schedule gpipe | --pipeline-schedule 1f1b | --virtual-stages 2 --pipeline-schedule interleaved | --virtual-stages 2
+--position-embedding learned | --position-embedding alibi | --position-embedding rotary | --position-embedding none
+--embedding-layernorm | --activation gelu | --activation gelu-tanh | --activation relu | --activation swiglu | --norm layernorm
+--norm rmsnorm | --precision fp64 | --precision fp32 | --precision bf16 | --precision fp16 | --device auto | --device cpu | --device cuda
+--backend auto | --backend gloo | --backend nccl | --backend mpi | --preset gpt2-124m | --data-path p --tokenizer byte
+--data-path p --tokenizer gpt2 --tokenizer-path t | --data-path p --tokenizer sentencepiece --tokenizer-path t
+--data-path p --tokenizer hf --tokenizer-path t | --metrics-file m.jsonl | --grad-reduce-dtype bf16 | --partition-by time
+--valid-data-path a p b q | --validate-only --world-size 8
+"""
+# --config and --deepspeed-config read files: test_precedence.py and test_deepspeed.py.
+# --zero-stage 3 is part of the contract and not built yet: refused by name in test_validate.py.
+
+
+@pytest.mark.parametrize("line", [line.strip() for line in CONTRACT.replace("\n", "|").split("|") if line.strip()])
+def test_every_flag_of_the_contract_is_accepted_and_has_an_effect(line: str) -> None:
+    words = line.split()
+    run = parse_run(words, 8)
+    parsed = read_command_line(words)
+    for name, value in parsed.level.settings.items():
+        assert getattr(getattr(run, run_options()[name].section), name) == value
+    assert parsed.level.settings or parsed.command.preset or parsed.command.validate_only
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "name", "value"),
+    [
+        (["--tensor-model-parallel-size", "2"], "parallel", "tp", 2),
+        (["--tp=2"], "parallel", "tp", 2),
+        (["--fp16"], "optimizer", "precision", "fp16"),
+        (["--precision", "FP32"], "optimizer", "precision", "fp32"),
+        (["--no-overlap"], "parallel", "overlap", False),
+        (["--no-embedding-layernorm"], "model", "embedding_layernorm", False),
+        (["--train-samples", "220_000_000"], "schedule", "train_samples", 220_000_000),
+        (["--train-samples", "2e8"], "schedule", "train_samples", 200_000_000),
+        (["--micro-batch-size", "1", "--rampup-batch-size", "8", "8", "100"], "schedule", "rampup_batch_size", (8, 8, 100)),
+        (["--num-layers", "8", "--pp", "2", "--partition", "5,3"], "parallel", "partition", (5, 3)),
+        (["--data-path", "0.3", "a", "0.7", "b", "--vocab-size", "9"], "data", "data_path", ("0.3", "a", "0.7", "b")),
+        (["--tp", "4", "--tp", "2"], "parallel", "tp", 2),
+        (["--preset", "bloom-560m", "--rampup-batch-size", "none"], "schedule", "rampup_batch_size", None),
+        (["--load", "x", "--no-load-optim"], "checkpoint", "no_load_optim", True),
+        (["--load", "x", "--no-load-optim", "--load-optim"], "checkpoint", "no_load_optim", False),
+    ],
+)
+def test_words_become_values(words: list[str], section: str, name: str, value: object) -> None:
+    assert getattr(getattr(parse_run(words, 8), section), name) == value
+
+
+def test_mistakes_of_every_kind_come_in_one_message() -> None:
+    words = (
+        "stray --micro-batch-sise 3 --tp two --lr 1e --seed --overlap yes --activation swigl --preset blom-3b --fp16 --bf16 --min-lr -1e-5"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_run(words.split(), 1)
+    message = str(caught.value)
+    assert message.startswith("10 problems") and len(caught.value.problems) == 10
+    for part in (
+        "'stray'",
+        "did you mean --micro-batch-size?",
+        "--tp: 'two' is not a whole number",
+        "--lr: '1e' is not a number",
+        "--seed: takes one value, not 0",
+        "--overlap: takes no value",
+        "did you mean swiglu?",
+        "did you mean bloom-3b?",
+        "--fp16 and --bf16 contradict",
+        "--min-lr -1e-05: must be at least 0",
+    ):
+        assert part in message, part
+
+
+@pytest.mark.parametrize(("typo", "right"), [("-tp", "--tp"), ("--seq-lenght", "--seq-length"), ("--zero_stage", "--zero-stage")])
+def test_a_typo_suggests_the_flag(typo: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {right}\\?"):
+        parse_run([typo, "1"], 1)
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-inf"])
+def test_numbers_are_finite(word: str) -> None:
+    with pytest.raises(ConfigError, match="not a finite number"):
+        parse_run(["--lr", word], 1)
+
+
+def test_abbreviations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no --micro"):
+        parse_run(["--micro", "1"], 1)
+
+
+def test_flags_are_unique_and_every_field_has_a_sentence() -> None:
+    assert len(all_flags()) == len(set(all_flags()))
+    for known in run_options().values():
+        assert known.sentence.endswith("."), known.name
+
+
+def test_help_has_every_flag_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_text().split())
+    for known in run_options().values():
+        assert known.flag in text and " ".join(known.sentence.split()) in text, known.name
+        assert all(alias in text for alias in known.aliases)
+    with pytest.raises(SystemExit) as caught:
+        parse_run(["--tp", "nonsense", "--help"], 4)
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "bloom-176b" in out and max(len(line) for line in out.splitlines()) <= 160
+
+
+def test_reading_a_configuration_does_not_import_torch() -> None:
+    code = "import sys; from megazero.config.parse import parse_run; parse_run([], 1); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_world_size_belongs_to_validate_only() -> None:
+    with pytest.raises(ConfigError, match="--world-size 8 goes with --validate-only"):
+        parse_run(["--world-size", "8"], 1)
+    assert parse_run(["--validate-only", "--world-size", "48", "--tp", "4", "--pp", "12"], 1).parallel.pp == 12

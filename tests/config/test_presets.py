@@ -1,0 +1,89 @@
+"""Presets against the sizes in their names and the table of the published recipes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config.derive import ffn_width, padded_vocab, query_groups
+from megazero.config.parse import ConfigError, parse_run
+from megazero.config.presets import presets
+from megazero.model.count import parameters
+
+PARAMETERS = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "bloom-560m": 559_214_592,
+    "bloom-1b1": 1_065_314_304,
+    "bloom-1b7": 1_722_408_960,
+    "bloom-3b": 3_002_557_440,
+    "bloom-7b1": 7_069_016_064,
+    "bloom-176b": 176_247_271_424,
+    "llama-7b": 6_738_415_616,
+}
+ROUGHLY = {"gpt3-125m": 125e6, "gpt3-350m": 356e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.3e9, "gpt3-2.7b": 2.65e9, "gpt3-6.7b": 6.7e9}
+ROUGHLY |= {"gpt3-13b": 13.0e9, "gpt3-175b": 174.6e9}
+
+BLOOM = {
+    "bloom-560m": (24, 1024, 16, 3.0e-4, 1e-5, 256, (192, 32), "fp16"),
+    "bloom-1b1": (24, 1536, 16, 2.5e-4, 1e-5, 256, (192, 16), "fp16"),
+    "bloom-1b7": (24, 2048, 16, 2.0e-4, 1e-5, 512, (192, 16), "fp16"),
+    "bloom-3b": (30, 2560, 32, 1.6e-4, 1e-5, 512, (192, 32), "fp16"),
+    "bloom-7b1": (30, 4096, 32, 1.2e-4, 1e-5, 512, (192, 32), "fp16"),
+    "bloom-176b": (70, 14336, 112, 6e-5, 6e-6, 2048, (192, 16), "bf16"),
+}
+
+
+def test_every_preset_has_a_size_to_be_held_to() -> None:
+    assert {*PARAMETERS, *ROUGHLY} == set(presets())
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_exactly(name: str) -> None:
+    assert parameters(parse_run(["--preset", name], None).model) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ROUGHLY)
+def test_parameters_as_the_paper_rounds_them(name: str) -> None:
+    assert parameters(parse_run(["--preset", name], None).model) == pytest.approx(ROUGHLY[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", BLOOM)
+def test_bloom_recipes(name: str) -> None:
+    run = parse_run(["--preset", name], None)
+    m, o, s = run.model, run.optimizer, run.schedule
+    layers, hidden, heads, lr, min_lr, batch, ramp, precision = BLOOM[name]
+    assert (m.num_layers, m.hidden_size, m.num_attention_heads) == (layers, hidden, heads)
+    assert (s.lr, s.min_lr, s.global_batch_size, s.rampup_batch_size) == (lr, min_lr, batch, (*ramp, 9_765_625))
+    assert (s.lr_decay_style, s.lr_warmup_samples, s.lr_decay_samples) == ("cosine", 183_105, 200_000_000)
+    assert (o.precision, o.optimizer, o.adam_beta1, o.adam_beta2, o.adam_eps) == (precision, "adamw", 0.9, 0.95, 1e-8)
+    assert (o.weight_decay, o.clip_grad, m.init_method_std, m.vocab_size, m.seq_length) == (0.1, 1.0, 0.0048, 250_880, 2048)
+    assert (m.position_embedding, m.embedding_layernorm, m.norm, m.norm_epsilon, m.activation) == (
+        "alibi",
+        True,
+        "layernorm",
+        1e-5,
+        "gelu-tanh",
+    )
+    assert ffn_width(m) == 4 * hidden and query_groups(m) == heads and not m.untie_embeddings_and_output_weights
+
+
+def test_derived_numbers() -> None:
+    model = parse_run(["--activation", "swiglu", "--hidden-size", "4096", "--num-attention-heads", "32"], None).model
+    assert ffn_width(model) == 10_944, "8/3 of 4096 is 10922.7, the next multiple of 64"
+    llama = parse_run(["--preset", "llama-7b"], None).model
+    assert ffn_width(llama) == 11_008
+    assert padded_vocab(parse_run(["--vocab-size", "1003"], None).model, 3) == 1152
+    assert padded_vocab(parse_run(["--preset", "bloom-176b"], None).model, 4) == 250_880
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_recipe_can_be_run_for_a_few_iterations(name: str) -> None:
+    schedule = parse_run(["--preset", name, "--train-iters", "10"], None).schedule
+    assert (schedule.train_iters, schedule.train_samples) == (10, None)
+
+
+def test_names_are_suggested() -> None:
+    with pytest.raises(ConfigError, match="did you mean bloom-176b"):
+        parse_run(["--preset", "Bloom176b"], None)

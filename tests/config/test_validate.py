@@ -1,0 +1,206 @@
+"""Every reason to refuse a run, its neighbours that are not refused, and the nearest values that messages offer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+
+from megazero.config.checks_training import EFFECT
+from megazero.config.options import run_options
+from megazero.config.parse import ConfigError, parse_run
+from megazero.config.validate import RANGES
+
+
+def problems(line: str, world_size: int | None = 1) -> tuple[str, ...]:
+    try:
+        parse_run(line.split(), world_size)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+REFUSED = [
+    # words, world size, what the message holds, words that make it valid
+    (
+        "--hidden-size 250",
+        1,
+        "--num-attention-heads 12 does not divide --hidden-size 250; nearest: --hidden-size 240 or 252",
+        "--hidden-size 252",
+    ),
+    ("--hidden-size 36 --position-embedding rotary", 1, "= 3 must be even; nearest: --hidden-size 24 or 48", "--hidden-size 48"),
+    ("--num-query-groups 5", 1, "--num-query-groups 5 does not divide --num-attention-heads 12; nearest: 4 or 6", "--num-query-groups 4"),
+    (
+        "--tp 5",
+        5,
+        "--tp 5 does not divide --num-attention-heads 12; tp can be 1, 2, 3, 4, 6, 12; nearest: 4 or 6",
+        "--validate-only --world-size 4 --tp 4",
+    ),
+    ("--tp 2 --num-query-groups 3", 2, "--tp 2 does not divide --num-query-groups 3", "--num-query-groups 6"),
+    ("--tp 3 --ffn-hidden-size 500", 3, "--tp 3 does not divide --ffn-hidden-size 500", "--ffn-hidden-size 501"),
+    ("--tp 3 --activation swiglu --hidden-size 96", 3, "--tp 3 does not divide --ffn-hidden-size 256", "--ffn-hidden-size 255"),
+    ("--position-embedding learned --max-position-embeddings 100", 1, "is less than --seq-length 384", "--seq-length 100"),
+    ("--tp 2 --sequence-parallel --seq-length 33", 2, "nearest: --seq-length 32 or 34", "--seq-length 34"),
+    ("--num-layers 2 --pp 5", 5, "--pp 5 x --virtual-stages 1 = 5 model chunks, but --num-layers 2", "--num-layers 3"),
+    (
+        "--num-layers 2 --pp 2 --virtual-stages 3",
+        2,
+        "= 6 model chunks, but --num-layers 2, the embedding and the head make 4",
+        "--num-layers 4",
+    ),
+    ("--pp 2 --partition 5 6", 2, "adds up to 11, but --num-layers is 12", "--partition 5 7"),
+    ("--pp 2 --partition 4 4 4", 2, "has 3 numbers, but --pp 2 x --virtual-stages 1 = 2", "--partition 4 8"),
+    ("--pp 3 --partition 6 0 6", 3, "leaves chunk 1 empty", "--partition 0 12 0"),
+    ("--pp 2 --partition 6 6 --partition-by time", 2, "--partition-by time has no say", "--partition-by parameters"),
+    ("--pp 2 --pipeline-schedule interleaved", 2, "interleaved needs --virtual-stages 2 or more, not 1", "--virtual-stages 2"),
+    ("--pp 2 --pipeline-schedule 1f1b --virtual-stages 2", 2, "1f1b has one model chunk per rank", "--pipeline-schedule gpipe"),
+    ("--recompute-num-layers 2", 1, "needs --recompute-granularity full", "--recompute-granularity full"),
+    ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
+    ("--zero-stage 3", 1, "--zero-stage 3 is not built yet", "--zero-stage 2"),
+    ("--zero-stage 4", 1, "--zero-stage 4 does not exist", "--zero-stage 2"),
+    (
+        "--tp 4 --pp 12",
+        40,
+        "--tp 4 x --pp 12 = 48 does not divide the world size 40; nearest world size: 48; with --tp 4 on 40 ranks, nearest: --pp 10",
+        "--pp 10",
+    ),
+    (
+        "--global-batch-size 100 --micro-batch-size 2",
+        8,
+        "--global-batch-size 100 is not a multiple of --micro-batch-size 2 x dp 8 = 16; nearest: 96 or 112",
+        "--global-batch-size 112",
+    ),
+    ("--global-batch-size 32 --rampup-batch-size 8 12 100", 4, "INCREMENT 12 is not a multiple", "--rampup-batch-size 8 8 100"),
+    (
+        "--global-batch-size 32 --rampup-batch-size 10 12 100",
+        1,
+        "from 10 in steps of 12 --global-batch-size 32 is not met; nearest START: 8 or 20",
+        "--rampup-batch-size 8 12 100",
+    ),
+    ("--global-batch-size 32 --rampup-batch-size 40 8 100", 1, "starts above --global-batch-size 32", "--rampup-batch-size 32 8 100"),
+    ("--global-batch-size 32 --rampup-batch-size 8 8", 1, "three numbers are needed", "--rampup-batch-size 8 8 10"),
+    ("--rampup-batch-size 8 8 0", 1, "--rampup-batch-size 0: must be at least 1", "--rampup-batch-size 8 8 1"),
+    ("--train-samples 20", 1, "--train-samples 20 are fewer than the first global batch has, 24", "--train-samples 24"),
+    ("--min-lr 1", 1, "--min-lr 1 is above --lr 0.001", "--lr 1"),
+    ("--train-iters 5 --lr-warmup-iters 6", 1, "--lr-warmup-iters 6 is longer than --train-iters 5", "--lr-warmup-iters 5"),
+    ("--lr-decay-samples 50 --train-samples 90 --lr-warmup-samples 60", 1, "longer than --lr-decay-samples 50", "--lr-warmup-samples 50"),
+    (
+        "--train-iters 9 --lr-decay-style wsd --lr-warmup-iters 5 --lr-wsd-decay-iters 5",
+        1,
+        "nearest: --lr-wsd-decay-iters 4",
+        "--lr-wsd-decay-iters 4",
+    ),
+    ("--precision fp64 --grad-reduce-dtype fp32", 1, "--grad-reduce-dtype fp32 narrows --precision fp64", "--grad-reduce-dtype auto"),
+    ("--fp16 --min-loss-scale 1e6", 1, "--min-loss-scale 1e+06 is above --initial-loss-scale 65536", "--min-loss-scale 1"),
+    ("--data-path p", 1, "--vocab-size is needed with --data-path and no --tokenizer", "--vocab-size 9"),
+    ("--data-path 1 p 2 --vocab-size 9", 1, "--data-path has 3 words", "--data-path 1 p 2 q"),
+    ("--data-path p q --vocab-size 9", 1, "'p' is not a weight", "--data-path 1 q"),
+    ("--data-path 0 p 0 q --vocab-size 9", 1, "add up to 0", "--data-path 1 p 0 q"),
+    ("--valid-data-path a p b", 1, "--valid-data-path has 3 words", "--valid-data-path a p b q"),
+    ("--valid-data-path a p a q", 1, "a name of its own", "--valid-data-path a p b q"),
+    ("--split 0,0,0", 1, "--split 0,0,0", "--split 0,1,0"),
+    ("--split 1,2,3,4", 1, "up to three shares", "--split 1"),
+    ("--split 50,-1", 1, "none negative", "--split 50,1"),
+    ("--data-path p --tokenizer hf", 1, "--tokenizer hf needs --tokenizer-path", "--tokenizer-path t"),
+    ("--data-path p --tokenizer byte --tokenizer-path t", 1, "has no effect on --tokenizer byte", "--tokenizer hf"),
+    ("--tokenizer byte", 1, "--tokenizer byte needs --data-path", "--data-path p"),
+    ("--data-path p --vocab-size 9 --eod-id 9", 1, "--eod-id 9 is no token of --vocab-size 9; nearest: 8", "--eod-id 8"),
+    ("--data-path p --vocab-size 9 --document-mask --eod-mask-loss", 1, "--document-mask and --eod-mask-loss must know", "--eod-id 0"),
+    ("--load x --finetune --no-load-optim", 1, "--no-load-optim adds nothing", "--no-finetune"),
+    ("--backend nccl --device cpu", 1, "nearest: --backend gloo", "--backend gloo"),
+    ("--train-iters 5 --train-samples 50", 1, "--train-iters and --train-samples say the same thing", ""),
+    ("--train-iters 5 --lr-warmup-samples 50", 1, "count iterations and --lr-warmup-samples samples", ""),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", 1, "say the same thing in two ways", ""),
+]
+
+
+@pytest.mark.parametrize(("line", "world_size", "part", "cure"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_refused_with_its_reason_and_accepted_when_cured(line: str, world_size: int, part: str, cure: str) -> None:
+    found = problems(line, world_size)
+    assert len(found) == 1, found
+    assert part in found[0]
+    if cure:
+        assert problems(f"{line} {cure}", world_size) == ()
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_single_fields_have_bounds(name: str) -> None:
+    allowed, known = RANGES[name], run_options()[name]
+    outside = [allowed.low - 1] + ([allowed.low] if allowed.low_open else [])
+    if allowed.high is not None:
+        outside += [allowed.high + 1] + ([allowed.high] if allowed.high_open else [])
+    for value in outside:
+        found = problems(f"{known.flag} {int(value) if known.kind is int else value}")
+        assert any(known.flag in text and "must be" in text for text in found), (value, found)
+
+
+def test_numbers_without_a_bound_are_known() -> None:
+    unbounded = {name for name, known in run_options().items() if known.kind in (int, float) and name not in RANGES}
+    assert unbounded == {"zero_stage"}
+
+
+@pytest.mark.parametrize("name", sorted(EFFECT))
+def test_a_flag_without_effect_is_refused_on_the_command_line(name: str) -> None:
+    known = run_options()[name]
+    value = "" if known.kind is bool else " 1"
+    style = " --optimizer sgd" if name.startswith("adam") else ""
+    found = problems(f"{known.flag}{value.replace('1', '0.5') if known.kind is float else value}{style}")
+    assert any(f"{known.flag} has no effect without" in text for text in found), found
+
+
+def test_every_size_of_the_ramp_is_whole_micro_batches_on_every_rank() -> None:
+    found = problems("--global-batch-size 32 --rampup-batch-size 6 2 100", 4)
+    assert found == (
+        "--rampup-batch-size 6 2 100: START 6 is not a multiple of --micro-batch-size 2 x dp 4 = 8; nearest: 8",
+        "--rampup-batch-size 6 2 100: INCREMENT 2 is not a multiple of --micro-batch-size 2 x dp 4 = 8; nearest: 8",
+    )
+
+
+def test_all_problems_of_a_hopeless_command_line_come_together() -> None:
+    found = problems("--tp 5 --zero-stage 3 --hidden-size 250 --global-batch-size 7 --min-lr 2 --split x --recompute-num-layers 3", 5)
+    assert len(found) == 7
+    assert all(re.search(r"\d|x", text) for text in found)
+
+
+def test_layouts_are_accepted_exactly_when_the_mathematics_allows() -> None:
+    """Against conditions written down a second time, over layouts drawn from a few thousand."""
+    refused = accepted = 0
+    axes = ((1, 2, 3, 4), (1, 2, 3), (1, 2), (1, 2), (1, 2, 4), (4, 6), (2, 0), (4, 6), (False, True))
+    drawn = random.Random(0).sample(list(itertools.product(*axes)), 700)
+    for tp, pp, dp, virtual, layers, heads, groups, batch, sp in drawn:
+        groups = groups or heads
+        line = (
+            f"--tp {tp} --pp {pp} --virtual-stages {virtual} --num-layers {layers} --num-attention-heads {heads} --hidden-size {heads * 4} "
+            f"--num-query-groups {groups} --ffn-hidden-size 48 --seq-length 8 --micro-batch-size 2 --global-batch-size {batch}"
+        ) + (" --sequence-parallel" if sp else "")
+        fine = (
+            heads % tp == groups % tp == 48 % tp == 0
+            and (not sp or 8 % tp == 0)
+            and batch % (2 * dp) == 0
+            and pp * virtual <= layers + 2
+            and heads % groups == 0
+        )
+        assert (problems(line, tp * pp * dp) == ()) == fine, line
+        refused, accepted = refused + (not fine), accepted + fine
+    assert refused > 150 and accepted > 150
+
+
+def test_values_offered_as_nearest_are_valid() -> None:
+    for line, flag, world in (
+        ("--tp 7", "tp", 1),
+        ("--num-query-groups 7", "num-query-groups", 1),
+        ("--global-batch-size 25 --micro-batch-size 3", "global-batch-size", 4),
+    ):
+        (text,) = problems(line, None if flag == "tp" else world)
+        for value in re.findall(r"\d+", text.rsplit("nearest: ", 1)[1]):
+            assert problems(f"{line} --{flag} {value}", None if flag == "tp" else world) == ()
+
+
+@pytest.mark.parametrize("world_size", range(1, 50))
+def test_the_bare_command_runs_on_any_number_of_ranks(world_size: int) -> None:
+    run = parse_run([], world_size)
+    assert run.schedule.global_batch_size % (run.schedule.micro_batch_size * world_size) == 0
+    assert (run.schedule.train_iters, run.trainer.exit_duration_in_mins) == (100, 10.0)
+    assert run.model.embedding_layernorm and run.model.position_embedding == "alibi" and run.model.num_layers == 12
