@@ -4,7 +4,10 @@ python tools/inspect_data.py --data-path PREFIX --split 969,30,1 --seq-length 20
 """
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.config.schema import DataConfig
 from megazero.data.build import build_datasets

@@ -1,6 +1,10 @@
 """Join several .bin/.idx pairs into one: python tools/merge_data.py --input PREFIX PREFIX ... --output-prefix PREFIX"""
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.data.tool import run
 from megazero.data.writer import merge

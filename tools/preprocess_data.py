@@ -4,6 +4,10 @@ python tools/preprocess_data.py --input corpus/ more.jsonl.zst --output-prefix d
 """
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.progress import to_stderr

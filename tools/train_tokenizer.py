@@ -4,7 +4,10 @@ Then: --tokenizer gpt2 --tokenizer-path TOKENIZER
 """
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.data.preprocess import texts
 from megazero.data.progress import to_stderr
