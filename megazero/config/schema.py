@@ -191,7 +191,7 @@ class DataConfig:
     eod_id: int | None = option(None)
     "Token that ends a document; default: the tokenizer's."
     eod_mask_loss: bool = option(False)
-    "Leave the separator's own prediction out of the loss."
+    "Leave the prediction made at a separator (the first token of the next document) out of the loss."
     data_cache_path: str | None = option(None)
     "Folder for index caches and the default corpus; default ~/.cache/megazero."
     num_workers: int = option(1)
