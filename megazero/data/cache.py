@@ -65,7 +65,7 @@ def once(
             report(text)
 
         say(f"building {name} in {root}")
-        _build(root, folder, build, say)
+        _build(root, folder, build, say, complete)
     return folder
 
 
@@ -84,13 +84,15 @@ def _held(handle: int, name: str, report: Report) -> Iterator[None]:
                 note = os.pread(handle, 4096, 0).decode(errors="replace")
                 report(f"waiting {clock(now - start)} for {name}: {note}")
             time.sleep(0.05)
+        except OSError as error:
+            raise DataError(f"--data-cache-path: this file system gives no file locks ({error.strerror}); name another folder") from error
     try:
         yield
     finally:
         fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], report: Report) -> None:
+def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], report: Report, complete: Callable[[Path], bool]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=root))
     try:
         temporary.chmod(0o755)
@@ -102,7 +104,11 @@ def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], repo
         sync_folder(temporary)
         if folder.exists():  # it was there and not complete
             folder.rename(temporary.with_name(f"{temporary.name}-old"))
-        temporary.rename(folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not complete(folder):  # a network file system may show another machine's finished folder late
+                raise
         sync_folder(root)
     finally:
         for left in (temporary, temporary.with_name(f"{temporary.name}-old")):

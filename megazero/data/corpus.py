@@ -6,6 +6,7 @@ Prepared once per cache folder: a byte-level BPE is trained on it and the files 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sysconfig
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ class Corpus:
 
 def source_files(library: Path) -> list[Path]:
     """Python files of the library, its tests left out, in an order that scatters packages: splits are contiguous."""
-    found = [path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts)]
+    found: list[Path] = []
+    for folder, inside, names in os.walk(library):
+        inside[:] = [name for name in inside if name not in LEFT_OUT]  # site-packages can be far larger than the library
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
 
 

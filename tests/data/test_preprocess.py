@@ -1,0 +1,213 @@
+"""Preprocessing: what goes in comes out, from every kind of file, with any number of workers, whole or not at all."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.data.documents import Raw, text_of
+from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.preprocess import Job, Reader, preprocess
+from megazero.data.progress import silent
+from megazero.data.tokenizer import build_tokenizer
+from tests.data.test_tokenizers import ODDITIES, random_text
+from tests.reference import REFERENCE, needs_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [*ODDITIES, "", *(random_text(seed) for seed in range(200)), ""]
+
+
+def _jsonl(documents, key="text", ending="\n") -> bytes:
+    return ending.join(
+        json.dumps({"id": number, key: text}, ensure_ascii=number % 2 == 0) for number, text in enumerate(documents)
+    ).encode()
+
+
+def _decoded(prefix, tokenizer, *, eod: bool) -> list[str]:
+    data = IndexedDataset(prefix)
+    data.check()
+    rows = [data[number].tolist() for number in range(len(data))]
+    if eod:
+        assert all(row[-1] == tokenizer.eod_id for row in rows)
+        rows = [row[:-1] for row in rows]
+    return [tokenizer.decode(row) for row in rows]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("eod", [False, True])
+def test_jsonl_decodes_to_its_input(tmp_path, workers, eod, monkeypatch):
+    monkeypatch.setattr("megazero.data.preprocess.BATCH_DOCUMENTS", 7)
+    (tmp_path / "in.jsonl").write_bytes(_jsonl(DOCUMENTS) + b"\n\n")
+    done = preprocess([tmp_path / "in.jsonl"], tmp_path / "out", Job("byte", None, append_eod=eod), workers=workers, report=silent)
+    assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=eod) == DOCUMENTS
+    assert done.documents == len(DOCUMENTS) and IndexedDataset(tmp_path / "out").dtype == np.dtype("<u2")
+
+
+@needs_reference
+@pytest.mark.parametrize("eod", [False, True])
+def test_reference_tokenizer_decodes_to_its_input(tmp_path, eod):
+    assert REFERENCE is not None
+    (tmp_path / "in.jsonl").write_bytes(_jsonl(DOCUMENTS, key="body", ending="\r\n"))
+    job = Job("gpt2", str(REFERENCE), Reader(json_key="body"), append_eod=eod)
+    preprocess([tmp_path / "in.jsonl"], tmp_path / "out", job, workers=1, report=silent)
+    assert _decoded(tmp_path / "out", build_tokenizer("gpt2", str(REFERENCE)), eod=eod) == DOCUMENTS
+
+
+def test_folders_and_packed_files(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    folder = tmp_path / "corpus"
+    (folder / "b" / "deep").mkdir(parents=True)
+    (folder / ".hidden").write_text("no")
+    packed = zstandard.ZstdCompressor().compress
+    contents = {
+        "a.txt": b"first\r\nfile",
+        "b/deep/c.txt.gz": gzip.compress(b"second") + gzip.compress(b" and more"),
+        "b/d.jsonl.gz": gzip.compress(_jsonl(["third", "fourth"])),
+        "b/e.json.zst": packed(_jsonl(["fifth"]) + b"\n") + packed(_jsonl(["sixth"])),
+        "c.md.zst": packed(b""),
+        "d.txt": b"",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    preprocess([folder, folder / "a.txt"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+    decoded = _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False)
+    assert decoded == ["first\r\nfile", "third", "fourth", "second and more", "fifth", "sixth", "", "", "first\r\nfile"]
+
+
+def test_lines_as_documents(tmp_path):
+    (tmp_path / "in.txt").write_bytes("one\r\n\ntwo\x85still\u2028two\n three".encode())
+    job = Job("byte", None, Reader(document="line"))
+    preprocess([tmp_path / "in.txt"], tmp_path / "out", job, workers=1, report=silent)
+    assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False) == ["one", "", "two\x85still\u2028two", " three"]
+
+
+@pytest.mark.parametrize(("filler", "workers"), [("word ", 1), ("é", 1), ("é\n", 2), ("x", 1)])
+def test_a_file_larger_than_memory_may_be_is_one_document(tmp_path, filler, workers, monkeypatch):
+    monkeypatch.setattr("megazero.data.documents.PIECE", 1000)
+    monkeypatch.setattr("megazero.data.preprocess.BATCH_BYTES", 2500)
+    texts = [filler * 3000, "short", "", filler * 777 + "\n"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+    inputs = [tmp_path / f"{number}.txt" for number in range(4)]
+    preprocess(inputs, tmp_path / "out", Job("byte", None, append_eod=True), workers=workers, report=silent)
+    assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=True) == texts
+
+
+def test_lone_surrogates_in_json():
+    raw = Raw("x", 1, rb'{"text": "a\ud800b \ud83d\ude00"}', True, True)
+    assert text_of(raw, "text", "strict") == "a\ufffdb \U0001f600"
+
+
+BROKEN = {
+    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2 is no JSON"),
+    "key.jsonl": (b'{"body": "a", "id": 1}', r"key\.jsonl, line 1 has no text under --json-key 'text'; it holds body, id"),
+    "list.jsonl": (b"[1]", r"list\.jsonl, line 1 has no text"),
+    "latin.txt": ("ok é".encode("latin-1"), r"latin\.txt, line 1: byte 3 of the document is no UTF-8"),
+    "cut.txt.gz": (gzip.compress(b"word" * 1000)[:-20], r"cut\.txt\.gz cannot be read to its end"),
+    "no.txt.gz": (b"plain", r"no\.txt\.gz cannot be read to its end"),
+    "no.txt.zst": (b"plain", r"no\.txt\.zst cannot be read to its end"),
+}
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, 1) for name in BROKEN), ("bad.jsonl", 2), ("cut.txt.gz", 2)])
+def test_broken_input_is_named_and_leaves_nothing(tmp_path, name, workers):
+    content, message = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        preprocess([tmp_path / name], tmp_path / "o" / "out", Job("byte", None), workers=workers, report=silent)
+    assert re.search(message, str(error.value)), str(error.value)
+    assert list((tmp_path / "o").iterdir()) == []
+
+
+def test_a_cut_zst_is_named(tmp_path):
+    packed = pytest.importorskip("zstandard").ZstdCompressor().compress(os.urandom(5000))
+    (tmp_path / "cut.txt.zst").write_bytes(packed[:-100])
+    with pytest.raises(DataError, match=r"cut\.txt\.zst cannot be read to its end: the last frame is cut off"):
+        preprocess([tmp_path / "cut.txt.zst"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+
+
+def test_wrong_requests(tmp_path):
+    with pytest.raises(DataError, match="no file or folder"):
+        preprocess([tmp_path / "absent"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no files in"):
+        preprocess([tmp_path / "empty"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+
+
+def _tool(name: str, *words: str) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / name), *words]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_run_leaves_no_whole_looking_pair_and_no_workers(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes((_jsonl(["some words to be cut into bytes " * 300] * 300) + b"\n") * 40)
+    words = ("--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out" / "p"), "--tokenizer", "byte", "--workers", "2")
+    with subprocess.Popen(_tool("preprocess_data.py", *words), env=_environment(), stderr=subprocess.DEVNULL) as process:
+        unfinished: list[Path] = []
+        while not unfinished or unfinished[0].stat().st_size < 1 << 21:
+            assert process.poll() is None, "it finished before it could be killed"
+            time.sleep(0.01)
+            unfinished = list((tmp_path / "out").glob("p.bin.unfinished*")) if (tmp_path / "out").exists() else []
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+    assert len(children) >= 2
+    assert not (tmp_path / "out" / "p.bin").exists() and not (tmp_path / "out" / "p.idx").exists()
+    with pytest.raises(DataError, match="was never finished"):
+        IndexedDataset(tmp_path / "out" / "p")
+    deadline = time.monotonic() + 20
+    while any(_alive(int(child)) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [child for child in children if _alive(int(child))]
+
+
+def test_tools_from_text_to_samples(tmp_path):
+    """train_tokenizer, preprocess_data, merge_data and inspect_data, one after the other on the command line."""
+    texts = [f"document {number}: " + random_text(number) + " and so on" * 20 for number in range(60)]
+    (tmp_path / "in.jsonl").write_bytes(_jsonl(texts))
+
+    def call(name, *words):
+        done = subprocess.run(_tool(name, *map(str, words)), env=_environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    call("train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", "400", "--output", tmp_path / "bpe")
+    kind = ("--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe")
+    call("preprocess_data.py", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "a", *kind, "--append-eod", "--workers", "1")
+    tokenizer = build_tokenizer("gpt2", str(tmp_path / "bpe"))
+    assert _decoded(tmp_path / "a", tokenizer, eod=True) == texts
+    call("merge_data.py", "--input", tmp_path / "a", tmp_path / "a", "--output-prefix", tmp_path / "ab")
+    assert _decoded(tmp_path / "ab", tokenizer, eod=True) == texts * 2
+    run = ("--split", "9,1", "--seq-length", "16", "--seed", "5", "--samples", "40,5,0", "--data-cache-path", tmp_path / "c")
+    shown = call("inspect_data.py", "--data-path", tmp_path / "ab", *run, "--dump", tmp_path / "x.npz", "--first", "12", *kind)
+    arrays = np.load(tmp_path / "x.npz")
+    assert sorted(arrays) == ["lengths", "train", "valid"]
+    assert arrays["train"].shape == (12, 17) and arrays["lengths"][0] >= 40 and arrays["lengths"][2] == 0
+    assert repr(tokenizer.decode(arrays["train"][0].tolist())) in shown
+
+
+def test_tools_report_mistakes_in_one_line(tmp_path):
+    for words, message in (
+        (("--data-path", "0.5", str(tmp_path / "p"), "--seq-length", "8"), "no file"),
+        (("--data-path", "a", "b", "--seq-length", "8"), "where the weight"),
+        (("--data-path", "a", "--seq-length", "8", "--samples", "1,2"), "--samples '1,2'"),
+    ):
+        done = subprocess.run(_tool("inspect_data.py", *words), env=_environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
