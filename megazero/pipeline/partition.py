@@ -20,9 +20,9 @@ def partition(costs: Sequence[float], first_extra: float, last_extra: float, par
     costs        one non-negative number per layer
     first_extra  what the embedding adds to the first chunk, last_extra what the head adds to the last
 
-    The largest chunk is minimal. Among such partitions the one with the smallest sum of squares is taken (no chunk
-    idles beside a full one), then the one whose load lies nearest the middle, then the one with less in front: early
-    stages keep more activations alive. Every chunk holds at least a layer, the embedding or the head, which is the only
+    The largest chunk is minimal. Among such partitions the one with the smallest sum of squared costs is taken (no chunk
+    idles beside a full one), then of squared numbers of layers, then the one whose load lies nearest the middle, then
+    the one with less in front: early stages keep more activations alive. Every chunk holds at least a layer, the embedding or the head, which is the only
     condition: with one chunk any number of layers will do, otherwise at least `parts - 2`. Raises ValueError if there
     are fewer.
     """
@@ -87,17 +87,17 @@ class _Problem:
 
     def _most_even(self, bound: int) -> tuple[int, ...]:
         """The best partition within `bound`, by dynamic programming over (chunk, layers before its end)."""
-        Key = tuple[int, int]
-        reached: dict[int, Key] = {0: (0, 0)}
+        Key = tuple[int, int, int]
+        reached: dict[int, Key] = {0: (0, 0, 0)}
         choices: list[dict[int, int]] = []
         for chunk in range(self.parts):
             away = abs(2 * chunk - (self.parts - 1))
             best: dict[int, Key] = {}
             choice: dict[int, int] = {}
-            for start, (squares, spread) in sorted(reached.items(), reverse=True):
+            for start, (squares, lengths, spread) in sorted(reached.items(), reverse=True):
                 for end in range(start + self.least[chunk], self._furthest(chunk, start, bound) + 1):
                     load = self.sums[end] - self.sums[start] + self.extras[chunk]
-                    key = (squares + load * load, spread + away * load)
+                    key = (squares + load * load, lengths + (end - start) ** 2, spread + away * load)
                     # "<=" keeps the earliest start, hence the partition with less in front.
                     if end not in best or key <= best[end]:
                         best[end], choice[end] = key, start

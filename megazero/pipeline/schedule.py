@@ -101,20 +101,14 @@ def make_schedule(
 
     Raises ValueError for an unknown name or a count below 1.
     """
-    return tuple(
-        stage_schedule(name, stages, micro_batches, virtual_stages, stage, reduce_every=reduce_every) for stage in range(stages)
-    )
+    return tuple(stage_schedule(name, stages, micro_batches, virtual_stages, stage, reduce_every=reduce_every) for stage in range(stages))
 
 
 def stage_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int, stage: int, *, reduce_every: bool = False
 ) -> tuple[Instruction, ...]:
     """The list of one stage alone: what a rank needs. Arguments and errors as in `make_schedule`."""
-    if name not in SCHEDULES:
-        raise ValueError(f"pipeline schedule {name!r} is none of {', '.join(SCHEDULES)}")
-    for count, what in ((stages, "stages"), (micro_batches, "micro-batches"), (virtual_stages, "virtual stages")):
-        if count < 1:
-            raise ValueError(f"a pipeline schedule with {count} {what}")
+    _check_counts(name, stages, micro_batches, virtual_stages)
     if name == "gpipe":
         order = _gpipe(micro_batches, virtual_stages)
     elif virtual_stages == 1:
@@ -130,6 +124,14 @@ def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
     receives = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.RECV_FORWARD}
     sends = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.SEND_FORWARD}
     return _posted_ahead((receives.get((i.micro_batch, i.chunk)), i, sends.get((i.micro_batch, i.chunk))) for i in forwards)
+
+
+def _check_counts(name: str, stages: int, micro_batches: int, virtual_stages: int) -> None:
+    if name not in SCHEDULES:
+        raise ValueError(f"pipeline schedule {name!r} is none of {', '.join(SCHEDULES)}")
+    for count, what in ((stages, "stages"), (micro_batches, "micro-batches"), (virtual_stages, "virtual stages")):
+        if count < 1:
+            raise ValueError(f"a pipeline schedule with {count} {what}")
 
 
 def _gpipe(m: int, chunks: int) -> list[Instruction]:

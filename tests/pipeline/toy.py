@@ -41,7 +41,7 @@ class _Copy(torch.autograd.Function):
 class ToyStage(nn.Module):
     """Blocks `blocks` of the model, with embedding or head where asked. tied: the head's weight is the embedding's.
 
-    outputs, inputs  weak references to what each forward gave and got, in order
+    outputs, inputs  weak references to the hidden states that each forward gave and got, in order
     jitter           a generator of sleeps, to shake the order in which ranks get ahead
     """
 
@@ -65,8 +65,9 @@ class ToyStage(nn.Module):
         if self.embedding:
             assert hidden is None
             hidden = F.embedding(batch.tokens, self.weights["embedding"]).transpose(0, 1)
-        assert hidden is not None
-        self.inputs.append(weakref.ref(hidden))
+        else:
+            assert hidden is not None
+            self.inputs.append(weakref.ref(hidden))
         for i in self.blocks:
             hidden = hidden + torch.tanh(F.linear(hidden, self.weights[f"block{i}_weight"], self.weights[f"block{i}_bias"]))
         if not self.head:
@@ -75,7 +76,6 @@ class ToyStage(nn.Module):
         losses = F.cross_entropy(logits.reshape(-1, VOCAB), batch.labels.reshape(-1), reduction="none")
         mask = 1.0 if batch.loss_mask is None else batch.loss_mask.reshape(-1)
         return (losses * mask).sum()
-
 
 
 def micro_batch(number: int, size: int = 2) -> MicroBatch:

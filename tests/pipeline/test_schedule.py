@@ -1,0 +1,164 @@
+"""Every schedule over a grid of sizes: complete, without deadlock, with the bubble and the memory that theory gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megazero.pipeline.schedule import SCHEDULES, Instruction, Op, boundary, forward_only, is_breadth_first, make_schedule, stage_schedule
+from megazero.pipeline.simulate import ScheduleError, check_complete, peak_activations, simulate, uniform_times
+
+STAGES, MICRO_BATCHES, VIRTUAL = range(1, 9), range(1, 21), range(1, 5)
+
+
+def sizes(sample: int | None = None):
+    every = [(name, p, m, v) for name in SCHEDULES for p in STAGES for m in MICRO_BATCHES for v in VIRTUAL]
+    return every if sample is None else random.Random(1).sample(every, sample)
+
+
+def check(name: str, p: int, m: int, v: int) -> None:
+    schedule = make_schedule(name, p, m, v)
+    check_complete(schedule, m, v)
+    report = simulate(schedule, uniform_times(p * v))
+    if m >= p or v == 1:
+        assert report.bubble == pytest.approx((p - 1) / (m * v + p - 1), abs=1e-12)
+    else:  # each micro-batch passes every chunk, one after another: no order is faster
+        assert report.makespan == pytest.approx(3.0 * (p * v + m - 1))
+    if name == "gpipe":
+        assert report.peak_activations == (m * v,) * p
+    elif v == 1:
+        assert report.peak_activations == tuple(min(m, p - i) for i in range(p))
+    else:
+        group = -(-m // max(1, m // p))
+        assert report.peak_activations == tuple(min(m * v, 2 * (p - 1 - i) + (v - 1) * group + 1) for i in range(p))
+    evaluation = [forward_only(stage) for stage in schedule]
+    check_complete(evaluation, m, v, backward=False)
+    forward = simulate(evaluation, uniform_times(p * v))
+    assert forward.makespan == (m * v + p - 1 if m >= p or v == 1 else p * v + m - 1)
+    assert set(forward.peak_activations) == {1}
+
+
+def test_sampled_sizes():
+    for name, p, m, v in sizes(150):
+        check(name, p, m, v)
+
+
+@pytest.mark.slow
+def test_every_size():
+    for name, p, m, v in sizes():
+        check(name, p, m, v)
+
+
+def test_the_order_in_which_stages_get_to_run_does_not_matter():
+    source = random.Random(2)
+    for name, p, m, v in sizes(60):
+        times = uniform_times(p * v, source.random(), source.random(), source.random())
+        schedule = make_schedule(name, p, m, v)
+        for lists in (schedule, [forward_only(stage) for stage in schedule]):
+            assert simulate(lists, times, pick=source.choice) == simulate(lists, times)
+
+
+def test_receives_are_posted_one_computation_ahead():
+    for name, p, m, v in sizes(60):
+        for stage in make_schedule(name, p, m, v):
+            computes = [i for i in stage if i.is_compute]
+            for receive in (i for i in stage if i.is_receive):
+                use = Op.BACKWARD if receive.is_backward else Op.FORWARD
+                number = next(
+                    n for n, i in enumerate(computes) if (i.op, i.micro_batch, i.chunk) == (use, receive.micro_batch, receive.chunk)
+                )
+                before = sum(i.is_compute for i in stage[: stage.index(receive)])
+                assert before == max(0, number - 1)
+
+
+def test_two_stages_wrap_both_ways_on_channels_of_their_own():
+    first, second = make_schedule("interleaved", 2, 4, 2)
+    forwards = {(i.op, i.peer) for i in first if i.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)}
+    assert forwards == {(Op.SEND_FORWARD, 1), (Op.RECV_FORWARD, 1)}
+    sent = [(boundary(i, 1, 2), i.micro_batch) for i in second if i.op is Op.SEND_FORWARD]
+    received = [(boundary(i, 0, 2), i.micro_batch) for i in first if i.op is Op.RECV_FORWARD]
+    assert sent == received == [(1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_reduction_comes_with_the_last_backward_or_with_every_one():
+    for name, v in (("1f1b", 1), ("interleaved", 3), ("gpipe", 3)):
+        for stage in make_schedule(name, 3, 7, v):
+            flags = [(i.chunk, i.reduce) for i in stage if i.op is Op.BACKWARD]
+            assert [c for c, reduce in flags if reduce] == list(dict.fromkeys(c for c, _ in reversed(flags)))[::-1]
+        for stage in make_schedule(name, 3, 7, v, reduce_every=True):
+            assert all(i.reduce for i in stage if i.op is Op.BACKWARD) and not any(i.reduce for i in stage if i.op is not Op.BACKWARD)
+    assert [is_breadth_first(name, v) for name, v in (("gpipe", 1), ("gpipe", 2), ("1f1b", 2), ("interleaved", 2))] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_one_stage_alone_hands_over_without_messages():
+    (only,) = make_schedule("interleaved", 1, 3, 4)
+    assert all(i.is_compute for i in only)
+    assert stage_schedule("1f1b", 4, 6, 1, 2) == make_schedule("1f1b", 4, 6)[2]
+    assert make_schedule("interleaved", 4, 6, 1) == make_schedule("1f1b", 4, 6, 1)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="'1f2b' is none of gpipe, 1f1b, interleaved"):
+        make_schedule("1f2b", 2, 2)
+    for arguments in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="with 0"):
+            make_schedule("1f1b", *arguments)
+
+
+def test_longer_messages_and_uneven_chunks_cost_time():
+    schedule = make_schedule("1f1b", 4, 8)
+    times = uniform_times(4)
+    base = simulate(schedule, times)
+    assert simulate(schedule, replace(times, message=0.5)).makespan > base.makespan + 2.9
+    # Stage 2 starts after 2 forwards, works 8 x (2 + 2), waits 1 for its first and 1 for its last gradient; 2 backwards follow.
+    slow = simulate(schedule, replace(times, forward=(1, 1, 2, 1)))
+    assert slow.busy == (24, 24, 32, 24) and slow.makespan == 2 + 32 + 2 + 4 and slow.bubble == pytest.approx(1 - 104 / (4 * 40))
+    assert peak_activations(schedule[1], weights=[2.5]) == 7.5
+
+
+def test_a_message_travels_while_the_computation_before_its_use_runs():
+    """Stage 1's receive for micro-batch 1 is open while it works on micro-batch 0: the long transfer costs nothing extra."""
+    schedule = [forward_only(stage) for stage in make_schedule("gpipe", 2, 6)]
+    assert simulate(schedule, uniform_times(2, forward=1.0, message=1.0)).makespan == 1 + 1 + 6
+
+
+def swapped(stage: tuple[Instruction, ...], a: int, b: int) -> tuple[Instruction, ...]:
+    changed = list(stage)
+    changed[a], changed[b] = changed[b], changed[a]
+    return tuple(changed)
+
+
+def test_broken_schedules_are_found():
+    good = make_schedule("1f1b", 2, 3)
+    times = uniform_times(2)
+    with pytest.raises(ScheduleError, match=r"stage 1: missing \['backward \(micro-batch 1, chunk 0\)'\]"):
+        check_complete([good[0], tuple(i for i in good[1] if (i.op, i.micro_batch) != (Op.BACKWARD, 1))], 3, 1)
+    with pytest.raises(ScheduleError, match="too many"):
+        check_complete([good[0], good[1] + good[1][-1:]], 3, 1)
+    with pytest.raises(ScheduleError, match="not reduced"):
+        check_complete([tuple(replace(i, reduce=False) for i in good[0]), good[1]], 3, 1)
+    receives = [n for n, i in enumerate(good[1]) if i.op is Op.RECV_FORWARD]
+    with pytest.raises(ScheduleError, match="boundary 0 of micro-batch 0 is sent, boundary 0 of micro-batch 1 is received"):
+        simulate([good[0], swapped(good[1], *receives[:2])], times)
+    with pytest.raises(ScheduleError, match="sends, 2 receives"):
+        lost = next(n for n, i in enumerate(good[0]) if i.op is Op.RECV_BACKWARD and i.micro_batch == 2)
+        simulate([tuple(i for n, i in enumerate(good[0]) if n < lost), good[1]], times)
+
+
+def test_a_deadlock_names_the_blocked_instruction_of_every_stage():
+    """Backward of micro-batch 0 in front of the forward that the last stage needs for it."""
+    first, second = make_schedule("1f1b", 2, 2)
+    forward = next(n for n, i in enumerate(first) if i.op is Op.FORWARD and i.micro_batch == 0)
+    backward = next(n for n, i in enumerate(first) if i.op is Op.BACKWARD and i.micro_batch == 0)
+    with pytest.raises(ScheduleError) as error:
+        simulate([swapped(first, forward, backward), second], uniform_times(2))
+    text = str(error.value)
+    assert "stage 0: backward (micro-batch 0, chunk 0)" in text and "its own forward" in text
+    assert "stage 1: forward (micro-batch 0, chunk 0)" in text and "its message from stage 0" in text
