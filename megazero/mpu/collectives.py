@@ -59,7 +59,10 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
 
 
 def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
-    """Fill `output` [n*k] with every rank's `piece` [k], in order of group index; `piece` may be its own part of `output`."""
+    """Fill `output` (n*k elements) with every rank's `piece` (k elements, any shape), in order of group index.
+
+    `piece` may be its own part of `output`.
+    """
     if group.handle is None:
         if piece.data_ptr() != output.data_ptr():
             output.view(piece.shape).copy_(piece)
@@ -68,7 +71,8 @@ def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
     group.traffic["all_gather", output.dtype] += output.nbytes
     source = _staged(piece, group)
     target = output if source is piece else torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-    work = _all_gather_flat(target, source, group=group.handle, async_op=True)
+    # Flat: gloo gathers no stack of tensors that have more than one dimension.
+    work = _all_gather_flat(target.view(-1), source.view(-1), group=group.handle, async_op=True)
     return Pending(work, None if target is output else lambda: output.copy_(target))
 
 

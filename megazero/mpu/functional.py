@@ -73,8 +73,7 @@ def _split_first(x: Tensor, group: Group) -> Tensor:
 
 def _gather_last(x: Tensor, group: Group) -> Tensor:
     parts = x.new_empty(group.size, *x.shape)
-    # Flat: gloo gathers no stack of tensors that have more than one dimension.
-    all_gather(parts.view(-1), x.contiguous().view(-1), group).wait()
+    all_gather(parts, x.contiguous(), group).wait()
     return parts.movedim(0, -2).reshape(*x.shape[:-1], group.size * x.shape[-1])
 
 

@@ -174,7 +174,8 @@ def attention_dropout(probs: Tensor, p: float, key: DropoutKey, samples: Tensor,
         return probs
     heads = torch.arange(head_offset, head_offset + probs.shape[1], device=probs.device)
     queries = torch.arange(query_offset, query_offset + probs.shape[2], device=probs.device)
-    rows = (heads << 32).unsqueeze(1) + queries
+    # From 1 on, so that no head's rows are those of a hidden dropout.
+    rows = ((heads + 1) << 32).unsqueeze(1) + queries
     keys = _mix(rows.mul_(GOLDEN) + key.sample_keys(samples, probs.device).view(-1, 1, 1))
     result: Tensor = _Dropout.apply(probs, keys, p)
     return result

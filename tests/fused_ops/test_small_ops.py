@@ -1,6 +1,7 @@
 """Norms, activations, rotary positions, embedding and the sum of squares against torch's own in fp64."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def assert_rounded_once(found: list[Tensor], exact: list[Tensor], slack: float =
         assert ((ours.double() - theirs).abs() <= slack * unit * theirs.abs().clamp(min=1e-2 * theirs.abs().max())).all()
 
 
-NORMS = {
+NORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int]] = {
     "layernorm": (lambda x, w, b: layer_norm(x, w, b, 1e-5), lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5), 3),
     "rmsnorm": (lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w, 2),
 }
@@ -134,6 +135,7 @@ def test_embedding_gradient_of_frequent_tokens(dtype):
     rows = embedding(ids, leaf)
     assert torch.equal(rows, weight[ids])
     rows.backward(grad)
+    assert leaf.grad is not None
     exact = torch.zeros(9, 12, dtype=torch.float64).index_add_(0, ids.view(-1), grad.double().view(-1, 12))
     if dtype in SIXTEEN:
         assert_rounded_once([leaf.grad], [exact])
@@ -148,7 +150,7 @@ def test_row_7_sum_of_squares_is_exact_enough_to_regroup(dtype):
     whole = sum_of_squares(x)
     assert whole.dtype == torch.float64 and whole.dim() == 0
     assert whole.item() == pytest.approx(math.fsum((x.double() ** 2).tolist()), rel=1e-13)
-    parts = sum(sum_of_squares(piece) for piece in x.split([1, 70_000, 0, 130_002]))
+    parts = torch.stack([sum_of_squares(piece) for piece in x.split([1, 70_000, 0, 130_002])]).sum()
     assert parts.item() == pytest.approx(whole.item(), rel=1e-13)
     assert torch.equal(sum_of_squares(x), whole)
 

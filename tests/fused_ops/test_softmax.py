@@ -79,7 +79,7 @@ def test_gradient_equals_finite_differences():
         step[i] = 1e-6
         step = step.view(scores.shape)
         slope = (value(scores + step) - value(scores - step)) / 2e-6
-        assert leaf.grad.view(-1)[i].item() == pytest.approx(slope.item(), abs=1e-8)
+        assert leaf.grad is not None and leaf.grad.view(-1)[i].item() == pytest.approx(slope.item(), abs=1e-8)
 
 
 def test_scores_that_are_a_view_and_gradients_that_are_shared():
@@ -113,7 +113,7 @@ def test_sixteen_bit_is_computed_in_fp32(dtype):
     assert probs.dtype == dtype
     torch.testing.assert_close(probs.double(), expected.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=1e-6)
     probs.backward(torch.ones_like(probs))
-    assert leaf.grad.dtype == dtype
+    assert leaf.grad is not None and leaf.grad.dtype == dtype
 
 
 def test_the_same_bits_every_time_and_for_any_company():
