@@ -64,7 +64,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_layout_equals_one_process(size: int) -> None:
+def test_faults_08_and_28_layout_equals_one_process(size: int) -> None:
     """Vocabulary 1003 is no multiple of any size; padded rows get no part of anything."""
     references: dict[ModelConfig, dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]]] = {}
     ranks = run_ranks(size, on_ranks, size, list(LAYOUTS.values()))
@@ -82,7 +82,7 @@ def test_layout_equals_one_process(size: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recompute_is_bitwise_the_same(name: str) -> None:
+def test_fault_25_recompute_is_bitwise_the_same(name: str) -> None:
     """Dropout draws the same masks in the recomputation without any saved random state."""
     model = MODELS[name]
     weights = weights_of(model)

@@ -98,7 +98,7 @@ def start(rank: int, size: int, models: list[ModelConfig], seed: int) -> list[li
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_initial_values_do_not_depend_on_the_layout(size: int) -> None:
+def test_fault_24_initial_values_do_not_depend_on_the_layout(size: int) -> None:
     """Bitwise: the same on tp ranks and stages as in one process; tp ranks hold no equal shards; tied copies are equal."""
     models = list(MODELS.values())
     ranks = run_ranks(size, start, size, models, 11)
@@ -115,7 +115,7 @@ def test_initial_values_do_not_depend_on_the_layout(size: int) -> None:
         assert abs(alone["blocks.1.mlp.down.weight"].std() * 6**0.5 / model.init_method_std - 1) < 0.05
 
 
-def test_padding_rows_have_no_gradient_and_start_at_zero() -> None:
+def test_fault_28_padding_rows_have_no_gradient_and_start_at_zero() -> None:
     stage = stage_of(BLOOM)
     initialise(stage, 1)
     stage(None, batch_of(BLOOM)).backward()
@@ -157,6 +157,14 @@ def test_loss_counts_unmasked_predictions_only() -> None:
     assert stage(None, nothing) == 0.0
     everything = replace(batch, loss_mask=None)
     torch.testing.assert_close(stage(None, everything), each.sum(), rtol=1e-13, atol=0)
+
+
+def test_evaluation_is_plain_cross_entropy() -> None:
+    """Label smoothing and z-loss belong to training; a validation loss stays comparable."""
+    stage, plain, batch = stage_of(BLOOM, label_smoothing=0.1, z_loss=1e-2), stage_of(BLOOM), batch_of(BLOOM)
+    load([stage, plain], weights_of(BLOOM))
+    assert stage(None, batch) != plain(None, batch)
+    assert torch.equal(stage.eval()(None, batch), plain.eval()(None, batch))
 
 
 def test_documents_are_blind_to_each_other() -> None:
