@@ -1,0 +1,124 @@
+"""Packing, as arithmetic."""
+
+from itertools import pairwise
+
+import pytest
+
+from megazero.mpu.grid import Axes, Group, build_grid, solo
+from megazero.mpu.place import Kind, Place, place_of, shard
+from megazero.zero.layout import owned_pieces, pack
+from megazero.zero.placement import placements
+from tests.ranks import run_ranks
+from tests.zero.toy import Case, build, build_chunks
+
+
+def matrix(name: str, rows: int, columns: int) -> Place:
+    return shard(name, (rows, columns), Kind.MATRIX)
+
+
+def bias(name: str, n: int) -> Place:
+    return shard(name, (n,), Kind.BIAS)
+
+
+def places_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[Place]]]:
+    tp = Group(tuple(range(case.axes.tp)), tp_index, None)
+    return [[[place_of(p) for p in unit.parameters()] for unit in chunk.units()] for chunk in build_chunks(case, pp_index, tp)]
+
+
+def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
+    (bucket,) = pack([[[bias("n", 3), matrix("a", 2, 5), bias("a.b", 2), matrix("b", 1, 7)]]], 4, 1000)
+    assert [(e.place.name, e.offset) for e in bucket.entries] == [("a", 0), ("b", 10), ("n", 17), ("a.b", 20)]
+    assert (bucket.decayed, bucket.used, bucket.numel) == (17, 22, 24)
+    assert [bucket.shard(i, 4) for i in range(4)] == [(0, 6), (6, 12), (12, 18), (18, 24)]
+
+
+def test_a_bucket_closes_before_it_overflows_and_at_the_end_of_a_chunk() -> None:
+    units = [[matrix("a", 4, 4)], [matrix("b", 4, 4)], [matrix("c", 4, 3)]]
+    buckets = pack([units, [[matrix("d", 2, 2)]]], 1, 32)
+    assert [[e.place.name for e in b.entries] for b in buckets] == [["a", "b"], ["c"], ["d"]]
+    assert [b.chunk for b in buckets] == [0, 0, 1]
+    assert [[e.place.name for e in b.entries] for b in pack([units], 1, 1)] == [["a"], ["b"], ["c"]]
+
+
+def test_gate_and_up_stay_side_by_side_even_with_biases() -> None:
+    unit = [matrix("gate", 8, 4), bias("gate.b", 8), matrix("up", 8, 4), bias("up.b", 8), matrix("down", 4, 8)]
+    first, second = pack([[unit]], 1, 40)
+    assert [e.place.name for e in first.entries] == ["gate", "up", "gate.b", "up.b"]
+    assert first.entries[1].offset == 32
+    assert [e.place.name for e in second.entries] == ["down"]
+
+
+def test_a_name_that_comes_again_is_one_parameter() -> None:
+    buckets = pack([[[matrix("word", 3, 3)]], [[matrix("block", 2, 2)], [matrix("word", 3, 3)]]], 2, 1000)
+    assert [[e.place.name for e in b.entries] for b in buckets] == [["word"], ["block"]]
+
+
+def test_the_tied_embedding_has_a_bucket_of_its_own() -> None:
+    case = Case(Axes(pp=2, dp=3), bucket_size=10_000)
+    for pp_index in range(2):
+        buckets = pack(places_of(case, pp_index, 0), 3, 10_000, 6)
+        (tied,) = [b for b in buckets if b.tied]
+        assert [e.place.name for e in tied.entries] == ["embedding.word.weight"]
+        assert tied.numel % 6 == 0
+
+
+def test_padding_is_in_no_piece() -> None:
+    word = shard("word", (11, 3), Kind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
+    (bucket,) = pack([[[word, bias("b", 2)]]], 1, 1000)
+    assert [(p.place.name, p.start, p.stop, p.offset) for p in bucket.pieces(0, bucket.numel)] == [("word", 0, 9, 0), ("b", 0, 2, 24)]
+    assert [(p.start, p.stop, p.offset) for p in bucket.pieces(5, 12)] == [(5, 9, 5)]
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(dp=4), Axes(pp=2, dp=2, tp=2), Axes(pp=3, dp=3), Axes(pp=2, tp=3)], ids=str)
+def test_every_element_is_owned_once(axes: Axes) -> None:
+    """Over all ranks; replicas over tp once per tp rank, the tied embedding once although two stages hold it."""
+    case = Case(axes, virtual_stages=2)
+    owned: dict[tuple[str, object, int], list[tuple[int, int]]] = {}
+    for rank in range(axes.world_size):
+        at = axes.coordinates(rank)
+        for _, piece in owned_pieces(places_of(case, at.pp, at.tp), axes, at, 50):
+            replica = -1 if piece.place.tp_sharded else at.tp
+            owned.setdefault((piece.place.name, piece.place.box, replica), []).append((piece.start, piece.stop))
+    names = {unit_place.name for chunk in build_chunks(Case(), 0, solo()) for unit_place in map(place_of, chunk.parameters())}
+    assert {name for name, _, _ in owned} == names
+    for (name, box, _), ranges in owned.items():
+        ranges.sort()
+        numel = 1
+        for start, stop in box:  # type: ignore[attr-defined]
+            numel *= stop - start
+        assert ranges[0][0] == 0 and ranges[-1][1] == numel and all(a[1] == b[0] for a, b in pairwise(ranges)), name
+
+
+def _fragments(rank: int, case: Case) -> list[tuple[str, int, int]]:
+    return [(f.place.name, f.start, f.stop) for f in build(case).optimizer.fragments()]
+
+
+def test_owned_pieces_are_the_fragments_of_the_rank() -> None:
+    """What rank 0 writes into a manifest about others is what they hold, at every ZeRO stage."""
+    for stage in range(3):
+        case = Case(Axes(pp=2, dp=2, tp=2), stage, bucket_size=50)
+        for rank, fragments in enumerate(run_ranks(8, _fragments, case)):
+            at = case.axes.coordinates(rank)
+            pieces = owned_pieces(places_of(case, at.pp, at.tp), case.axes, at, 50)
+            assert fragments == [(piece.place.name, piece.start, piece.stop) for _, piece in pieces]
+
+
+def test_fault_21_norms_and_biases_are_not_decayed() -> None:
+    """BLOOM: the embedding's LayerNorm decayed. Ranges of decay cover the matrices and embeddings, nothing else."""
+    here = build(Case(bucket_size=50))
+    build_grid(Axes())
+    decayed, others = set(), set()
+    for i, bucket in enumerate(here.state.buckets):
+        for start, stop, decay in here.optimizer._decay_ranges(i):
+            names = {piece.place.name for piece in bucket.layout.pieces(start, stop)}
+            (decayed if decay else others).update(names)
+    assert not decayed & others
+    assert decayed == {"embedding.word.weight", "embedding.position.weight"} | {
+        f"blocks.{i}.{m}.weight" for i in range(4) for m in ("up", "down")
+    }
+    assert others == {f"blocks.{i}.{p}" for i in range(4) for p in ("norm.weight", "up.bias", "down.bias")}
+
+
+def test_an_unknown_stage_is_named() -> None:
+    with pytest.raises(ValueError, match="--zero-stage 7 is not one of 0, 1, 2"):
+        placements(7)

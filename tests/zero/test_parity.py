@@ -1,0 +1,91 @@
+"""Every layout of the toy against one process in float64: first gradients, norms, and the weights after ten steps."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.mpu.grid import Axes
+from tests.places import assemble, worst_difference
+from tests.ranks import run_ranks
+from tests.zero.toy import Case, joined, reference, train_all
+
+STAGES = (0, 1, 2)
+
+
+def train_on(axes: Axes, cases: list[Case]) -> Iterable[tuple[Case, list[dict[str, Any]]]]:
+    """(case, results of all ranks) for cases that share a world."""
+    ranks = run_ranks(axes.world_size, train_all, cases)
+    return ((case, [results[i] for results in ranks]) for i, case in enumerate(cases))
+
+
+def check(axes: Axes, cases: list[Case]) -> None:
+    for case, ranks in train_on(axes, cases):
+        expected = reference(case)
+        assert worst_difference(joined(rank["gradients"] for rank in ranks), expected["gradients"], floor=0.0)[0] < 1e-13, case
+        for rank in ranks:
+            torch.testing.assert_close(rank["norms"], expected["norms"], rtol=1e-12, atol=0.0, msg=str(case))
+        assert worst_difference(assemble(rank["weights"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10, case
+        assert worst_difference(joined(rank["fragments"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10, case
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_data_parallel(dp: int) -> None:
+    """Seven micro-batches of twelve samples over four ranks are unequal, and some hold no sample at all."""
+    check(Axes(dp=dp), [Case(Axes(dp=dp), stage, accumulation) for stage, accumulation in product(STAGES, (1, 3, 7))])
+
+
+@pytest.mark.parametrize("axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=2, dp=3)], ids=str)
+def test_fault_01_tied_embedding_is_summed_over_both_stages(axes: Axes) -> None:
+    """MLM#844: the embedding's gradient is that of one process on every rank that owns a part of it. Middle ranks have none."""
+    check(axes, [Case(axes, stage, accumulation=2, blocks=5) for stage in STAGES])
+
+
+@pytest.mark.parametrize("axes", [Axes(tp=2), Axes(tp=2, dp=2), Axes(pp=2, dp=2, tp=2), Axes(tp=3, dp=2)], ids=str)
+def test_fault_08_partial_gradients_are_summed_over_tp(axes: Axes) -> None:
+    """MLM#1446, NEOX#1259, #1281: sharded, replicated and (sequence parallel) partial parameters; tp 2 inside a world of 4 and 8."""
+    check(axes, [Case(axes, stage, accumulation=3, partial=partial) for stage, partial in product(STAGES, (False, True))])
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(dp=2), Axes(pp=2, dp=2)], ids=str)
+def test_virtual_stages(axes: Axes) -> None:
+    """At pp 1 two chunks share the embedding: gradients that arrive while another chunk is armed only accumulate."""
+    check(axes, [Case(axes, stage, accumulation=3, virtual_stages=2) for stage in STAGES])
+
+
+def test_zero_2_reduces_once_where_the_schedule_says_so() -> None:
+    check(Axes(dp=3), [Case(Axes(dp=3), 2, accumulation=3, reduce_every=False)])
+
+
+def test_other_optimizers() -> None:
+    axes = Axes(dp=2)
+    check(axes, [Case(axes, stage, optimizer=optimizer) for stage, optimizer in product(STAGES, ("adam", "sgd"))])
+
+
+def test_bucket_sizes() -> None:
+    """One parameter a bucket, and all in one; neither divides by 4."""
+    axes = Axes(dp=4)
+    check(axes, [Case(axes, stage, accumulation=2, bucket_size=size, tied=False) for stage, size in product(STAGES, (1, 100_000))])
+
+
+def test_fault_19_overlap_changes_no_bit() -> None:
+    """DS#8061, #8080."""
+    axes = Axes(pp=2, dp=2)
+    cases = [Case(axes, stage, accumulation=3, precision=precision) for stage, precision in product(STAGES, ("fp32", "bf16", "fp64"))]
+    without = [replace(case, overlap=False) for case in cases]
+    for (case, ours), (_, theirs) in zip(train_on(axes, cases), train_on(axes, without), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one["norms"] == other["norms"], case
+            for mine, yours in zip(one["fragments"], other["fragments"], strict=True):
+                assert torch.equal(mine[2], yours[2]), (case, mine[0].name)
+            for piece, counterpart in zip(one["weights"], other["weights"], strict=True):
+                assert torch.equal(piece.values, counterpart.values), (case, piece.place.name)
+
+
+@pytest.mark.parametrize("dp", [1, 4])
+def test_fault_19_unused_memory_is_poisoned(dp: int) -> None:
+    """DS#5268: NaN in bucket tails, spare buffers and last step's gradients never leaks."""
+    check(Axes(dp=dp), [Case(Axes(dp=dp), stage, accumulation=2, poison=True) for stage in STAGES])

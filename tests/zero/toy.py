@@ -1,0 +1,317 @@
+"""A model whose gradients are known: every parameter w has the loss sum(a w + b w^2 / 2), a and b random by name and sample.
+
+Nothing passes between units, so a stage of a pipeline or a tp rank runs by itself, and the whole is a sum that one
+process can do: `reference` trains it with torch.optim. Parameters cover every kind of place: sharded along either
+dimension, replicated, partial over tp, padded, decayed or not, and a word embedding used at both ends.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.mpu import collectives
+from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid, solo
+from megazero.mpu.place import Kind, Parameter, Place, shard
+from megazero.mpu.random import initialise
+from megazero.optim.clip import clip_coefficient
+from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.placement import Column
+from megazero.zero.state import ModelState
+from tests.places import Piece, values_of
+
+HIDDEN, VOCABULARY, PADDED = 6, 11, 24
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of the toy, and how it trains."""
+
+    axes: Axes = field(default_factory=Axes)
+    zero_stage: int = 0
+    accumulation: int = 1
+    virtual_stages: int = 1
+    partial: bool = False
+    tied: bool = True
+    precision: str = "fp64"
+    overlap: bool = True
+    bucket_size: int = 60
+    grad_reduce_dtype: str = "auto"
+    optimizer: str = "adamw"
+    clip: float = 1.0
+    blocks: int = 4
+    samples: int = 12
+    steps: int = 10
+    reduce_every: bool | None = None
+    poison: bool = False
+
+
+def _coefficients(name: str, role: str, sample: int) -> Callable[[Place], tuple[Tensor, Tensor]]:
+    """The box of a (any sign) and b (positive) for one sample; a function so that nothing global is drawn for a rank without it."""
+
+    def boxed(place: Place) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {role} {sample}".encode()))
+        a = torch.randn(place.shape, generator=generator, dtype=torch.float64)
+        b = torch.rand(place.shape, generator=generator, dtype=torch.float64)
+        region = tuple(slice(start, stop) for start, stop in place.box)
+        return a[region], b[region]
+
+    return boxed
+
+
+class Unit(nn.Module):
+    """Some parameters; `role` is how this unit uses them. tp: who this is among the ranks that hold pieces."""
+
+    def __init__(self, parameters: Iterable[Parameter], role: str, tp: Group) -> None:
+        super().__init__()
+        self.role, self.tp = role, tp
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(f"p{number}", parameter)
+
+    def forward(self, sample: int) -> Tensor:
+        """The loss of one sample, as far as this rank's gradients need it: a partial replica adds its rank's share."""
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self.parameters():
+            place = parameter.place  # type: ignore[attr-defined]
+            a, b = _coefficients(place.name, self.role, sample)(place)
+            share = (self.tp.index + 1) / sum(range(1, self.tp.size + 1)) if place.tp_partial else 1.0
+            w = parameter.flatten()[: place.stored_numel].view(a.shape).double()
+            total = total + share * (a * w + 0.5 * b * w * w).sum()
+        return total
+
+
+class Chunk(nn.Module):
+    """Units that run together."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__()
+        self._units = nn.ModuleList(units)
+
+    def units(self) -> list[nn.Module]:
+        return list(self._units)
+
+    def forward(self, sample: int) -> Tensor:
+        return torch.stack([unit(sample) for unit in self._units]).sum()
+
+
+def _block_places(name: str, tp: Group, partial: bool) -> list[Place]:
+    h, split = HIDDEN, {"rank": tp.index, "size": tp.size}
+    partial = partial and tp.size > 1
+    return [
+        shard(f"{name}.norm.weight", (h,), Kind.NORM, fill=1.0, tp_partial=partial),
+        shard(f"{name}.up.weight", (2 * h, h), Kind.MATRIX, dim=0, std=0.5, **split),
+        shard(f"{name}.up.bias", (2 * h,), Kind.BIAS, dim=0, fill=0.1, **split),
+        shard(f"{name}.down.weight", (h, 2 * h), Kind.MATRIX, dim=1, std=0.5, **split),
+        shard(f"{name}.down.bias", (h,), Kind.BIAS, tp_partial=partial),
+    ]
+
+
+def _word_place(tp: Group, tied: bool) -> Place:
+    return shard(
+        "embedding.word.weight",
+        (VOCABULARY, HIDDEN),
+        Kind.EMBEDDING,
+        dim=0,
+        rank=tp.index,
+        size=tp.size,
+        padded=PADDED,
+        std=0.5,
+        tied=tied,
+    )
+
+
+def build_chunks(case: Case, pp_index: int, tp: Group) -> list[Chunk]:
+    """The chunks of one pipeline rank, blocks dealt out in turn; the first has the embedding, the last the head."""
+    dtype = compute_dtype(case.precision)
+
+    def parameter(place: Place) -> Parameter:
+        return Parameter(place, dtype, "cpu")
+
+    def block(number: int) -> Unit:
+        return Unit(map(parameter, _block_places(f"blocks.{number}", tp, case.partial)), "block", tp)
+
+    pp, parts = case.axes.pp, case.axes.pp * case.virtual_stages
+    across = case.tied and pp > 1
+    word: Parameter | None = None
+    chunks = []
+    for number in range(pp_index, parts, pp):
+        units = []
+        if number == 0:
+            word = parameter(_word_place(tp, across))
+            position = parameter(
+                shard("embedding.position.weight", (5, HIDDEN), Kind.EMBEDDING, std=0.5, tp_partial=case.partial and tp.size > 1)
+            )
+            units.append(Unit([word, position], "embedding", tp))
+        units += [block(i) for i in range(case.blocks * number // parts, case.blocks * (number + 1) // parts)]
+        if number == parts - 1 and case.tied:
+            units.append(Unit([word if word is not None else parameter(_word_place(tp, across))], "head", tp))
+        chunks.append(Chunk(units))
+    return chunks
+
+
+@dataclass
+class Rank:
+    """What one rank trains with."""
+
+    case: Case
+    grid: ProcessGrid
+    chunks: list[Chunk]
+    state: ModelState
+    optimizer: ShardedOptimizer
+
+    def backward(self, step: int) -> None:
+        """All micro-batches of a step, the schedule of chunks last to first within each; ends with the reduced gradients."""
+        case, count = self.case, self.case.accumulation
+        every = case.zero_stage >= 2 if case.reduce_every is None else case.reduce_every
+        mine = sample_numbers(case, step)[self.grid.dp.index :: self.grid.dp.size]
+        for batch in range(count):
+            losses = [[chunk(sample) for sample in mine[batch::count]] for chunk in self.chunks]
+            for number in reversed(range(len(self.chunks))):
+                self.state.before_backward(number, every or batch == count - 1)
+                if losses[number]:
+                    (torch.stack(losses[number]).sum() / case.samples).backward()
+                self.state.after_backward(number)
+        self.optimizer.finish_reduction()
+
+    def norm(self) -> Tensor:
+        """The global norm, as a trainer takes it."""
+        squares = self.optimizer.sum_of_squares().clone()
+        collectives.all_reduce(squares, self.grid.world).wait()
+        return squares.sqrt()
+
+    def step(self, number: int, lr: float = 0.05) -> Tensor:
+        """One whole training step; the norm before clipping."""
+        self.backward(number)
+        norm = self.norm()
+        self.optimizer.step(lr, clip_coefficient(norm, self.case.clip), ~torch.isfinite(norm))
+        return norm
+
+    def gradients(self) -> list[tuple[Place, int, Tensor]]:
+        """Place, first element and values of every gradient piece that this rank owns."""
+        column = self.state.columns[Column.GRADIENT]
+        return [
+            (piece.place, piece.start, column.view(i, piece.offset, piece.offset + piece.numel).clone())
+            for i, bucket in enumerate(self.state.buckets)
+            for piece in bucket.layout.pieces(*bucket.shard)
+        ]
+
+    def values(self) -> list[Piece]:
+        self.state.wait_parameters()
+        return values_of(self.chunks)
+
+
+def sample_numbers(case: Case, step: int) -> list[int]:
+    return list(range(step * case.samples, (step + 1) * case.samples))
+
+
+def configs(case: Case) -> tuple[OptimizerConfig, ParallelConfig]:
+    optimizer = OptimizerConfig(precision=case.precision, optimizer=case.optimizer, weight_decay=0.1)
+    parallel = ParallelConfig(
+        zero_stage=case.zero_stage,
+        overlap=case.overlap,
+        bucket_size=case.bucket_size,
+        grad_reduce_dtype=case.grad_reduce_dtype,
+    )
+    return optimizer, parallel
+
+
+def build(case: Case) -> Rank:
+    """This rank's part of the toy, initialised."""
+    grid = build_grid(case.axes)
+    chunks = build_chunks(case, grid.at.pp, grid.tp)
+    cfg, parallel = configs(case)
+    state = ModelState(chunks, grid, cfg, parallel)
+    state.initialise(SEED)
+    return Rank(case, grid, chunks, state, ShardedOptimizer(state, cfg, grid))
+
+
+def joined(ranks: Iterable[list[tuple[Place, int, Tensor]]]) -> dict[str, Tensor]:
+    """Global tensors from owned pieces; where replicas give one more than once they must be equal bit by bit."""
+    whole: dict[str, Tensor] = {}
+    for pieces in ranks:
+        for place, start, values in pieces:
+            total = whole.setdefault(place.name, torch.full(place.shape, torch.nan, dtype=values.dtype))
+            region = tuple(slice(i, j) for i, j in place.box)
+            box = total[region].flatten()
+            old = box[start : start + values.numel()]
+            assert bool((old.isnan() | (old == values)).all()), f"{place.name}: replicas of the gradient differ"
+            box[start : start + values.numel()] = values
+            total[region] = box.view(total[region].shape)
+    for name, total in whole.items():
+        assert not total.isnan().any(), f"{name}: not all elements are owned, or NaN"
+    return whole
+
+
+def reference(case: Case) -> dict[str, Any]:
+    """One process in float64 with torch.optim: first gradients, norms, and the weights after the case's steps."""
+    single = Case(precision="fp64", blocks=case.blocks, tied=case.tied)
+    (chunk,) = build_chunks(single, 0, solo())
+    parameters: dict[str, Parameter] = {}
+    for unit in chunk.units():
+        for p in unit.parameters():
+            assert isinstance(p, Parameter)
+            parameters[p.place.name] = p
+    for p in parameters.values():
+        initialise(p.data, p.place, SEED)
+    groups = [
+        {"params": [p for p in parameters.values() if p.place.kind.decays is decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
+    kinds: dict[str, Any] = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95), eps=1e-8),
+        "adam": lambda: torch.optim.Adam(groups, lr=0.05, betas=(0.9, 0.95), eps=1e-8),
+        "sgd": lambda: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    }
+    optimizer = kinds[case.optimizer]()
+    norms, first = [], {}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        (torch.stack([chunk(sample) for sample in sample_numbers(case, step)]).sum() / case.samples).backward()
+        if step == 0:
+            first = {name: p.grad[: p.place.shape[0]].clone() for name, p in parameters.items() if p.grad is not None}
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), case.clip or torch.inf).item())
+        optimizer.step()
+    weights = {name: p.detach()[: p.place.shape[0]].clone() for name, p in parameters.items()}
+    return {"gradients": first, "norms": norms, "weights": weights}
+
+
+def train(rank: int, case: Case) -> dict[str, Any]:
+    """A test body: the same things from one rank of a layout."""
+    here = build(case)
+    norms, first = [], []
+    for step in range(case.steps):
+        if case.poison:
+            poison(here.state)
+        if step == 0:
+            here.backward(0)
+            first = here.gradients()
+            norm = here.norm()
+            here.optimizer.step(0.05, clip_coefficient(norm, case.clip), ~torch.isfinite(norm))
+        else:
+            norm = here.step(step)
+        norms.append(norm.item())
+    fragments = [(f.place, f.start, f.weight.clone()) for f in here.optimizer.fragments()]
+    return {"gradients": first, "norms": norms, "weights": here.values(), "fragments": fragments}
+
+
+def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """`train` for several layouts of one world, whose start costs more than a toy's training."""
+    return [train(rank, case) for case in cases]
+
+
+def poison(state: ModelState) -> None:
+    """NaN into all memory whose content must not matter between steps: gradients, spare buffers, unused tails of weights."""
+    for index, bucket in enumerate(state.buckets):
+        state.columns[Column.GRADIENT].held(index).fill_(torch.nan)
+        state.wait_parameters()
+        state.columns[Column.PARAMETER].held(index)[bucket.layout.used :] = torch.nan
+    for buffer in state.reducer.pool.free:
+        buffer.fill_(torch.nan)
