@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megazero.data.cache import cached_arrays, key_of, once
 from megazero.data.progress import silent
@@ -26,6 +27,7 @@ def _build_slowly(root: str, seconds: float) -> np.ndarray:
     return cached_arrays(Path(root), "slow", FACTS, build, silent)["x"]
 
 
+@pytest.mark.slow
 def test_one_of_many_builds(tmp_path):
     with SPAWN.Pool(6) as pool:
         results = pool.starmap(_build_slowly, [(str(tmp_path), 1.0)] * 6, chunksize=1)

@@ -157,6 +157,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_whole_looking_pair_and_no_workers(tmp_path):
     (tmp_path / "in.jsonl").write_bytes((_jsonl(["some words to be cut into bytes " * 300] * 300) + b"\n") * 40)
     words = ("--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out" / "p"), "--tokenizer", "byte", "--workers", "2")
@@ -178,6 +179,7 @@ def test_a_killed_run_leaves_no_whole_looking_pair_and_no_workers(tmp_path):
     assert not [child for child in children if _alive(int(child))]
 
 
+@pytest.mark.slow
 def test_tools_from_text_to_samples(tmp_path):
     """train_tokenizer, preprocess_data, merge_data and inspect_data, one after the other on the command line."""
     texts = [f"document {number}: " + random_text(number) + " and so on" * 20 for number in range(60)]
