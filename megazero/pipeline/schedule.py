@@ -101,6 +101,7 @@ def make_schedule(
 
     Raises ValueError for an unknown name or a count below 1.
     """
+    _check_counts(name, stages, micro_batches, virtual_stages)
     return tuple(stage_schedule(name, stages, micro_batches, virtual_stages, stage, reduce_every=reduce_every) for stage in range(stages))
 
 

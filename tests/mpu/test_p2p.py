@@ -1,0 +1,95 @@
+"""Messages between stages: what arrives, and what happens when a neighbour does not answer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.p2p import Channels, PeerError, Tag
+from tests.ranks import run_ranks
+
+
+def ring_body(rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Both directions and wraps at once, receives posted in another order than the sends."""
+    grid = build_grid(Axes(pp=3))
+    channels = Channels(grid)
+    after, before = (rank + 1) % 3, (rank - 1) % 3
+    tags = [Tag(backward, k, m) for backward in (False, True) for k in (0, 5) for m in (0, 700)]
+
+    def content(source: int, tag: Tag) -> torch.Tensor:
+        return torch.full((4, 3), source * 100 + tags.index(tag), dtype=dtype)
+
+    waiting = []
+    for tag in reversed(tags):
+        source = after if tag.backward else before
+        buffer = torch.empty(4, 3, dtype=dtype)
+        waiting.append((buffer, channels.receive(buffer, source, tag), content(source, tag)))
+    for tag in tags:
+        channels.send(content(rank, tag), before if tag.backward else after, tag)
+    for buffer, pending, wanted in waiting:
+        pending.wait()
+        pending.wait()
+        assert torch.equal(buffer, wanted)
+    channels.flush()
+    return {name: size for (name, _), size in grid.pp.traffic.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_message_reaches_the_buffer_with_its_tag(dtype):
+    size = 8 * 12 * dtype.itemsize
+    assert run_ranks(3, ring_body, dtype) == [{"send": size, "receive": size}] * 3
+
+
+def test_tags_are_distinct_numbers():
+    numbers = {Tag(b, k, m).number for b in (False, True) for k in range(200) for m in range(0, 3000, 37)}
+    assert len(numbers) == 2 * 200 * len(range(0, 3000, 37)) and max(numbers) < 2**31
+    assert Tag(True, (1 << 14) - 1, (1 << 16) - 1).number < 2**31
+
+
+def lonely(rank: int, store: str, how: str, results: multiprocessing.Queue) -> None:
+    """Rank 1 dies, or never answers; rank 0 says what it got."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    channels = Channels(build_grid(Axes(pp=2)), timeout=timedelta(seconds=3))
+    if rank == 1:
+        if how.endswith("dies"):
+            os._exit(7)
+        time.sleep(60)
+    start = time.monotonic()
+    try:
+        if how.startswith("send"):
+            channels.send(torch.ones(4), 1, Tag(False, 0, 2))
+            channels.flush()
+        else:
+            channels.receive(torch.empty(4), 1, Tag(True, 0, 2)).wait()
+        results.put(("nothing", 0.0))
+    except PeerError as error:
+        results.put((str(error), time.monotonic() - start))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["send, it dies", "send, it is silent", "receive, it dies", "receive, it is silent"])
+def test_a_neighbour_that_fails_is_an_error_with_its_name_and_not_a_hang(tmp_path: Path, how: str):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=lonely, args=(r, str(tmp_path / "store"), how, results)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        text, seconds = results.get(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    what = "sending the hidden states" if how.startswith("send") else "receiving the gradient"
+    assert text.startswith(f"{what} of micro-batch 2 at boundary 0") and "stage 1 (rank 1) failed" in text
+    assert seconds < 20
