@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ import torch
 from megazero import device as devices
 from megazero.build import build_engine, build_stages, places_of
 from megazero.checkpoint.compat import record_of
-from megazero.checkpoint.fence import Fence, new_token
+from megazero.checkpoint.fence import Fence, new_token, replace_file
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.derive import ffn_width, query_groups
 from megazero.config.dtypes import compute_dtype
+from megazero.config.dump import dump
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
@@ -41,6 +43,9 @@ from megazero.trainer import Position, Trainer
 from megazero.zero.layout import owned_pieces
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
+
+RUN_FILE = "run.yaml"
+"""The resolved run, in the save folder."""
 
 
 @dataclass
@@ -161,10 +166,18 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
         trainer.save = job.save
     start = job.resume()
     if grid.rank == 0:
-        changes = [(change.field, change.old, change.new) for change in prepared.changes]
-        print(overview(run, grid.axes, prepared.text, start, changes), end="\n\n", flush=True)
+        _introduce(run, grid, prepared, start, checkpoints.fence)
     trainer.log = _log(run, grid, _sinks(run, grid, trainer.position, checkpoints.fence))
     return job
+
+
+def _introduce(run: Run, grid: ProcessGrid, prepared: Prepared, start: str, fence: Fence | None) -> None:
+    """Print the banner; write the resolved run beside the checkpoints, where `--config` can take it from."""
+    changes = [(change.field, change.old, change.new) for change in prepared.changes]
+    print(overview(run, grid.axes, prepared.text, start, changes), end="\n\n", flush=True)
+    if run.checkpoint.save and fence is not None and fence.token is not None:
+        fence.check()
+        replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)
 
 
 def _with_device(run: Run, grid: ProcessGrid) -> Run:

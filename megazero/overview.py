@@ -10,6 +10,7 @@ from fused_ops.registry import describe
 from megazero import device as devices
 from megazero.build import chunk_layers, layer_costs, places_of, schedule_name, total_parameters
 from megazero.config.dtypes import compute_dtype, state_dtype
+from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.mpu.grid import Axes
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
@@ -31,6 +32,7 @@ def overview(run: Run, axes: Axes, text: str, start: str, changes: list[tuple[st
         ("Run", banner.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", banner.changes_table(changes)),
         ("Ops", banner.fused_ops_table(describe(run.parallel.device))),
+        ("Resolved run (run.yaml of the save folder; --config takes it)", _resolved(run)),
     ]
     return banner.sections(parts)
 
@@ -92,6 +94,19 @@ def _times(run: Run) -> Times:
     last = len(sizes) - 1
     forward = tuple(max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes))
     return Times(forward, tuple(2 * seconds for seconds in forward))
+
+
+def _resolved(run: Run) -> str:
+    """Every field and its value, a paragraph per section."""
+    return banner.pairs(
+        [(section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items())) for section, fields in run_dict(run).items()]
+    )
+
+
+def _word(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + " ".join(map(str, value)) + "]"
+    return "-" if value is None else str(value)
 
 
 def _training(run: Run, text: str) -> list[tuple[str, str]]:

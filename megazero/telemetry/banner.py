@@ -132,7 +132,7 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
         name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         amounts = (entry.weights, entry.gradients, entry.optimizer, entry.total)
         rows.append([name, entry.holds, count(entry.parameters), *map(size, amounts)])
-    headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "model state per rank"]
+    headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "total"]
     return table(headings, rows, left=2)
 
 

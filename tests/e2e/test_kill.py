@@ -23,11 +23,23 @@ AWAY = (
 )
 
 
-def common(folder: Path, corpus: Path) -> list[object]:
+def common(folder: Path, corpus: Path, precision: str) -> list[object]:
     model = ["--num-layers", 3, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16, "--hidden-dropout", 0.1]
     data = ["--data-path", corpus, "--vocab-size", 1003, "--data-cache-path", folder.parent / "cache", "--split", "90,10,0"]
-    steps = ["--precision", "fp64", "--global-batch-size", 8, "--train-iters", STEPS, "--lr-warmup-iters", 5, "--eval-iters", 0]
-    return [*model, *data, *steps, "--save", folder / "saved", "--load", folder / "saved", "--save-interval", 4, "--metrics-file", folder / "m"]
+    steps = ["--precision", precision, "--global-batch-size", 8, "--train-iters", STEPS, "--lr-warmup-iters", 5, "--eval-iters", 0]
+    return [
+        *model,
+        *data,
+        *steps,
+        "--save",
+        folder / "saved",
+        "--load",
+        folder / "saved",
+        "--save-interval",
+        4,
+        "--metrics-file",
+        folder / "m",
+    ]
 
 
 def kill_at(ranks: int, flags: Sequence[object], folder: Path, seconds_after_first_step: float) -> None:
@@ -51,8 +63,8 @@ def test_killed_ten_times(tmp_path: Path, corpus: Path) -> None:
     random_ = random.Random(7)
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
-    run(4, [*HOME, *common(tmp_path / "whole", corpus)])
-    flags = common(tmp_path / "killed", corpus)
+    run(4, [*HOME, *common(tmp_path / "whole", corpus, "fp64")])
+    flags = common(tmp_path / "killed", corpus, "fp64")
     for number in range(KILLS):
         layout = AWAY[number // 4] if number in (3, 7) else HOME
         kill_at(4, [*layout, *flags], tmp_path / "killed", random_.uniform(0.0, 0.8))
@@ -70,9 +82,8 @@ def test_killed_ten_times(tmp_path: Path, corpus: Path) -> None:
 def test_killed_on_one_layout_is_bitwise(tmp_path: Path, corpus: Path) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    layout = [*HOME, "--precision", "bf16"]
-    run(4, [*common(tmp_path / "whole", corpus), *layout])
-    flags = [*common(tmp_path / "killed", corpus), *layout]
+    run(4, [*HOME, *common(tmp_path / "whole", corpus, "bf16")])
+    flags = [*HOME, *common(tmp_path / "killed", corpus, "bf16")]
     for seconds in (0.1, 0.4, 0.9):
         kill_at(4, flags, tmp_path / "killed", seconds)
     run(4, flags)

@@ -10,7 +10,7 @@ import pytest
 from tests.parity.layouts import Case, cases
 from tests.parity.training import Outcome, data_flags, train, worst
 
-COUNT = int(os.environ.get("MEGAZERO_PARITY_CASES", "40"))
+COUNT = int(os.environ.get("MEGAZERO_PARITY_LAYOUTS", "40"))
 SEED = int(os.environ.get("MEGAZERO_PARITY_SEED", "2026"))
 STEPS = 10
 TOLERANCE = 1e-9
