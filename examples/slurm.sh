@@ -27,8 +27,8 @@ fi
 
 export NNODES="$SLURM_JOB_NUM_NODES"
 export GPUS_PER_NODE="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}"
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export RDZV_ENDPOINT="${RDZV_ENDPOINT:-$head:$((20000 + SLURM_JOB_ID % 10000))}"
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export RDZV_ENDPOINT="${RDZV_ENDPOINT:-${hosts[0]}:$((20000 + SLURM_JOB_ID % 10000))}"
 export RDZV_ID="$SLURM_JOB_ID"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 export LOGS="${LOGS:-logs/$SLURM_JOB_ID}"

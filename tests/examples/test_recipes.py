@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,35 @@ def test_flags_behind_the_script_win(script: str, tmp_path: Path) -> None:
     run: Run = parse_run(flags, 4)
     assert (run.schedule.train_iters, run.schedule.train_samples, run.model.hidden_size, run.parallel.pp) == (3, None, 64, 1)
     assert run.data.data_path == ("0.5", "a", "0.5", "b") and run.checkpoint.save == run.checkpoint.load == "here"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", RECIPES)
+def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> None:
+    """Its own precision, schedule and features on two ranks of this machine, as data-parallel ranks or as stages."""
+    stages = "2" if RECIPES[script][4] > 1 else "1"
+    words = f"--device cpu --tp 1 --pp {stages} --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 16 --vocab-size 1003"
+    words += " --micro-batch-size 1 --global-batch-size 4 --rampup-batch-size 2 2 4 --train-iters 3 --eval-iters 0"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "NNODES": "1",
+        "GPUS_PER_NODE": "2",
+        "RDZV_ENDPOINT": f"localhost:{port}",
+        "DATA_PATH": str(corpus),
+    }
+    flags = [*words.split(), "--data-cache-path", str(tmp_path / "cache")]
+    done = subprocess.run(["bash", str(EXAMPLES / script), *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(step["iteration"], step["consumed_samples"]) for step in steps] == [(1, 2), (2, 4), (3, 8)]
+    assert len(list(tmp_path.glob("runs/*/logs/*/attempt_0/*/stdout.log"))) == 2, "a log per rank"
+    assert "iteration" in done.stdout + done.stderr, "the first rank also prints"
 
 
 def test_the_176b_stages_are_published_ones() -> None:
