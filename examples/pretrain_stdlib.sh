@@ -15,14 +15,13 @@ torchrun --standalone --nproc-per-node 4 pretrain_gpt.py \
     --device cpu --tp 2 --pp 2 --zero-stage 1 --bf16 \
     --embedding-layernorm \
     --micro-batch-size 2 --global-batch-size 8 --train-iters 240 \
-    --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20 \
+    --lr 1.5e-3 --min-lr 1.5e-4 --lr-warmup-iters 20 \
     --eval-iters 4 --save "$run/checkpoints" --metrics-file "$run/metrics.jsonl" \
     --sample-prompt "def __init__(self" \
     "$@" 2>&1 | tee "$run/log.txt"
 
 echo
-echo "Where everything lies:"
-echo "  $run/log.txt          this log"
-echo "  $run/metrics.jsonl    one JSON object per step"
-echo "  $run/checkpoints      the model and its optimizer state; resume on any layout with"
-echo "                        torchrun --nproc-per-node 2 pretrain_gpt.py --config $run/checkpoints/run.yaml --tp 1 --load $run/checkpoints"
+echo "This log:  $run/log.txt"
+echo "Resume on any layout, for example 2 ranks with tp 1 and pp 2, and train on:"
+echo "  torchrun --nproc-per-node 2 pretrain_gpt.py --config $run/checkpoints/run.yaml \\"
+echo "      --tp 1 --load $run/checkpoints --train-iters 400 --override-opt-param-scheduler"
