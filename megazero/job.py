@@ -126,7 +126,14 @@ class Job:
             return None
         self.state.wait_parameters()
         out = generate_on_grid(
-            self.stages, self.grid, ids, self.run.trainer.sample_tokens, temperature=0.7, top_k=20, eod_id=self.run.data.eod_id
+            self.stages,
+            self.grid,
+            ids,
+            self.run.trainer.sample_tokens,
+            temperature=0.7,
+            top_k=20,
+            eod_id=self.run.data.eod_id,
+            vocabulary=tokenizer.vocab_size,
         )
         return tokenizer.decode(out[0].tolist())
 

@@ -51,12 +51,13 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         yield build_grid(axes, device)
         return
     backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     dist.init_process_group(
         backend,
-        timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+        timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    yield build_grid(axes, device)
+    yield build_grid(axes, device, timeout)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,10 +30,13 @@ def generate(
     top_k: int = 0,
     seed: int = 1234,
     eod_id: int | None = None,
+    vocabulary: int | None = None,
 ) -> Tensor:
     """Continue `ids` with a model that lies whole in this process; see `generate_on_grid`."""
     grid = single_process_grid(ids.device)
-    return generate_on_grid([stage], grid, ids, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, eod_id=eod_id)
+    return generate_on_grid(
+        [stage], grid, ids, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, eod_id=eod_id, vocabulary=vocabulary
+    )
 
 
 def generate_on_grid(
@@ -46,12 +49,14 @@ def generate_on_grid(
     top_k: int = 0,
     seed: int = 1234,
     eod_id: int | None = None,
+    vocabulary: int | None = None,
 ) -> Tensor:
     """Continue `ids`, int64 [b, n] with n >= 1, to [b, n + m], m <= max_new_tokens; every rank calls it and gets the same.
 
     chunks       this rank's virtual stages in order: chunk c of stage p is chunk c * PP + p of the model
     temperature  0: the likeliest token; else the logits are divided by it
     top_k        0: all tokens may be drawn; else the k likeliest
+    vocabulary   only ids below it are drawn: a model may have more rows than its tokenizer has tokens; None: all
     eod_id       a row ends with this token (further places hold it too); generation stops when all rows have ended
 
     Communicates, per token: each chunk's output and the drawn ids, broadcast over pp, beside the layers' own messages.
@@ -72,7 +77,7 @@ def generate_on_grid(
         for _ in range(max_new_tokens):
             context = _padded(ids[:, -window:], multiple)
             logits = _through_pipeline(chunks, grid, context, min(ids.shape[1], window) - 1)
-            chosen = torch.zeros_like(ids[:, 0]) if logits is None else choose(logits, temperature, top_k, generator)
+            chosen = torch.zeros_like(ids[:, 0]) if logits is None else choose(logits[:, :vocabulary], temperature, top_k, generator)
             broadcast(chosen, grid.pp, grid.pp.size - 1).wait()
             if eod_id is not None:
                 chosen = torch.where(ended, eod_id, chosen)

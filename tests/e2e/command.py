@@ -14,10 +14,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(ranks: int, flags: Sequence[object]) -> list[str]:
-    """torchrun with a port of its own; one rank goes without a launcher."""
+def command(ranks: int, flags: Sequence[object], *, launcher: bool = False) -> list[str]:
+    """torchrun with a port of its own; one rank goes without a launcher, unless it is asked for."""
     program = [str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
-    if ranks == 1:
+    if ranks == 1 and not launcher:
         return [sys.executable, *program]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
 
@@ -35,10 +35,11 @@ def start(ranks: int, flags: Sequence[object], output: Path) -> subprocess.Popen
         )
 
 
-def run(ranks: int, flags: Sequence[object], *, timeout: float = 600, status: int = 0) -> str:
+def run(ranks: int, flags: Sequence[object], *, timeout: float = 600, status: int = 0, launcher: bool = False) -> str:
     """Run the program to its end and return what it printed; its status must be `status`."""
+    words = command(ranks, flags, launcher=launcher)
     done = subprocess.run(
-        command(ranks, flags), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
+        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
     )
     assert done.returncode == status, f"status {done.returncode}, not {status}:\n{done.stdout[-8000:]}"
     return done.stdout
