@@ -68,9 +68,8 @@ def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list
     stages: list[Stage] = []
     pp = run.parallel.pp
     for spec in stage_specs(run)[pp_index::pp]:
-        shared = (
-            stages[0].embedding.word if spec.has_head and stages and pp == 1 and not run.model.untie_embeddings_and_output_weights else None
-        )
+        tied_here = spec.has_head and bool(stages) and pp == 1 and not run.model.untie_embeddings_and_output_weights
+        first = stages[0].embedding if tied_here else None
         stages.append(
             build_stage(
                 run.model,
@@ -85,7 +84,7 @@ def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list
                 z_loss=run.optimizer.z_loss,
                 device=device,
                 tied_across_stages=pp > 1 and not run.model.untie_embeddings_and_output_weights,
-                shared_embedding=shared,
+                shared_embedding=None if first is None else first.word,
             )
         )
     return stages

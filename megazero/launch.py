@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megazero import device as devices
@@ -28,13 +29,14 @@ class Environment:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
 
     @classmethod
     def read(cls) -> Environment:
-        rank, local_rank, world_size = (
+        rank, local_rank, world = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
         )
-        return cls(rank, local_rank, world_size)
+        return cls(rank, local_rank, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 @contextmanager
@@ -45,12 +47,15 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
     down would wait for peers that may be gone.
     """
     die_with_parent()
-    device = devices.resolve(parallel.device, environment.local_rank)
+    try:
+        device = devices.resolve(parallel.device, environment.local_rank)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
     axes = Axes(parallel.pp, environment.world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
     if environment.world_size == 1:
         yield build_grid(axes, device)
         return
-    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    backend = parallel.backend if parallel.backend != "auto" else _backend_for(device, environment)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     dist.init_process_group(
         backend,
@@ -60,6 +65,12 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
     yield build_grid(axes, device, timeout)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _backend_for(device: torch.device, environment: Environment) -> str:
+    """nccl on CUDA, but not where ranks share a card, which it refuses."""
+    own_card = environment.local_world_size <= devices.device_count(device)
+    return "nccl" if device.type == "cuda" and own_card else "gloo"
 
 
 def exit_status(main: Callable[[], None], environment: Environment) -> int:
