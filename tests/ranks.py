@@ -78,11 +78,11 @@ class _Pool:
                 if not ready:
                     self.discard()
                     raise TimeoutError(f"ranks {sorted(waiting.values())} gave no result in {SECONDS} s")
-                for pipe in ready:
-                    assert isinstance(pipe, Connection)
-                    rank = waiting.pop(pipe)
+                for end in ready:
+                    assert isinstance(end, Connection)
+                    rank = waiting.pop(end)
                     try:
-                        good, results[rank] = pipe.recv()
+                        good, results[rank] = end.recv()
                     except (EOFError, OSError):
                         good, results[rank] = False, "the process died"
                     if not good:

@@ -67,7 +67,9 @@ class _CrossEntropy(torch.autograd.Function):
             values = (block.to(grad.dtype) - log_normaliser[row, None]).exp_().mul_(weight[row, None])
             if label_smoothing:
                 values -= (label_smoothing / vocab) * grad[row, None]
-            values.scatter_add_(1, target[row, None].clamp(min=0), hit[row, None])
+            # One element per row, by index: scatter_add_ has no deterministic kernel on CUDA.
+            own = torch.arange(values.shape[0], device=values.device), target[row].clamp(min=0)
+            values[own] += hit[row]
             block.copy_(values)
         logits[:, real:] = 0
         return logits, None, None, None, None, None
