@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import product
 
 import torch
@@ -105,6 +106,8 @@ class ProcessGrid:
     dp: Group
     tied: Group | None
     """{first, last stage} x dp; None on ranks of other stages. With pp 1 it is `dp` itself."""
+    timeout: timedelta | None = None
+    """How long a collective may take; None: torch's default."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -121,11 +124,11 @@ def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
     return ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, dp)
 
 
-def build_grid(axes: Axes, device: str | torch.device = "cpu") -> ProcessGrid:
+def build_grid(axes: Axes, device: str | torch.device = "cpu", timeout: timedelta | None = None) -> ProcessGrid:
     """The grid of this rank, over an initialised `torch.distributed` (or none, when the world is one process).
 
     Each rank creates only the groups it is a member of, in the same order everywhere, so start-up does not grow
-    with the number of groups. Raises ValueError when the axes do not multiply to the world size.
+    with the number of groups. timeout: of their collectives (torch does not take it from the world's group). Raises ValueError when the axes do not multiply to the world size.
     """
     if axes.world_size == 1 and not dist.is_initialized():
         return single_process_grid(device)
@@ -140,19 +143,19 @@ def build_grid(axes: Axes, device: str | torch.device = "cpu") -> ProcessGrid:
     def group(ranks_of: Callable[[Coordinates], tuple[int, ...]]) -> Group:
         ranks = ranks_of(at)
         if ranks not in made:
-            made[ranks] = _new_group(ranks, rank)
+            made[ranks] = _new_group(ranks, rank, timeout)
         return made[ranks]
 
     tp, dp, pp = group(axes.tensor_ranks), group(axes.data_ranks), group(axes.pipeline_ranks)
     holds_tied = at.pp in (0, axes.pp - 1)
     tied = group(axes.tied_ranks) if holds_tied else None
-    return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, tied)
+    return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, tied, timeout)
 
 
-def _new_group(ranks: tuple[int, ...], rank: int) -> Group:
+def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None) -> Group:
     index = ranks.index(rank)
     if len(ranks) == 1:
         return Group(ranks, index, None)
-    handle = dist.new_group(list(ranks), use_local_synchronization=True)
+    handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(handle, dist.ProcessGroup)
     return Group(ranks, index, handle)

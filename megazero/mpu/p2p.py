@@ -59,12 +59,12 @@ class PeerError(RuntimeError):
 class Channels:
     """The messages of this rank's stage with its neighbours.
 
-    Creating it is collective over the pipeline group. timeout: how long a message may take, where the backend waits on
-    the host; default the process group's own. Raises PeerError out of any method once a message has failed.
+    Creating it is collective over the pipeline group. A message may take as long as the grid's timeout. Raises PeerError
+    out of any method once a message has failed.
     """
 
-    def __init__(self, grid: ProcessGrid, timeout: timedelta | None = None) -> None:
-        self.grid, self.timeout = grid, timeout
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.grid, self.timeout = grid, grid.timeout
         self._stage, stages = grid.pp.index, grid.pp.size
         self._by_tag = is_host_backend(grid.pp)
         self._groups: dict[Channel, dist.ProcessGroup] = {}

@@ -1,0 +1,177 @@
+"""A simulated schedule as text: a row per stage, time from left to right, in colours or in plain ASCII.
+
+Each computation is a block with its micro-batch's number: forwards white on dark, backwards black on bright, a colour
+per model chunk and two shades of it in turn, so that neighbours stay apart. In plain text `|F3b` is the forward
+of micro-batch 3 in chunk b, and a dot is idle time. What is wider than the terminal continues in further bands below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megazero.pipeline.schedule import Instruction
+from megazero.pipeline.simulate import Report, Span
+
+Shades = tuple[int, int]
+"""Two colours of the 256-colour palette."""
+
+_FORWARD: tuple[Shades, ...] = ((25, 32), (30, 37), (54, 97), (60, 67))
+_BACKWARD: tuple[Shades, ...] = ((172, 214), (131, 174), (142, 185), (71, 114))
+_WHITE, _BLACK = 231, 16
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True)
+class Look:
+    """width: columns of the terminal. colour: Unicode and 256 colours, else plain ASCII. fit: one band, however narrow."""
+
+    width: int = 100
+    colour: bool = False
+    fit: bool = False
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One column of one row."""
+
+    text: str
+    of: Instruction | None = None
+
+
+def draw(report: Report, look: Look) -> str:
+    """The picture: bands of rows under a ruler, a legend, then bubble and peak activations of each stage."""
+    chunks = 1 + max((span.instruction.chunk for row in report.spans for span in row), default=0)
+    painter = _Painter(look, chunks)
+    margin = len(f"stage {len(report.spans) - 1}") + 2
+    room = max(10, look.width - margin)
+    scale = _columns_per_unit(report, painter, room, look.fit)
+    total = round(report.makespan * scale)
+    rows = [painter.cells(row, scale, total) for row in report.spans]
+    lines: list[str] = []
+    band = _band_width(report, scale, total, room)
+    for start in range(0, max(total, 1), band):
+        stop = min(total, start + band)
+        lines.append(" " * margin + painter.dim(_ruler(start, stop, scale)))
+        lines += [f"stage {i}".ljust(margin) + painter.paint(row[start:stop]) for i, row in enumerate(rows)]
+        lines.append("")
+    return "\n".join([*lines, *painter.legend(margin), "", *_summary(report, painter, margin)])
+
+
+def _columns_per_unit(report: Report, painter: _Painter, room: int, fit: bool) -> float:
+    """Wide enough for every label, wider where there is room; one band exactly if that is asked for."""
+    spans = [span for row in report.spans for span in row if span.end > span.start]
+    shortest = min((span.end - span.start for span in spans), default=1.0)
+    label = max((len(painter.label(span.instruction)) for span in spans), default=1)
+    needed = (label + painter.gap) / shortest
+    if report.makespan * needed > room:
+        painter.shrunk = fit
+        return room / report.makespan if fit else needed
+    # Whole columns for the shortest block, and no more than twice what its label takes.
+    whole = int(min(room / report.makespan, 2 * needed) * shortest + 1e-9)
+    return max(whole / shortest, needed)
+
+
+def _band_width(report: Report, scale: float, total: int, room: int) -> int:
+    """Bands of equal length that break, where blocks are whole columns, at a multiple of the shortest one."""
+    bands = max(1, -(-total // room))
+    block = max(1, round(min((span.end - span.start for row in report.spans for span in row), default=1.0) * scale))
+    even = -(-total // bands)
+    return min(room, -(-even // block) * block) if block <= room else room
+
+
+def _ruler(start: int, stop: int, scale: float) -> str:
+    """Times at round numbers, at least eight columns apart."""
+    step, factors = 1.0, (2.0, 2.5, 2.0)
+    number = 0
+    while step * scale < 8:
+        step *= factors[number % 3]
+        number += 1
+    marks = [" "] * (stop - start)
+    for i in range(int(start / (step * scale)), int(stop / (step * scale)) + 1):
+        at = round(i * step * scale) - start
+        text = f"{i * step:g}"
+        if at >= 0 and at + len(text) <= stop - start:
+            marks[at : at + len(text)] = text
+    return "".join(marks).rstrip()
+
+
+def _summary(report: Report, painter: _Painter, margin: int) -> list[str]:
+    most = max(report.peak_activations, default=1)
+    lines = [" " * margin + painter.dim("idle     peak activations")]
+    for i, (busy, peak) in enumerate(zip(report.busy, report.peak_activations, strict=True)):
+        idle = 1 - busy / report.makespan if report.makespan else 0.0
+        lines.append(f"stage {i}".ljust(margin) + f"{idle:6.1%}   {peak:3d} {painter.bar(peak / most, 24)}".rstrip())
+    return lines
+
+
+class _Painter:
+    def __init__(self, look: Look, chunks: int) -> None:
+        self.colour, self.chunks = look.colour, chunks
+        self.gap = 1
+        """Columns of the narrowest block beside its label."""
+        self.shrunk = False
+        """Blocks may be narrower than that: a label that would touch the next one is left out."""
+
+    def label(self, i: Instruction) -> str:
+        if self.colour:
+            return str(i.micro_batch)
+        chunk = _letter(i.chunk) if self.chunks > 1 else ""
+        return f"{'B' if i.is_backward else 'F'}{i.micro_batch}{chunk}"
+
+    def cells(self, spans: Sequence[Span], scale: float, total: int) -> list[_Cell]:
+        """A row as columns. Blocks begin and end at rounded columns, so that what is simultaneous stands in line."""
+        row = [_Cell("·" if self.colour else ".")] * total
+        for span in spans:
+            start, stop = round(span.start * scale), round(span.end * scale)
+            row[start:stop] = [_Cell(letter, span.instruction) for letter in self._block(span.instruction, stop - start)]
+        return row
+
+    def _block(self, i: Instruction, width: int) -> str:
+        label = self.label(i)
+        if self.colour:
+            return label.center(width) if len(label) + self.shrunk <= width else " " * width
+        if len(label) < width:
+            return "|" + label.ljust(width - 1, "-" if i.is_backward else " ")
+        return label[0] * width
+
+    def paint(self, cells: Sequence[_Cell]) -> str:
+        return "".join(self._run(of, "".join(cell.text for cell in run)) for of, run in groupby(cells, key=lambda cell: cell.of))
+
+    def _run(self, of: Instruction | None, text: str) -> str:
+        return (self.dim(text) if of is None else self._coloured(of.is_backward, of.chunk, of.micro_batch, text)) if self.colour else text
+
+    def _coloured(self, backward: bool, chunk: int, micro_batch: int, text: str) -> str:
+        table = _BACKWARD if backward else _FORWARD
+        ground = table[chunk % len(table)][micro_batch % 2]
+        return f"\x1b[38;5;{_BLACK if backward else _WHITE};48;5;{ground}m{text}\x1b[0m"
+
+    def dim(self, text: str) -> str:
+        return f"\x1b[38;5;243m{text}\x1b[0m" if self.colour and text else text
+
+    def bar(self, share: float, width: int) -> str:
+        if not self.colour:
+            return "#" * round(share * width)
+        whole, eighths = divmod(round(share * width * 8), 8)
+        return f"\x1b[38;5;67m{'█' * whole}{_BLOCKS[eighths].strip()}\x1b[0m"
+
+    def legend(self, margin: int) -> Iterator[str]:
+        """What the colours, or the letters, mean."""
+        if not self.colour:
+            chunk = "a" if self.chunks > 1 else ""
+            behind = f", chunks {', '.join(map(_letter, range(self.chunks)))}" if self.chunks > 1 else ""
+            yield " " * margin + f"|F0{chunk} forward  |B0{chunk}- backward of micro-batch 0{behind}  . idle"
+            return
+        for backward, word in ((False, "forward "), (True, "backward")):
+            swatches = (
+                "".join(self._coloured(backward, chunk, shade, f" {shade} ") for shade in (0, 1))
+                + (f" chunk {chunk}   " if self.chunks > 1 else "")
+                for chunk in range(self.chunks)
+            )
+            yield " " * margin + f"{word}  " + "".join(swatches).rstrip()
+
+
+def _letter(chunk: int) -> str:
+    """a .. z, then the number in brackets."""
+    return chr(ord("a") + chunk) if chunk < 26 else f"({chunk})"

@@ -1,0 +1,94 @@
+"""What the drawing of a schedule says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.pipeline.draw import Look, draw
+from megazero.pipeline.schedule import SCHEDULES, make_schedule
+from megazero.pipeline.simulate import simulate, uniform_times
+
+TOOL = Path(__file__).parents[2] / "tools" / "draw_schedule.py"
+
+
+def picture(name: str, p: int, m: int, v: int = 1, **look) -> str:
+    return draw(simulate(make_schedule(name, p, m, v), uniform_times(p * v)), Look(**look))
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_a_small_schedule_in_plain_text():
+    assert picture("1f1b", 2, 2, width=60).splitlines() == [
+        "         0         2         4         6         8",
+        "stage 0  |F0  |F1  ..........|B0-------.....|B1-------",
+        "stage 1  .....|F0  |B0-------|F1  |B1-------..........",
+        "",
+        "         |F0 forward  |B0- backward of micro-batch 0  . idle",
+        "",
+        "         idle     peak activations",
+        "stage 0   33.3%     2 ########################",
+        "stage 1   33.3%     1 ############",
+    ]
+
+
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("width", [40, 80, 133])
+def test_nothing_is_wider_than_the_terminal_and_every_block_is_there(width, colour):
+    for name in SCHEDULES:
+        text = plain(picture(name, 4, 12, 2, width=width, colour=colour))
+        assert max(map(len, text.splitlines()[:-8])) <= width
+        bands = [line[9:] for line in text.splitlines() if line.startswith("stage 0")][:-1]
+        row = "".join(bands)
+        if not colour:
+            assert sorted(re.findall(r"\|([FB]\d+[ab])", row)) == sorted(f"{op}{m}{c}" for op in "FB" for m in range(12) for c in "ab")
+        else:
+            assert sorted(re.findall(r"\d+", re.sub(r"(?<=\d)(?=\d\d)", "", row)))  # numbers, no letters
+            assert not re.search("[a-zA-Z]", row)
+
+
+def test_fit_gives_one_band():
+    text = picture("1f1b", 4, 60, width=70, fit=True)
+    rows = [line for line in text.splitlines() if line.startswith("stage") and "%" not in line]
+    assert len(rows) == 4 and {len(row) for row in rows} == {70}
+    folded = picture("1f1b", 4, 60, width=70)
+    assert len([line for line in folded.splitlines() if line.startswith("stage 0")]) > 5
+
+
+def test_colours_tell_forward_from_backward_and_one_chunk_from_another():
+    text = picture("interleaved", 2, 2, 2, width=100, colour=True)
+    grounds = {(m[1], m[2]) for m in re.finditer(r"48;5;(\d+)m\s*(\d)\s*\x1b", text)}
+    assert len({ground for ground, _ in grounds}) == 8  # 2 directions x 2 chunks x 2 shades
+
+
+def run_tool(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=60)
+
+
+def test_the_tool():
+    done = run_tool("--pp", "4", "--micro-batches", "8", "--virtual-stages", "2", "--schedule", "interleaved", "--width", "100")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("interleaved: 4 stages, 2 chunks each, 8 micro-batches\nbubble 15.8%; 57 units of time for 48 of work\n")
+    assert done.stdout.isascii()
+    assert "\x1b[" in run_tool("--color", "always").stdout
+    listed = run_tool("--pp", "2", "-m", "1", "--list", "1").stdout.splitlines()
+    assert listed[0] == "   0  receive hidden states (micro-batch 0, chunk 0, from stage 0)" and len(listed) == 4
+    rows = run_tool("--forward-only").stdout.split("forward")[0]
+    assert "|F7" in rows and "|B" not in rows
+
+
+def test_the_tool_refuses_what_cannot_be():
+    for words, message in (
+        (("--pp", "0"), "0 stages"),
+        (("--forward-time", "0"), "above 0"),
+        (("--list", "9"), "the stages are 0 to 3"),
+        (("--schedule", "zigzag"), "invalid choice"),
+    ):
+        done = run_tool(*words)
+        assert done.returncode == 2 and message in done.stderr

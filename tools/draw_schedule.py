@@ -1,0 +1,79 @@
+"""Draw a pipeline schedule in the terminal, with its bubble and the activations each stage holds.
+
+    python tools/draw_schedule.py --pp 4 --micro-batches 8
+    python tools/draw_schedule.py --pp 4 --micro-batches 8 --virtual-stages 2 --schedule interleaved --message-time 0.2
+    python tools/draw_schedule.py --pp 12 --micro-batches 64 --schedule 1f1b --fit
+
+Colours on a terminal, plain text elsewhere. Wide schedules continue below; --fit shrinks them to one band instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megazero.pipeline.draw import Look, draw
+from megazero.pipeline.schedule import SCHEDULES, forward_only, make_schedule
+from megazero.pipeline.simulate import check_complete, simulate, uniform_times
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--pp", "--stages", type=int, default=4, help="pipeline stages (default 4)")
+    add("--micro-batches", "-m", type=int, default=8, help="micro-batches of a step (default 8)")
+    add("--virtual-stages", type=int, default=1, metavar="V", help="model chunks per stage (default 1)")
+    add("--schedule", choices=SCHEDULES, help="default: 1f1b, with several chunks per stage interleaved")
+    add("--forward-time", type=float, default=1.0, metavar="T", help="time of one chunk's forward (default 1)")
+    add("--backward-time", type=float, default=2.0, metavar="T", help="time of one chunk's backward (default 2)")
+    add("--message-time", type=float, default=0.0, metavar="T", help="time of one message between stages (default 0)")
+    add("--forward-only", action="store_true", help="draw the evaluation's schedule")
+    add("--width", type=int, help="columns (default: the terminal's)")
+    add("--fit", action="store_true", help="shrink to one band")
+    add("--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
+    add("--list", type=int, metavar="STAGE", help="print the instructions of one stage instead")
+    return parser
+
+
+def wants_colour(choice: str) -> bool:
+    if choice == "auto":
+        encodable = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+        return sys.stdout.isatty() and encodable and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return choice == "always"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments()
+    args = parser.parse_args(argv)
+    if min(args.forward_time, args.backward_time) <= 0 or args.message_time < 0:
+        parser.error("--forward-time and --backward-time are above 0, --message-time at least 0")
+    if args.list is not None and not 0 <= args.list < args.pp:
+        parser.error(f"--list {args.list}: the stages are 0 to {args.pp - 1}")
+    name = args.schedule or ("interleaved" if args.virtual_stages > 1 else "1f1b")
+    try:
+        schedule = make_schedule(name, args.pp, args.micro_batches, args.virtual_stages)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.forward_only:
+        schedule = tuple(forward_only(stage) for stage in schedule)
+    check_complete(schedule, args.micro_batches, args.virtual_stages, backward=not args.forward_only)
+    report = simulate(schedule, uniform_times(args.pp * args.virtual_stages, args.forward_time, args.backward_time, args.message_time))
+    if args.list is not None:
+        print("\n".join(f"{number:4d}  {instruction}" for number, instruction in enumerate(schedule[args.list])))
+        return 0
+    chunks = f", {args.virtual_stages} chunks each" if args.virtual_stages > 1 else ""
+    print(f"{name}: {args.pp} stages{chunks}, {args.micro_batches} micro-batches")
+    print(f"bubble {report.bubble:.1%}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")
+    width = args.width or shutil.get_terminal_size((100, 24)).columns
+    print(draw(report, Look(width, wants_colour(args.color), args.fit)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
