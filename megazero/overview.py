@@ -106,6 +106,8 @@ def _resolved(run: Run) -> str:
 def _word(value: object) -> str:
     if isinstance(value, list):
         return "[" + " ".join(map(str, value)) + "]"
+    if isinstance(value, str) and (not value or any(letter.isspace() for letter in value)):
+        return repr(value)
     return "-" if value is None else str(value)
 
 

@@ -1,0 +1,96 @@
+"""Save on one layout, go on with any other: the next steps and the final weights are those of the run that never stopped.
+
+Fault 26 (BLOOM: the loss of one checkpoint was 1.944, 1.954, 1.963, 2.043 at pp 12, 24, 36, 72) and faults 27 and 30.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
+from tests.ranks import run_ranks
+
+MODEL = ["--num-layers", "5", "--hidden-size", "24", "--num-attention-heads", "12", "--seq-length", "12", "--vocab-size", "1003"]
+NUMBERS = ["--precision", "fp64", "--global-batch-size", "12", "--train-iters", "7", "--lr-warmup-iters", "2", "--hidden-dropout", "0.1"]
+STOP = 3
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "tp4-sp": (4, ["--tp", "4", "--sequence-parallel", "--micro-batch-size", "1"]),
+    "pp3": (3, ["--pp", "3", "--zero-stage", "1"]),
+    "tp2-dp3-z2": (6, ["--tp", "2", "--zero-stage", "2", "--bucket-size", "700"]),
+    "pp2-dp2-z1": (4, ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"]),
+    "tp3-pp2": (6, ["--tp", "3", "--pp", "2", "--pipeline-schedule", "gpipe", "--recompute-granularity", "full"]),
+}
+
+
+def flags_for(corpus: Path, base: Path) -> list[str]:
+    return [*MODEL, *NUMBERS, *data_flags(corpus, base / "cache")]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run that never stopped, on one process."""
+    return train(1, flags_for(corpus, tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture(scope="module")
+def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of iteration `STOP` from every layout."""
+    base = tmp_path_factory.getbasetemp()
+    folders = {}
+    for name, (ranks, layout) in LAYOUTS.items():
+        folders[name] = base / f"saved-{name}"
+        train(ranks, [*flags_for(corpus, base), *layout, "--save", str(folders[name]), "--exit-interval", str(STOP)])
+    return folders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_fault_26_any_layout_to_any_layout(
+    before: str, after: str, whole: Outcome, saved: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    ranks, layout = LAYOUTS[after]
+    resumed = train(ranks, [*flags_for(corpus, tmp_path_factory.getbasetemp()), *layout, "--load", str(saved[before])])
+    assert [record.iteration for record in resumed.records] == [4, 5, 6, 7]
+    rest = Outcome(whole.records[STOP:], whole.losses, whole.weights)
+    assert all(value < 1e-9 for value in worst(resumed, rest).values()), worst(resumed, rest)
+    for ours, theirs in zip(resumed.records, rest.records, strict=True):
+        assert (ours.lr, ours.consumed_samples, ours.consumed_tokens) == (theirs.lr, theirs.consumed_samples, theirs.consumed_tokens)
+
+
+@pytest.mark.slow
+def test_fault_27_three_resumes_in_a_row_are_bitwise(corpus: Path, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS["pp2-dp2-z1"]
+    flags = [*flags_for(corpus, tmp_path), *layout, "--precision", "bf16"]
+    flags = [word for i, word in enumerate(flags) if word != "fp64" and (word != "--precision" or flags[i + 1] == "bf16")]
+    whole = train(ranks, flags)
+    folder = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    records = []
+    for _ in range(3):
+        records += train(ranks, [*flags, *folder, "--exit-interval", "2"]).records
+    last = train(ranks, [*flags, *folder])
+    records += last.records
+    assert [record.iteration for record in records] == [1, 2, 3, 4, 5, 6, 7]
+    same = [(record.loss, record.grad_norm, record.lr) for record in records]
+    assert same == [(record.loss, record.grad_norm, record.lr) for record in whole.records]
+    assert all(bool((last.weights[name] == values).all()) for name, values in whole.weights.items())
+
+
+def evaluate_on_rank(rank: int, size: int, flags: list[str]) -> float:
+    job, _ = job_on_rank(rank, size, flags)
+    return job.trainer.evaluate()["valid_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("written", "read", "tolerance"), [("fp64", "fp32", 1e-5), ("fp32", "bf16", 2e-2), ("bf16", "fp64", 2e-2)])
+def test_any_precision_opens_any_other(written: str, read: str, tolerance: float, corpus: Path, tmp_path: Path) -> None:
+    base = [word for word in flags_for(corpus, tmp_path) if word not in ("--precision", "fp64")]
+    train(2, [*base, "--precision", written, "--tp", "2", "--save", str(tmp_path / "saved"), "--exit-interval", "2"])
+    losses = [
+        run_ranks(2, evaluate_on_rank, 2, [*base, "--precision", precision, "--pp", "2", "--load", str(tmp_path / "saved")])[0]
+        for precision in (written, read)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
