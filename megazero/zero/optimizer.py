@@ -46,7 +46,8 @@ class ShardedOptimizer:
     def __init__(self, state: ModelState, cfg: OptimizerConfig, grid: ProcessGrid) -> None:
         self.state, self.cfg, self.grid = state, cfg, grid
         self.step_count = torch.zeros((), dtype=torch.float64, device=grid.device)
-        self._counted = [view for index in range(len(state.buckets)) for view in self._counted_views(index)]
+        self._counted = [view for index in range(len(state.buckets)) for view in self._gradients(index, counted=True)]
+        self._replicas = [view for index in range(len(state.buckets)) for view in self._gradients(index, counted=False)]
 
     def finish_reduction(self) -> None:
         """Wait until the gradients of the step are summed over dp (and tied stages, and tp where they are partial)."""
@@ -57,11 +58,14 @@ class ShardedOptimizer:
 
         Over all ranks of the world the shares add up to the squared norm of the global model's gradient, each element
         counted once: the owner of a range counts it, parameters replicated over tp count on tp rank 0, a tied embedding
-        is owned once by the group of both its stages, padding is left out.
+        is owned once by the group of both its stages, padding is left out. A replica that does not count makes the sum NaN
+        where it is not finite: a fault on one tp rank must not be applied there and nowhere else.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for view in self._counted:
             total += sum_of_squares(view)
+        for view in self._replicas:
+            total += 0.0 * sum_of_squares(view)
         return total
 
     def step(self, lr: float, multiplier: Tensor, skip: Tensor) -> None:
@@ -113,12 +117,12 @@ class ShardedOptimizer:
                 self.state.gatherer.launch(index)
         self.state.wait_parameters()
 
-    def _counted_views(self, index: int) -> list[Tensor]:
-        """Parts of this rank's shard of the gradient that count in the norm here; neighbours are one view."""
+    def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
+        """Parts of this rank's shard of the gradient that count in the norm here, or that do not; neighbours are one view."""
         bucket = self.state.buckets[index]
         runs: list[tuple[int, int]] = []
         for piece in bucket.layout.pieces(*bucket.shard):
-            if piece.place.tp_sharded or self.grid.at.tp == 0:
+            if counted == (piece.place.tp_sharded or self.grid.at.tp == 0):
                 stop = piece.offset + piece.numel
                 if runs and runs[-1][1] == piece.offset:
                     runs[-1] = runs[-1][0], stop
