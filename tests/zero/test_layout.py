@@ -1,9 +1,12 @@
 """Packing, as arithmetic."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from megazero.config.schema import ModelConfig
+from megazero.model.stage import build_stage, whole_model
 from megazero.mpu.grid import Axes, Group, build_grid, solo
 from megazero.mpu.place import Kind, Place, place_of, shard
 from megazero.zero.layout import owned_pieces, pack
@@ -89,25 +92,25 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
         assert ranges[0][0] == 0 and ranges[-1][1] == numel and all(a[1] == b[0] for a, b in pairwise(ranges)), name
 
 
-def _fragments(rank: int, case: Case) -> list[tuple[str, int, int]]:
-    return [(f.place.name, f.start, f.stop) for f in build(case).optimizer.fragments()]
+def _fragments(rank: int, cases: list[Case]) -> list[list[tuple[str, int, int]]]:
+    grid = build_grid(cases[0].axes)
+    return [[(f.place.name, f.start, f.stop) for f in build(case, grid).optimizer.fragments()] for case in cases]
 
 
 def test_owned_pieces_are_the_fragments_of_the_rank() -> None:
     """What rank 0 writes into a manifest about others is what they hold, at every ZeRO stage."""
-    for stage in range(3):
-        case = Case(Axes(pp=2, dp=2, tp=2), stage, bucket_size=50)
-        for rank, fragments in enumerate(run_ranks(8, _fragments, case)):
-            at = case.axes.coordinates(rank)
-            pieces = owned_pieces(places_of(case, at.pp, at.tp), case.axes, at, 50)
-            assert fragments == [(piece.place.name, piece.start, piece.stop) for _, piece in pieces]
+    axes = Axes(pp=2, dp=2, tp=2)
+    for rank, stages in enumerate(run_ranks(8, _fragments, [Case(axes, stage, bucket_size=50) for stage in range(3)])):
+        at = axes.coordinates(rank)
+        pieces = owned_pieces(places_of(Case(axes), at.pp, at.tp), axes, at, 50)
+        assert stages == [[(piece.place.name, piece.start, piece.stop) for _, piece in pieces]] * 3
 
 
 def test_fault_21_norms_and_biases_are_not_decayed() -> None:
     """BLOOM: the embedding's LayerNorm decayed. Ranges of decay cover the matrices and embeddings, nothing else."""
     here = build(Case(bucket_size=50))
-    build_grid(Axes())
-    decayed, others = set(), set()
+    decayed: set[str] = set()
+    others: set[str] = set()
     for i, bucket in enumerate(here.state.buckets):
         for start, stop, decay in here.optimizer._decay_ranges(i):
             names = {piece.place.name for piece in bucket.layout.pieces(start, stop)}
@@ -117,6 +120,47 @@ def test_fault_21_norms_and_biases_are_not_decayed() -> None:
         f"blocks.{i}.{m}.weight" for i in range(4) for m in ("up", "down")
     }
     assert others == {f"blocks.{i}.{p}" for i in range(4) for p in ("norm.weight", "up.bias", "down.bias")}
+
+
+def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
+    """The asserted list, of the real model: GPT-2 with learned positions and BLOOM with its embedding's LayerNorm."""
+    common = {f"blocks.0.{m}.weight" for m in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")} | {"embedding.word.weight"}
+    plain = {f"blocks.0.{m}.bias" for m in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")}
+    plain |= {f"{n}.{p}" for n in ("blocks.0.attention_norm", "blocks.0.mlp_norm", "head.norm") for p in ("weight", "bias")}
+    small = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, seq_length=5, make_vocab_size_divisible_by=4)
+    gpt = replace(small, position_embedding="learned")
+    bloom = replace(small, position_embedding="alibi", embedding_layernorm=True)
+    for model, more, fewer in (
+        (gpt, {"embedding.position.weight"}, set()),
+        (bloom, set(), {"embedding.norm.weight", "embedding.norm.bias"}),
+    ):
+        stage = build_stage(model, "fp32", whole_model(model), tp=solo(), device="meta")
+        places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
+        found: tuple[set[str], set[str]] = set(), set()
+        for bucket in pack(places, 1, 100):
+            for entry in bucket.entries:
+                found[entry.offset >= bucket.decayed].add(entry.place.name)
+        assert found == (common | more, plain | fewer)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
+    """Their shards then hold the same elements of replicated parameters, so that partial sums meet their like."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=24, num_attention_heads=12, vocab_size=1003, seq_length=12, activation="swiglu", norm="rmsnorm"
+    )
+    layouts = []
+    for index in range(tp):
+        group = Group(tuple(range(tp)), index, None)
+        stage = build_stage(model, "fp32", whole_model(model), tp=group, sequence_parallel=True, device="meta")
+        places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
+        layouts.append([[(e.place.name, e.offset, e.place.tp_partial) for e in bucket.entries] for bucket in pack(places, 4, 2000)])
+    assert all(layout == layouts[0] for layout in layouts)
+    assert any(partial for bucket in layouts[0] for _, _, partial in bucket)
+    beside = [[name for name, _, _ in bucket] for bucket in layouts[0]]
+    for i in range(2):
+        (bucket,) = [names for names in beside if f"blocks.{i}.mlp.gate.weight" in names]
+        assert abs(bucket.index(f"blocks.{i}.mlp.gate.weight") - bucket.index(f"blocks.{i}.mlp.up.weight")) == 1
 
 
 def test_an_unknown_stage_is_named() -> None:

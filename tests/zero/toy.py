@@ -223,9 +223,12 @@ def configs(case: Case) -> tuple[OptimizerConfig, ParallelConfig]:
     return optimizer, parallel
 
 
-def build(case: Case) -> Rank:
-    """This rank's part of the toy, initialised."""
-    grid = build_grid(case.axes)
+def build(case: Case, grid: ProcessGrid | None = None) -> Rank:
+    """This rank's part of the toy, initialised. A world has one grid: torch cannot make the same local groups twice on some of its ranks."""
+    grid = grid or build_grid(case.axes)
+    for group in (grid.world, grid.tp, grid.pp, grid.dp, grid.tied):
+        if group is not None:
+            group.traffic.clear()
     chunks = build_chunks(case, grid.at.pp, grid.tp)
     cfg, parallel = configs(case)
     state = ModelState(chunks, grid, cfg, parallel)
@@ -283,9 +286,9 @@ def reference(case: Case) -> dict[str, Any]:
     return {"gradients": first, "norms": norms, "weights": weights}
 
 
-def train(rank: int, case: Case) -> dict[str, Any]:
+def train(rank: int, case: Case, grid: ProcessGrid | None = None) -> dict[str, Any]:
     """A test body: the same things from one rank of a layout."""
-    here = build(case)
+    here = build(case, grid)
     norms, first = [], []
     for step in range(case.steps):
         if case.poison:
@@ -304,7 +307,8 @@ def train(rank: int, case: Case) -> dict[str, Any]:
 
 def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """`train` for several layouts of one world, whose start costs more than a toy's training."""
-    return [train(rank, case) for case in cases]
+    grid = build_grid(cases[0].axes)
+    return [train(rank, case, grid) for case in cases]
 
 
 def poison(state: ModelState) -> None:

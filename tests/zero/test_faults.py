@@ -1,0 +1,338 @@
+"""Rows of NUMERICAL_FAULTS that live in the model state and are not among the parities of test_parity.py."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.config.schema import OptimizerConfig
+from megazero.mpu.grid import Axes, build_grid
+from megazero.optim.clip import clip_coefficient
+from megazero.optim.loss_scale import LossScaler
+from megazero.zero.placement import Column
+from tests.places import Piece, assemble, worst_difference
+from tests.ranks import run_ranks
+from tests.zero.toy import Case, Rank, build, joined, poison, reference, train_all
+
+STAGES = (0, 1, 2)
+ALL_AXES = Axes(pp=2, dp=2, tp=2)
+
+
+def weights_of(axes: Axes, cases: list[Case]) -> list[list[list[Piece]]]:
+    """By case and rank."""
+    ranks = run_ranks(axes.world_size, train_all, cases)
+    return [[results[i]["weights"] for results in ranks] for i in range(len(cases))]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fault_02_03_all_replicas_stay_equal_bit_by_bit(precision: str) -> None:
+    """MLM#656, BLOOM, DS PR#1801: with a maximum norm that clips every step, on dp, tp and both tied stages."""
+    cases = [Case(ALL_AXES, stage, 3, precision=precision, partial=p, clip=1e-3) for stage in STAGES for p in (False, True)]
+    for case, ranks in zip(cases, weights_of(ALL_AXES, cases), strict=True):
+        whole = assemble(ranks, tolerance=0.0)
+        names = [piece.place.name for pieces in ranks for piece in pieces]
+        assert names.count("embedding.word.weight") == 8, "both stages hold a copy"
+        expected = reference(case)["weights"]
+        assert worst_difference({n: t.double() for n, t in whole.items()}, expected)[0] < (1e-5 if precision == "fp32" else 0.05), case
+
+
+def known_norms(rank: int, cases: list[Case]) -> list[float]:
+    """The norm where every element of every whole gradient is 1, however it is shared out."""
+    grid, norms = build_grid(cases[0].axes), []
+    for case in cases:
+        here = build(case, grid)
+        for number, chunk in enumerate(here.chunks):
+            here.state.before_backward(number, True)
+            losses = []
+            for parameter in chunk.parameters():
+                place = parameter.place  # type: ignore[attr-defined]
+                ends = 2 if place.tied else 1
+                holders = here.grid.dp.size * (here.grid.tp.size if place.tp_partial else 1) * ends
+                losses.append(parameter.flatten()[: place.stored_numel].sum() / holders)
+            torch.stack(losses).sum().backward()
+            here.state.after_backward(number)
+        here.optimizer.finish_reduction()
+        norms.append(here.norm().item())
+    return norms
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(tp=2), Axes(tp=4), Axes(pp=2), Axes(dp=4), ALL_AXES, Axes(pp=2, tp=3)], ids=str)
+def test_fault_04_05_06_each_element_counts_once_in_the_norm(axes: Axes) -> None:
+    """MLM#7227, #7452, DS#5411, TT#596, #649: tied, replicated, sharded and partial parameters, all stages and chunks."""
+    cases = [Case(axes, s, virtual_stages=v, partial=p) for s in STAGES for v in (1, 2) for p in (False, True) if axes.pp > 1 or v == 1]
+    elements = sum(t.numel() for t in reference(Case(steps=0))["weights"].values())
+    for found in run_ranks(axes.world_size, known_norms, cases):
+        torch.testing.assert_close(found, [math.sqrt(elements)] * len(cases), rtol=1e-14, atol=0.0)
+
+
+def test_fault_07_the_norm_of_bf16_does_not_depend_on_the_partition() -> None:
+    """TT#4135: 1.4453 and 1.4508. One sample a micro-batch, so that the 16-bit gradients are the same on all layouts."""
+    norms = []
+    for axes in (Axes(), Axes(tp=2), Axes(pp=2), Axes(dp=2), Axes(pp=2, dp=2)):
+        base = Case(axes, precision="bf16", steps=1, accumulation=12 // axes.dp, tied=False)
+        cases = [replace(base, zero_stage=stage, bucket_size=size) for stage in STAGES for size in (30, 10_000)]
+        norms += [result["norms"][0] for result in run_ranks(axes.world_size, train_all, cases)[0]]
+    assert max(norms) / min(norms) - 1 < 1e-6
+
+
+def test_fault_09_16_18_gradients_do_not_depend_on_how_samples_are_dealt_out() -> None:
+    """DS#8152, #8154, #7773, #5118, #5555: stages x micro-batches, a number of samples that divides by neither, dp and tp."""
+    expected = reference(Case(steps=1, samples=13))
+    for axes in (Axes(), Axes(pp=2), Axes(pp=4), Axes(dp=3), Axes(dp=2, tp=2)):
+        cases = [Case(axes, stage, batches, steps=1, samples=13) for stage in STAGES for batches in (1, 4, 16)]
+        ranks = run_ranks(axes.world_size, train_all, cases)
+        for i, case in enumerate(cases):
+            found = joined(results[i]["gradients"] for results in ranks)
+            assert worst_difference(found, expected["gradients"], floor=0.0)[0] < 1e-13, case
+            assert ranks[0][i]["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-13), case
+
+
+def whole_gradients(rank: int, cases: list[Case]) -> list[list[torch.Tensor]]:
+    """What each rank holds of every bucket's gradient after the reduction, before the step."""
+    grid, results = build_grid(cases[0].axes), []
+    for case in cases:
+        here = build(case, grid)
+        here.step(0)
+        here.backward(1)
+        results.append([here.state.columns[Column.GRADIENT].held(i).clone() for i in range(len(here.state.buckets))])
+    return results
+
+
+def test_fault_10_the_last_micro_batch_is_in_the_reduction() -> None:
+    """DS#7985: under ZeRO-0 the accumulators of all dp ranks are identical; that they are right is test_parity's."""
+    first, *others = run_ranks(3, whole_gradients, [Case(Axes(dp=3), 0, accumulation=batches, precision="fp32") for batches in (1, 3)])
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_fault_12_bf16_without_zero_follows_fp32() -> None:
+    """DS#7837, #7839: two steps without clipping, with sgd, which would show any factor; gradients are right to bf16's 8 bits."""
+    for axes in (Axes(), Axes(dp=2)):
+        cases = [Case(axes, 0, 2, precision=p, steps=2, optimizer="sgd", clip=0.0) for p in ("bf16", "fp32")]
+        ranks = run_ranks(axes.world_size, train_all, cases)
+        torch.testing.assert_close(ranks[0][0]["norms"], ranks[0][1]["norms"], rtol=5e-3, atol=0.0)
+        narrow, wide = (joined(results[i]["fragments"] for results in ranks) for i in range(2))
+        for name, weight in narrow.items():
+            assert weight.dtype == torch.float32
+            torch.testing.assert_close(weight, wide[name], rtol=0.01, atol=2e-3, msg=name)
+
+
+def unequal_ranks(rank: int, case: Case) -> tuple[float, list[Piece]]:
+    """A step in which parameters of some ranks get no gradient at all, then one in which none does anywhere."""
+    here = build(case)
+    unit = here.chunks[0].units()[-1]
+    here.state.before_backward(0, True)
+    if here.grid.dp.index == 0:
+        unit(0).backward()
+    here.state.after_backward(0)
+    here.optimizer.finish_reduction()
+    norm = here.norm()
+    here.optimizer.step(0.0, clip_coefficient(norm, 1.0), ~torch.isfinite(norm))
+    poison(here.state)
+    here.state.before_backward(0, True)
+    here.state.after_backward(0)
+    here.optimizer.finish_reduction()
+    zero = here.norm()
+    here.optimizer.step(0.1, clip_coefficient(zero, 1.0), ~torch.isfinite(zero))
+    assert zero.item() == 0.0
+    return norm.item(), here.values()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fault_14_ranks_without_gradients(stage: int) -> None:
+    """MLM#5530: no gradient counts as zero, the buckets are reduced all the same, and the norm 0 harms nothing."""
+    case = Case(Axes(dp=3), stage, tied=False)
+    results = run_ranks(3, unequal_ranks, case)
+    assert len({norm for norm, _ in results}) == 1 and results[0][0] > 0
+    assert all(values.isfinite().all() for values in assemble(pieces for _, pieces in results).values())
+
+
+def snapshot(here: Rank) -> list[torch.Tensor]:
+    """All state that a step may change, without the gradients."""
+    columns = [column for name, column in here.state.columns.items() if name is not Column.GRADIENT]
+    held = [column.held(i).clone() for column in columns for i in range(len(here.state.buckets))]
+    return [*held, here.optimizer.step_count.clone()]
+
+
+def overflows(rank: int, cases: list[tuple[Case, float]], victims: list[int]) -> list[list[dict[str, Any]]]:
+    grid = build_grid(cases[0][0].axes)
+    return [overflow(rank, build(case, grid), victims, bad) for case, bad in cases]
+
+
+def overflow(rank: int, here: Rank, victims: list[int], bad: float) -> list[dict[str, Any]]:
+    """A good step, then for each victim a step with a bad value in one of that rank's gradients, then a good one."""
+    scaler = LossScaler(OptimizerConfig(precision="fp16", hysteresis=1, initial_loss_scale=64.0))
+
+    def step(number: int) -> bool:
+        here.backward(number)
+        norm = here.norm()
+        skip = ~torch.isfinite(norm)
+        here.optimizer.step(0.05, clip_coefficient(norm, 1.0), skip)
+        here.state.wait_parameters()
+        scaler.update(skip)
+        return bool(skip)
+
+    assert not step(0)
+    results = []
+    for number, victim in enumerate(victims):
+        before, scale = snapshot(here), scaler.scale.item()
+        parameter = next(p for p in here.chunks[-1].parameters() if p.place.name.endswith("up.weight"))  # type: ignore[attr-defined]
+        hook = parameter.register_hook(lambda g: g.index_fill(0, torch.tensor([0]), bad)) if rank == victim else None
+        skipped = step(number + 1)
+        if hook is not None:
+            hook.remove()
+        same = all(torch.equal(a, b) for a, b in zip(before, snapshot(here), strict=True))
+        results.append({"victim": victim, "skipped": skipped, "same": same, "scale": scaler.scale.item() / scale})
+    before = snapshot(here)
+    assert not step(9)
+    moved = [not torch.equal(a, b) for a, b in zip(before, snapshot(here), strict=True)]
+    assert any(moved) and here.optimizer.step_count.item() == 2.0
+    return results
+
+
+def test_fault_15_one_ranks_overflow_skips_the_step_on_all() -> None:
+    """DS#7568, #7580, #8035: on a rank of each axis; the scale halves once, no bit of the state changes."""
+    victims = [0, 1, 2, 4, 7]
+    values = {"fp16": math.inf, "bf16": math.inf, "fp32": math.nan}
+    cases = [(Case(ALL_AXES, s, accumulation=2, precision=p, bucket_size=100), bad) for s in STAGES for p, bad in values.items()]
+    expected = [{"victim": v, "skipped": True, "same": True, "scale": 0.5} for v in victims]
+    for found in run_ranks(8, overflows, cases, victims):
+        for case, results in zip(cases, found, strict=True):
+            assert results == expected, case
+
+
+def uneven(rank: int, cases: list[Case]) -> list[bool]:
+    """Whether this rank's parameters are those of the step at the moment each unit of the next forward needs them."""
+    grid, good = build_grid(cases[0].axes), []
+    for case in cases:
+        here = build(case, grid)
+        here.step(0)
+        first = torch.stack([unit(5) for unit in here.chunks[0].units()]).detach()
+        here.state.wait_parameters()
+        good.append(torch.equal(first, torch.stack([unit(5) for unit in here.chunks[0].units()]).detach()))
+    return good
+
+
+def test_fault_19_forward_waits_for_the_parameters_it_reads() -> None:
+    cases = [Case(Axes(dp=3), stage, precision="fp32", bucket_size=size) for stage in (1, 2) for size in (1, 60, 10_000)]
+    assert run_ranks(3, uneven, cases) == [[True] * len(cases)] * 3
+
+
+def pending_after_step(rank: int, case: Case) -> tuple[int, int, int]:
+    """Gathers that are still under way after the step, after the first unit's forward, and after all."""
+    here = build(case)
+    here.step(0)
+    pending = here.state.gatherer._pending
+    after_step = len(pending)
+    units = here.chunks[0].units()
+    units[0](0)
+    after_first = len(pending)
+    for unit in units[1:]:
+        unit(0)
+    return after_step, after_first, len(pending)
+
+
+def test_gathers_overlap_the_next_forward_only_where_asked() -> None:
+    case = Case(Axes(dp=2), 1, bucket_size=1)
+    for after_step, after_first, after_all in run_ranks(2, pending_after_step, case):
+        assert after_step == 2 + 3 * 4 and after_first == after_step - 2 and after_all == 0
+    assert run_ranks(2, pending_after_step, replace(case, overlap=False)) == [(0, 0, 0)] * 2
+
+
+def launches(rank: int, case: Case) -> list[tuple[int, bool]]:
+    """(bucket, whether backward was still running) for each reduction of a step; rank 1's gradients arrive in another order."""
+    here = build(case)
+    units = here.chunks[0].units()
+    log: list[tuple[int, bool]] = []
+    launch = here.state.reducer._launch
+    running = [False]
+
+    def spy(index: int) -> None:
+        log.append((index, running[0]))
+        launch(index)
+
+    here.state.reducer._launch = spy  # type: ignore[method-assign]
+    here.state.before_backward(0, True)
+    running[0] = True
+    for unit in units if rank == 1 else reversed(units):
+        unit(rank).backward()
+    running[0] = False
+    here.state.after_backward(0)
+    here.optimizer.finish_reduction()
+    return log
+
+
+def test_all_ranks_launch_their_buckets_in_one_order() -> None:
+    """Last bucket first whatever arrives when; where arrivals allow, while backward runs."""
+    case = Case(Axes(dp=2), 2, bucket_size=100, tied=False)
+    in_order, other = run_ranks(2, launches, case)
+    order = [index for index, _ in in_order]
+    assert order == sorted(order, reverse=True) and len(order) > 3
+    assert [index for index, _ in other] == order
+    assert all(early for _, early in in_order)
+    apart = run_ranks(2, launches, replace(case, overlap=False))
+    assert [index for index, _ in apart[0]] == order and not any(early for _, early in apart[0])
+
+
+def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
+    """Fills the fragments with numbers that say where they are, then reads parameters everywhere."""
+    grid, results = build_grid(cases[0].axes), []
+    for case in cases:
+        here = build(case, grid)
+        for fragment in here.optimizer.fragments():
+            box = [j - i for i, j in fragment.place.box]
+            values = torch.zeros(fragment.place.shape, dtype=torch.float64)
+            values.flatten().copy_(torch.arange(values.numel()) % 64)
+            local = values[tuple(slice(i, j) for i, j in fragment.place.box)].reshape(box).flatten()[fragment.start : fragment.stop]
+            fragment.weight.copy_(local)
+            fragment.exp_avg.copy_(local + 1)
+            assert fragment.exp_avg_sq is not None
+            fragment.exp_avg_sq.copy_(local + 2)
+        here.optimizer.after_load()
+        state = here.state
+        for index, bucket in enumerate(state.buckets):
+            weights, first, second = state.weights, state.columns[Column.EXP_AVG], state.columns[Column.EXP_AVG_SQ]
+            for piece in bucket.layout.pieces(*first.range_of(index)):
+                at = index, piece.offset, piece.offset + piece.numel
+                assert torch.equal(first.view(*at), weights.view(*at) + 1) and torch.equal(second.view(*at), weights.view(*at) + 2)
+        results.append(here.values())
+    return results
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(dp=3), ALL_AXES], ids=str)
+def test_fault_27_parameters_are_gathered_after_a_load(axes: Axes) -> None:
+    """MLM#6920: what is in the fragments is in every parameter of every rank, and in replicated optimizer columns."""
+    cases = [Case(axes, stage, precision=p) for stage in STAGES for p in ("fp64", "bf16")]
+    ranks = run_ranks(axes.world_size, after_load, cases)
+    for i, _ in enumerate(cases):
+        for whole in assemble(results[i] for results in ranks).values():
+            assert torch.equal(whole.double(), (torch.arange(whole.numel()) % 64).double().view(whole.shape))
+
+
+def masters(rank: int, cases: list[Case]) -> list[list[Piece]]:
+    grid = build_grid(cases[0].axes)
+    return [build(case, grid).values() for case in cases]
+
+
+def test_initial_weights_are_the_same_on_every_layout() -> None:
+    """And 16-bit parameters are the rounded fp32 ones, which the master keeps."""
+    expected = reference(Case(steps=0))["weights"]
+    for axes in (Axes(dp=2), ALL_AXES):
+        cases = [Case(axes, stage, precision=p) for stage in STAGES for p in ("fp64", "bf16")]
+        ranks = run_ranks(axes.world_size, masters, cases)
+        for i, case in enumerate(cases):
+            whole = assemble(results[i] for results in ranks)
+            for name, tensor in whole.items():
+                target = expected[name]
+                assert torch.equal(tensor, target.float().bfloat16() if case.precision == "bf16" else target), (case, name)
+
+
+def test_a_late_gradient_is_an_error() -> None:
+    """A bucket that has been reduced in place cannot take another gradient; it must not be lost in silence."""
+    here = build(Case())
+    here.backward(0)
+    with pytest.raises(AssertionError, match="after its bucket was reduced"):
+        here.chunks[0](0).backward()
