@@ -76,6 +76,7 @@ class Job:
             "consumed_tokens": position.consumed_tokens,
             "optimizer_steps": float(self.optimizer.step_count.item()),
             "loss_scale": self.scaler.state_dict(),
+            "data_plans": [list(plan) for plan in self.prepared.datasets.train.plans],
             "probe": stored_probe(self.run, self.probe_engine, self.grid),
         }
         path = self.checkpoints.save(position.iteration, progress)

@@ -61,7 +61,7 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
             raise DataError(f"--split {run.data.split} leaves no training samples of --seq-length {run.model.seq_length}")
     except DataError as error:
         raise ConfigError([str(error)]) from error
-    found, changes = _resume(run, world_size)
+    found, changes = _resume(run, world_size, datasets)
     return Prepared(run, datasets, tokenizer, text, found, changes)
 
 
@@ -86,11 +86,25 @@ def validation_samples(run: Run) -> int:
     return run.trainer.eval_iters * run.schedule.global_batch_size
 
 
-def _resume(run: Run, world_size: int) -> tuple[Found | None, tuple[Change, ...]]:
+def _resume(run: Run, world_size: int, datasets: Datasets) -> tuple[Found | None, tuple[Change, ...]]:
     found = find(run.checkpoint.load) if run.checkpoint.load else None
     if found is None:
         return None, ()
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
-    if comparison.problems:
-        raise ConfigError([f"{found.path}: {problem}" for problem in comparison.problems])
+    problems = [*comparison.problems, *_other_order(run, found, datasets)]
+    if problems:
+        raise ConfigError([f"{found.path}: {problem}" for problem in problems])
     return found, comparison.changes
+
+
+def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
+    """A run of another length may need other epochs, and these are shuffled together: the order changes from the first sample on."""
+    then, now = found.progress.get("data_plans"), [list(plan) for plan in datasets.train.plans]
+    same_data = not run.checkpoint.finetune and not run.checkpoint.override_data
+    if then is None or then == now or not same_data:
+        return []
+    epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
+    return [
+        f"--train-iters or --train-samples: {samples_needed(run):,} samples take {epochs[1]} epochs of the data in another order than the"
+        f" checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: --override-data"
+    ]

@@ -20,7 +20,14 @@ LARGE = 1 << 22
 
 
 class Samples(Protocol):
-    """A dataset of n samples; item i is the i-th in the order of the run, int64 [S+1]: inputs are [:-1], labels [1:]."""
+    """A dataset of n samples; item i is the i-th in the order of the run, int64 [S+1]: inputs are [:-1], labels [1:].
+
+    plans: of every pair of files in it, epochs and the first sample of an epoch shuffled apart. They follow from the number
+    of samples asked for and decide the order: a longer run with other plans has other samples from the first on.
+    """
+
+    @property
+    def plans(self) -> tuple[tuple[int, int], ...]: ...
 
     def __len__(self) -> int: ...
 
@@ -30,8 +37,9 @@ class Samples(Protocol):
 class GPTDataset:
     """Samples of one split of one pair of files. Raises IndexError past its end, DataError on ids outside the vocabulary."""
 
-    def __init__(self, data: IndexedDataset, orders: dict[str, NDArray], seq_length: int, vocab_size: int | None) -> None:
+    def __init__(self, data: IndexedDataset, orders: dict[str, NDArray], how: Plan, seq_length: int, vocab_size: int | None) -> None:
         self.data, self.seq_length, self.vocab_size = data, seq_length, vocab_size
+        self.plans = ((how.epochs, how.separate_from),)
         self.documents, self.rows, self.order = (orders[name] for name in ("document_index", "sample_index", "shuffle_index"))
         self._columns = np.arange(seq_length + 1)
 
@@ -73,6 +81,7 @@ class BlendedDataset:
 
     def __init__(self, parts: Sequence[Samples], index: dict[str, NDArray]) -> None:
         self.parts, self.part, self.item = parts, index["dataset_index"], index["dataset_sample_index"]
+        self.plans = tuple(plan for part in parts for plan in part.plans)
 
     def __len__(self) -> int:
         return len(self.part)
@@ -85,6 +94,8 @@ class BlendedDataset:
 
 class EmptyDataset:
     """No samples: a split without tokens, of which none are asked."""
+
+    plans: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return 0
@@ -127,7 +138,7 @@ def one_dataset(
         say(f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, {how.samples:,} samples")
         return build_orders(data.lengths, *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
 
-    return GPTDataset(data, cached_arrays(root, "order", facts, build, report), seq_length, vocab_size)
+    return GPTDataset(data, cached_arrays(root, "order", facts, build, report), how, seq_length, vocab_size)
 
 
 def blended(parts: Sequence[Samples], shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Samples:
