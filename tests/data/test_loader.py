@@ -16,6 +16,8 @@ S = 6
 class Numbered:
     """Sample i holds i in every place but a separator (0) at 2 and, in odd samples, at 0."""
 
+    plans: tuple[tuple[int, int], ...] = ()
+
     def __init__(self, count=1000):
         self.count, self.asked, self.threads = count, [], set()
 

@@ -71,7 +71,8 @@ def test_fault_17_unequal_numbers_of_valid_tokens(ranks: int, layout: list[str],
 
     def outcome(size: int, more: list[str]) -> Outcome:
         results = run_ranks(size, train_masked, size, [*flags, *more])
-        return Outcome(*results[0][:2], assemble([pieces for *_, pieces in results]))
+        records, losses, _ = results[0]
+        return Outcome(records, losses, assemble([pieces for *_, pieces in results]))
 
     differences = worst(outcome(ranks, layout), outcome(1, []))
     assert all(value < 1e-9 for value in differences.values()), differences
