@@ -77,7 +77,7 @@ def test_sgd_is_torchs(path, decay):
 
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
-def test_row_15_a_skipped_step_leaves_every_bit(path, poison):
+def test_fault_15_a_skipped_step_leaves_every_bit(path, poison):
     """Rows 14 and 15: an overflow on one rank never reaches the weights or the moments."""
     n = 70_000
     master, m, v = drawn(n, 1, torch.float32), drawn(n, 2, torch.float32), drawn(n, 3, torch.float32).square()

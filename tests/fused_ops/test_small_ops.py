@@ -145,7 +145,7 @@ def test_embedding_gradient_of_frequent_tokens(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*SIXTEEN, torch.float32, torch.float64])
-def test_row_7_sum_of_squares_is_exact_enough_to_regroup(dtype):
+def test_fault_07_sum_of_squares_is_exact_enough_to_regroup(dtype):
     x = drawn(200_003, dtype=dtype) * 100
     whole = sum_of_squares(x)
     assert whole.dtype == torch.float64 and whole.dim() == 0

@@ -38,7 +38,7 @@ def bloom_slopes(heads: int) -> list[float]:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20, 71, 112])
-def test_row_23_slopes_of_any_count(heads):
+def test_fault_23_slopes_of_any_count(heads):
     slopes = alibi_slopes(heads)
     assert len(slopes) == heads
     assert slopes == pytest.approx(bloom_slopes(heads), rel=1e-14)

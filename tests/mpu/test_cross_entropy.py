@@ -51,7 +51,7 @@ def local(rank: int, logits: Tensor, labels: Tensor, width: int, size: int, e: f
 @pytest.mark.parametrize(
     ("vocab", "width", "size"), [(29, 32, 1), (29, 16, 2), (29, 10, 3), (31, 8, 4), (5, 4, 4), (1003, 252, 4), (1003, 335, 3)]
 )
-def test_row_28_equals_the_dense_formula(vocab, width, size, e, z):
+def test_fault_28_equals_the_dense_formula(vocab, width, size, e, z):
     """V % tp != 0; (5, 4, 4): two ranks hold nothing but padding."""
     count = 150 if vocab > 100 else 6
     logits, labels, weight = drawn(count, vocab) * 3, labels_for(count, vocab), drawn(count, seed=4)
@@ -151,7 +151,7 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def test_row_17_masked_tokens_and_no_tokens():
+def test_fault_17_masked_tokens_and_no_tokens():
     """Weight 0 for all tokens gives zero gradients and no NaN; no token at all gives an empty loss."""
     leaf = drawn(4, 8).requires_grad_()
     loss = vocab_parallel_cross_entropy(leaf * 1.0, labels_for(4, 8), solo(), vocab=8)

@@ -104,7 +104,7 @@ def gradient_error(rank: int, size: int, name: str) -> float:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_row_22_gradients_equal_finite_differences(name, size):
+def test_fault_22_gradients_equal_finite_differences(name, size):
     assert max(run_ranks(size, gradient_error, size, name)) < 1e-8
 
 

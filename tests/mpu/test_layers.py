@@ -140,7 +140,7 @@ CASES += [Case(2, True, world=4), Case(2, False, world=4)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_row_08_equal_to_torchs_own_layers(case):
+def test_fault_08_equal_to_torchs_own_layers(case):
     results: list[Result] = run_ranks(case.world or case.tp, parallel, case)
     for replica in range(len(results) // case.tp):
         ranks = results[replica * case.tp : (replica + 1) * case.tp]

@@ -39,7 +39,7 @@ def pieces(shape: tuple[int, ...], dim: int | None, size: int, padded: int | Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(12, 60), (60, 12), (12, 12), (24, 3012)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_row_24_weights_of_every_layout_are_the_same_bits(shape, dim, dtype):
+def test_fault_24_weights_of_every_layout_are_the_same_bits(shape, dim, dtype):
     """Shards of 3, 5, 15, ... columns: they begin at odd columns and at every position in a vector register."""
     (whole,) = pieces(shape, None, 1, None, dtype, std=0.02)
     for size in (2, 3, 4, 6, 12):
@@ -49,7 +49,7 @@ def test_row_24_weights_of_every_layout_are_the_same_bits(shape, dim, dtype):
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(29, 36), (5, 24), (36, 36)])
-def test_row_24_vocabulary_padding_is_zero(vocab, padded):
+def test_fault_24_vocabulary_padding_is_zero(vocab, padded):
     (whole,) = pieces((vocab, 10), 0, 1, vocab, torch.float64, std=1.0)
     for size in (1, 2, 3, 4):
         joined = torch.cat(pieces((vocab, 10), 0, size, padded, torch.float64, std=1.0))
@@ -130,7 +130,7 @@ def test_weights_are_unrelated():
     assert x.flatten().unique().numel() == x.numel()
 
 
-def test_row_24_names_that_look_alike_are_different_weights():
+def test_fault_24_names_that_look_alike_are_different_weights():
     assert not torch.equal(weights(4, 4, "a", 11), weights(4, 4, "a1", 1))
 
 
@@ -166,7 +166,7 @@ def test_dropout_masks_are_unrelated():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
-def test_row_25_parts_of_the_sequence_and_of_the_heads_are_slices(size):
+def test_fault_25_parts_of_the_sequence_and_of_the_heads_are_slices(size):
     x = torch.randn(12, 3, 7, dtype=torch.float64)
     whole = hidden_dropout(x, 0.3, KEY, SAMPLES)
     parts = []
@@ -187,7 +187,7 @@ def test_row_25_parts_of_the_sequence_and_of_the_heads_are_slices(size):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_row_25_backward_and_recompute_draw_the_same_mask(dtype, recompute):
+def test_fault_25_backward_and_recompute_draw_the_same_mask(dtype, recompute):
     x = torch.randn(8, 3, 50, dtype=torch.float64).to(dtype).requires_grad_()
     function = lambda x: hidden_dropout(x.sin(), 0.4, KEY, SAMPLES)  # noqa: E731
     y = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False) if recompute else function(x)

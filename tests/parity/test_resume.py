@@ -62,7 +62,7 @@ def test_fault_26_any_layout_to_any_layout(
 
 
 @pytest.mark.slow
-def test_fault_27_three_resumes_in_a_row_are_bitwise(corpus: Path, tmp_path: Path) -> None:
+def test_fault_27_30_three_resumes_in_a_row_are_bitwise(corpus: Path, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS["pp2-dp2-z1"]
     flags = [*flags_for(corpus, tmp_path), *layout, "--precision", "bf16"]
     flags = [word for i, word in enumerate(flags) if word != "fp64" and (word != "--precision" or flags[i + 1] == "bf16")]
