@@ -119,25 +119,36 @@ class Channels:
     def _create_groups(self, stages: int) -> None:
         """One two-rank group per channel of this rank, each with a first message now: that is when NCCL connects.
 
-        Every rank goes through its channels in one global order, so that the pairwise rendezvous cannot wait in a
-        circle; even stages first, so that they do not wait in a row either.
+        The ring of stages is made in rounds (edges from even stages, from odd ones, and the wrap of an odd ring), in
+        which a stage has one neighbour, so that the pairwise rendezvous wait neither in a circle nor in a row.
         """
-        ranks = self.grid.pp.ranks
-        edges = sorted({(i, (i + 1) % stages) for i in range(stages)}, key=lambda edge: (edge[0] % 2, edge))
-        for front, back in edges:
-            for channel in ((front, back, False), (back, front, True)):
-                source, target, _ = channel
-                if self._stage not in (source, target):
-                    continue
-                pair = sorted((ranks[source], ranks[target]))
-                group = dist.new_group(pair, timeout=self.timeout, use_local_synchronization=True)
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups[channel] = group
-                greeting = torch.zeros(1, device=self.grid.device)
-                if self._stage == source:
-                    dist.send(greeting, ranks[target], group=group)
+        if self.grid.tied is None:
+            self._placeholder()  # for the tied group that the first and last stage have made
+        for turn in range(2 + stages % 2):
+            edges = [(i, (i + 1) % stages) for i in range(stages) if (2 if stages % 2 and i == stages - 1 else i % 2) == turn]
+            mine = [edge for edge in edges if self._stage in edge]
+            for backward in (False, True):
+                if mine:
+                    front, back = mine[0]
+                    self._connect((back, front, True) if backward else (front, back, False))
                 else:
-                    dist.recv(greeting, ranks[source], group=group)
+                    self._placeholder()
+
+    def _connect(self, channel: Channel) -> None:
+        source, target = (self.grid.pp.ranks[stage] for stage in channel[:2])
+        group = dist.new_group(sorted((source, target)), timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._groups[channel] = group
+        greeting = torch.zeros(1, device=self.grid.device)
+        if self._stage == channel[0]:
+            dist.send(greeting, target, group=group)
+        else:
+            dist.recv(greeting, source, group=group)
+
+    def _placeholder(self) -> None:
+        """Keep step with the neighbours: torch names a group after its ranks and the number of groups this rank has, so two
+        ranks that have made different numbers of them wait for each other under different names, until the timeout."""
+        dist.new_group([self.grid.rank], backend="gloo", use_local_synchronization=True)
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.mpu import p2p
 from megazero.mpu.grid import Axes, build_grid
 from megazero.mpu.p2p import Channels, PeerError, Tag
 from tests.ranks import run_ranks
@@ -48,6 +49,34 @@ def test_every_message_reaches_the_buffer_with_its_tag(dtype):
     assert run_ranks(3, ring_body, dtype) == [{"send": size, "receive": size}] * 3
 
 
+def ordered_body(rank: int, axes: Axes) -> None:
+    """As on NCCL: a group per channel and no tags. Twelve messages each way round the ring."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(p2p, "is_host_backend", lambda group: False)
+        grid = build_grid(axes)
+        channels = Channels(grid)
+    me, stages = grid.at.pp, axes.pp
+    arriving = []
+    for backward, step in ((False, 1), (True, -1)):
+        for m in range(12):
+            buffer = torch.empty(2)
+            source = (me - step) % stages
+            arriving.append(
+                (buffer, channels.receive(buffer, source, Tag(backward, 0, m)), grid.pp.ranks[source] * 100 + m + backward * 50)
+            )
+            channels.send(torch.full((2,), rank * 100.0 + m + backward * 50), (me + step) % stages, Tag(backward, 0, m))
+    for buffer, pending, wanted in arriving:
+        pending.wait()
+        assert buffer.tolist() == [wanted] * 2
+    channels.flush()
+
+
+@pytest.mark.parametrize("axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=3, tp=2), Axes(pp=4), Axes(pp=5)])
+def test_channels_matched_by_order_on_every_grid(axes):
+    """Middle stages hold no tied group: the stages must still agree on the names of the channels' groups."""
+    run_ranks(axes.world_size, ordered_body, axes)
+
+
 def test_tags_are_distinct_numbers():
     numbers = {Tag(b, k, m).number for b in (False, True) for k in range(200) for m in range(0, 3000, 37)}
     assert len(numbers) == 2 * 200 * len(range(0, 3000, 37)) and max(numbers) < 2**31
@@ -77,6 +106,7 @@ def lonely(rank: int, store: str, how: str, results: multiprocessing.Queue) -> N
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["send, it dies", "send, it is silent", "receive, it dies", "receive, it is silent"])
 def test_a_neighbour_that_fails_is_an_error_with_its_name_and_not_a_hang(tmp_path: Path, how: str):
     context = multiprocessing.get_context("spawn")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.batch import MicroBatch
+from megazero.mpu import p2p
 from megazero.mpu.grid import Axes, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine
@@ -92,6 +93,13 @@ def body(rank: int, pp: int, cases: list[tuple], jitter: bool = False) -> list[t
     ]
 
 
+def body_matched_by_order(rank: int, pp: int, cases: list[tuple]) -> list[tuple]:
+    """As on NCCL: a group per channel, no tags, so that a message in the wrong place would be taken for another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(p2p, "is_host_backend", lambda group: False)
+        return body(rank, pp, cases, jitter=True)
+
+
 def merge(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Gradients of all ranks; a tied weight's two copies added."""
     whole: dict[str, torch.Tensor] = {}
@@ -140,6 +148,14 @@ def test_tied_weights_and_reduction_at_every_micro_batch(pp):
 def test_results_do_not_depend_on_who_gets_ahead():
     cases = [("1f1b", 1, 7, False, False), ("interleaved", 2, 7, False, False), ("gpipe", 3, 5, False, False)]
     compare(run_ranks(3, body, 3, cases, True), cases, 3)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_messages_matched_by_order_alone(pp):
+    cases = [
+        (name, virtual, m, False, False) for name, virtual in (("1f1b", 1), ("interleaved", 2), ("gpipe", 2)) for m in (1, pp, 2 * pp + 1)
+    ]
+    compare(run_ranks(pp, body_matched_by_order, pp, cases), cases, pp)
 
 
 def scale_body(rank: int, pp: int, counts: list[int]) -> list[tuple]:
