@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from megazero.config.derive import padded_vocab
+from megazero.config.derive import padded_vocab, pipeline_schedule
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.model.count import parameters_per_layer
@@ -17,12 +17,7 @@ from megazero.mpu.p2p import Channels
 from megazero.mpu.place import Place, place_of
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition
-from megazero.pipeline.schedule import Instruction, is_breadth_first, make_schedule
-
-
-def schedule_name(run: Run) -> str:
-    """The schedule of the run: the one asked for, else 1F1B, interleaved with several chunks a rank."""
-    return run.parallel.pipeline_schedule or ("interleaved" if run.parallel.virtual_stages > 1 else "1f1b")
+from megazero.pipeline.schedule import Instruction, is_breadth_first, stage_schedule
 
 
 def chunk_layers(run: Run) -> tuple[int, ...]:
@@ -99,7 +94,7 @@ def places_of(run: Run, pp_index: int, tp_index: int) -> list[list[list[Place]]]
 
 def reduces_every_micro_batch(run: Run) -> bool:
     """Whether gradients are reduced at every micro-batch: ZeRO-2, unless the schedule finishes a chunk before the next."""
-    return run.parallel.zero_stage >= 2 and not is_breadth_first(schedule_name(run), run.parallel.virtual_stages)
+    return run.parallel.zero_stage >= 2 and not is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages)
 
 
 def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int], tuple[Instruction, ...]]:
@@ -108,10 +103,10 @@ def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int],
 
     def schedule_of(micro_batches: int) -> tuple[Instruction, ...]:
         if micro_batches not in lists:
-            every = make_schedule(
-                schedule_name(run), run.parallel.pp, micro_batches, run.parallel.virtual_stages, reduce_every=reduce_every
+            name, parallel = pipeline_schedule(run.parallel), run.parallel
+            lists[micro_batches] = stage_schedule(
+                name, parallel.pp, micro_batches, parallel.virtual_stages, pp_index, reduce_every=reduce_every
             )
-            lists[micro_batches] = every[pp_index]
         return lists[micro_batches]
 
     return schedule_of
@@ -137,9 +132,3 @@ def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
     model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)
     data = run.data if run.data.eod_id is not None else replace(run.data, eod_id=eod_id)
     return replace(run, model=model, data=data)
-
-
-def total_parameters(run: Run) -> int:
-    """Parameters of the model, each counted once, padding not."""
-    counts = parameters_per_layer(run.model)
-    return counts.embedding + run.model.num_layers * counts.block + counts.head

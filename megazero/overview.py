@@ -8,10 +8,12 @@ import torch
 
 from fused_ops.registry import describe
 from megazero import device as devices
-from megazero.build import chunk_layers, layer_costs, places_of, schedule_name, total_parameters
+from megazero.build import chunk_layers, layer_costs, places_of
+from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
+from megazero.model.count import parameters
 from megazero.mpu.grid import Axes
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.pipeline.simulate import Times, simulate
@@ -42,7 +44,7 @@ def _model(run: Run) -> list[tuple[str, str]]:
     head = "untied" if model.untie_embeddings_and_output_weights else "tied"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, sequence {model.seq_length}"
     return [
-        ("parameters", f"{count(total_parameters(run))} ({total_parameters(run):,})"),
+        ("parameters", f"{count(parameters(run.model))} ({parameters(run.model):,})"),
         ("shape", f"{shape}, vocabulary {model.vocab_size}"),
         ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
         ("precision", f"{run.optimizer.precision}; state and gradients {str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}"),
@@ -74,7 +76,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> banner.StageBytes:
 
 
 def _schedule(run: Run, axes: Axes, micro_batches: int) -> list[tuple[str, str]]:
-    name, virtual = schedule_name(run), run.parallel.virtual_stages
+    name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
     report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), _times(run))
     widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
     live = max(report.peak_activations)
