@@ -26,6 +26,7 @@ def weights_of(axes: Axes, cases: list[Case]) -> list[list[list[Piece]]]:
     return [[results[i]["weights"] for results in ranks] for i in range(len(cases))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fault_02_03_all_replicas_stay_equal_bit_by_bit(precision: str) -> None:
     """MLM#656, BLOOM, DS PR#1801: with a maximum norm that clips every step, on dp, tp and both tied stages."""
@@ -77,6 +78,7 @@ def test_fault_07_the_norm_of_bf16_does_not_depend_on_the_partition() -> None:
     assert max(norms) / min(norms) - 1 < 1e-6
 
 
+@pytest.mark.slow
 def test_fault_09_16_18_gradients_do_not_depend_on_how_samples_are_dealt_out() -> None:
     """DS#8152, #8154, #7773, #5118, #5555: stages x micro-batches, a number of samples that divides by neither, dp and tp."""
     expected = reference(Case(steps=1, samples=13))

@@ -32,18 +32,21 @@ def check(axes: Axes, cases: list[Case]) -> None:
         assert worst_difference(joined(rank["fragments"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_data_parallel(dp: int) -> None:
     """Seven micro-batches of twelve samples over four ranks are unequal, and some hold no sample at all."""
     check(Axes(dp=dp), [Case(Axes(dp=dp), stage, accumulation) for stage, accumulation in product(STAGES, (1, 3, 7))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=2, dp=3)], ids=str)
 def test_fault_01_tied_embedding_is_summed_over_both_stages(axes: Axes) -> None:
     """MLM#844: the embedding's gradient is that of one process on every rank that owns a part of it. Middle ranks have none."""
     check(axes, [Case(axes, stage, accumulation=2, blocks=5) for stage in STAGES])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [Axes(tp=2), Axes(tp=2, dp=2), Axes(pp=2, dp=2, tp=2), Axes(tp=3, dp=2)], ids=str)
 def test_fault_08_partial_gradients_are_summed_over_tp(axes: Axes) -> None:
     """MLM#1446, NEOX#1259, #1281: sharded, replicated and (sequence parallel) partial parameters; tp 2 inside a world of 4 and 8."""
@@ -65,12 +68,14 @@ def test_other_optimizers() -> None:
     check(axes, [Case(axes, stage, optimizer=optimizer) for stage, optimizer in product(STAGES, ("adam", "sgd"))])
 
 
+@pytest.mark.slow
 def test_bucket_sizes() -> None:
     """One parameter a bucket, and all in one; neither divides by 4."""
     axes = Axes(dp=4)
     check(axes, [Case(axes, stage, accumulation=2, bucket_size=size, tied=False) for stage, size in product(STAGES, (1, 100_000))])
 
 
+@pytest.mark.slow
 def test_fault_19_overlap_changes_no_bit() -> None:
     """DS#8061, #8080."""
     axes = Axes(pp=2, dp=2)
