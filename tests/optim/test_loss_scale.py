@@ -1,5 +1,7 @@
 """The dynamic loss scale, step by step."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,8 +34,9 @@ def test_fault_15_with_hysteresis_1_every_overflow_halves_once() -> None:
     assert run(scaler(hysteresis=1), "x.xx") == [32, 32, 16, 8]
 
 
-def test_hysteresis_lets_the_first_of_a_row_pass() -> None:
-    assert run(scaler(hysteresis=2), "x.x.xxx") == [64, 64, 64, 64, 64, 32, 16]
+def test_hysteresis_lets_the_first_pass_until_it_doubles_again() -> None:
+    assert run(scaler(hysteresis=2), "x.x.xx") == [64, 64, 32, 32, 16, 8]
+    assert run(scaler(hysteresis=2), "xx...x.x") == [64, 32, 32, 32, 64, 64, 64, 32]
     assert run(scaler(hysteresis=3), "xxxx") == [64, 64, 32, 16]
 
 
@@ -67,3 +70,11 @@ def test_a_fixed_scale_is_not_loaded_over() -> None:
     fixed = LossScaler(OptimizerConfig(precision="bf16"))
     fixed.load_state_dict(scaler().state_dict())
     assert fixed.scale.item() == 1.0
+
+
+@pytest.mark.parametrize("before", [{"precision": "bf16"}, {"precision": "fp32"}, {"precision": "fp16", "loss_scale": 8.0}])
+def test_a_scale_that_did_not_move_is_not_continued(before: dict[str, Any]) -> None:
+    """A bf16 run resumed in fp16 began with bf16's scale, 1."""
+    fresh = scaler()
+    fresh.load_state_dict(LossScaler(OptimizerConfig(**before)).state_dict())
+    assert run(fresh, "...") == [64, 64, 128]
