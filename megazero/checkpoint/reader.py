@@ -69,6 +69,9 @@ def check_inventory(manifest: Manifest, model: Iterable[Held], columns: Sequence
     kinds |= {
         f"without {column} in the checkpoint (another optimizer? --no-load-optim does without)": names for column, names in absent.items()
     }
+    if "exp_avg" in columns:  # sgd's momentum and Adam's first moment are different things under one name
+        surplus = [name for name in both if "exp_avg_sq" in manifest.tensors[name].columns and "exp_avg_sq" not in columns]
+        kinds["with exp_avg_sq in the checkpoint, which this optimizer has not (another optimizer? --no-load-optim does without)"] = surplus
     problems = [f"  {len(names)} {kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(problems))

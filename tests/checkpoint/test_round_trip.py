@@ -77,6 +77,12 @@ def test_sgd_has_one_moment(tmp_path):
         list(load(tmp_path / "c", LAYOUTS[2], torch.float32))
 
 
+def test_adams_first_moment_is_not_read_as_momentum(saved):
+    """It was: adamw resumed as sgd went on from a tenth of the momentum it should have had, and said nothing."""
+    with pytest.raises(ValueError, match=r"with exp_avg_sq.*which this optimizer has not.*--no-load-optim.*embedding\.word\.weight"):
+        list(load(saved[0], LAYOUTS[2], torch.float32, ("weight", "exp_avg")))
+
+
 def test_weights_alone(saved):
     for found in load(saved[4], LAYOUTS[5], torch.float32, ("weight",)):
         for fragment in found:

@@ -94,3 +94,11 @@ def test_any_precision_opens_any_other(written: str, read: str, tolerance: float
         for precision in (written, read)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+
+
+def test_fp16_after_bf16_begins_at_its_own_scale(corpus: Path, tmp_path: Path) -> None:
+    """It went on from bf16's scale, which is 1: small gradients were lost for thousands of steps."""
+    base = [word for word in flags_for(corpus, tmp_path) if word not in ("--precision", "fp64")]
+    train(1, [*base, "--precision", "bf16", "--save", str(tmp_path / "saved"), "--exit-interval", "2"])
+    resumed = train(1, [*base, "--precision", "fp16", "--initial-loss-scale", "1024", "--load", str(tmp_path / "saved")])
+    assert [record.loss_scale for record in resumed.records] == [1024.0] * 5
