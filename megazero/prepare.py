@@ -6,7 +6,9 @@ a file system does the work, the others wait for its file lock. And what is wron
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from megazero.build import axes_of, with_vocabulary
 from megazero.checkpoint.compat import Change, compare, run_from
@@ -42,7 +44,10 @@ class Prepared:
 
 
 def prepare(run: Run, world_size: int, report: Report) -> Prepared:
-    """Communicates nothing. Raises ConfigError for data that cannot be used and for a checkpoint of another run."""
+    """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
+    problems = _unusable_places(run)
+    if problems:
+        raise ConfigError(problems)
     try:
         run, text = _with_data(run, report)
         tokenizer = build_tokenizer(run.data.tokenizer, run.data.tokenizer_path) if run.data.tokenizer else None
@@ -52,7 +57,7 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
         datasets = build_datasets(
             run.data,
             seq_length=run.model.seq_length,
-            samples=(samples_needed(run), validation_samples(run), None if len(run.data.data_path) == 1 else 0),
+            samples=(samples_needed(run), 0 if _validates_elsewhere(run) else validation_samples(run), 0),
             vocab_size=run.model.vocab_size,
             named_samples=validation_samples(run) or None,
             report=report,
@@ -84,6 +89,41 @@ def samples_needed(run: Run) -> int:
 def validation_samples(run: Run) -> int:
     """Samples of one evaluation; each evaluation uses the same ones."""
     return run.trainer.eval_iters * run.schedule.global_batch_size
+
+
+def _validates_elsewhere(run: Run) -> bool:
+    """Whether named sets are all that the run validates on: --split leaves its own validation nothing."""
+    shares = [float(share) for share in run.data.split.split(",")]
+    return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
+
+
+def _unusable_places(run: Run) -> list[str]:
+    """What the run would fail to write or to look into, found before minutes of preparation instead of after them.
+
+    Only looked at, never tried: every rank comes through here, and thousands of trial files at once would hurt a file
+    system. What a look cannot tell (a full disk) is an error when it is written.
+    """
+    load, metrics = run.checkpoint.load, run.trainer.metrics_file
+    folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.trainer.tensorboard_dir}
+    problems = []
+    if metrics and os.path.isdir(metrics):
+        problems.append(f"--metrics-file {metrics}: is a folder; name a file")
+    elif metrics and os.path.exists(metrics):
+        problems += [] if os.access(metrics, os.W_OK) else [f"--metrics-file {metrics}: may not be written"]
+    elif metrics:
+        folders["--metrics-file"] = os.path.dirname(metrics) or "."
+    problems += [f"{flag} {folder}: {_closed(folder)}" for flag, folder in folders.items() if folder and _closed(folder)]
+    if load and os.path.isfile(load):
+        problems.append(f"--load {load}: is a file; name a folder of checkpoints")
+    return problems
+
+
+def _closed(folder: str) -> str | None:
+    """Why nothing can be written into this folder, which may have to be made first; None: nothing speaks against it."""
+    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written in"
 
 
 def _resume(run: Run, world_size: int, datasets: Datasets) -> tuple[Found | None, tuple[Change, ...]]:

@@ -164,9 +164,16 @@ class Trainer:
         if not on_host and self.position.iteration % self.run.trainer.log_interval:
             return False  # reading the flag waits for the device
         if self.asked_to_stop.item() > 0:
-            self.log.note("stopping: " + (signals.name or "asked by a signal on a rank, or out of time (--exit-duration-in-mins)"))
+            self.log.note(f"stopping: {signals.name or self.why_asked()}")
             return True
         return False
+
+    def why_asked(self) -> str:
+        """Why all ranks stop where no signal came to this one: its own clock, or what another rank was told."""
+        minutes = self.run.trainer.exit_duration_in_mins
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return f"--exit-duration-in-mins {minutes:g} has passed"
+        return "another rank was asked to by a signal"
 
     def at_the_end(self) -> None:
         """Evaluate a finished run, save whatever is not saved."""

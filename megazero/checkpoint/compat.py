@@ -27,6 +27,10 @@ class Change:
     new: Any
     allowed_by: str | None = None
 
+    def words(self) -> tuple[str, str, str]:
+        """Field, old and new value as a person reads them."""
+        return self.field, _shown(self.old), _shown(self.new)
+
     def __str__(self) -> str:
         by = f" ({self.allowed_by})" if self.allowed_by else ""
         return f"{self.field} {_shown(self.old)} -> {_shown(self.new)}{by}"

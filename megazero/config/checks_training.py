@@ -86,11 +86,9 @@ def _data_path(f: Facts) -> Found:
             yield f"--data-path has {len(words)} words: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so an even number"
         else:
             weights = [_number(word) for word in words[::2]]
-            wrong = [word for word, weight in zip(words[::2], weights, strict=True) if weight is None or weight < 0]
+            wrong = [word for word, weight in zip(words[::2], weights, strict=True) if weight is None or not 0 < weight < float("inf")]
             if wrong:
-                yield f"--data-path: {wrong[0]!r} is not a weight; a blend is WEIGHT PREFIX WEIGHT PREFIX ..."
-            elif not any(weights):
-                yield "--data-path: the weights of the blend add up to 0"
+                yield f"--data-path: {wrong[0]!r} is not a weight, a number above 0; a blend is WEIGHT PREFIX WEIGHT PREFIX ..."
     sets = f.run.data.valid_data_path
     if len(sets) % 2:
         yield f"--valid-data-path has {len(sets)} words: NAME PREFIX NAME PREFIX ... is an even number"
@@ -123,6 +121,8 @@ def _tokens(f: Facts) -> Found:
         yield f"--tokenizer-path {d.tokenizer_path} has no effect " + (
             "without --tokenizer" if d.tokenizer is None else "on --tokenizer byte"
         )
+    if "sample_prompt" in f.given and d.data_path and d.tokenizer is None:
+        yield "--sample-prompt has no effect without --tokenizer: ids are used as they are, and there is none to read the text with"
     if vocab is not None and d.eod_id is not None and d.eod_id >= vocab:
         yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
     wants = [flag for flag, on in (("--document-mask", f.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss)) if on]
@@ -163,10 +163,10 @@ def _falls(run: Run) -> bool:
 EFFECT: Mapping[str, tuple[Callable[[Run], bool], str]] = MappingProxyType(
     {
         "loss_scale": (_fp16, "--precision fp16"),
-        "initial_loss_scale": (_dynamic, "--precision fp16 without --loss-scale"),
-        "loss_scale_window": (_dynamic, "--precision fp16 without --loss-scale"),
-        "hysteresis": (_dynamic, "--precision fp16 without --loss-scale"),
-        "min_loss_scale": (_dynamic, "--precision fp16 without --loss-scale"),
+        "initial_loss_scale": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
+        "loss_scale_window": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
+        "hysteresis": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
+        "min_loss_scale": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
         "adam_beta1": (_adam, "--optimizer adam or adamw"),
         "adam_beta2": (_adam, "--optimizer adam or adamw"),
         "adam_eps": (_adam, "--optimizer adam or adamw"),

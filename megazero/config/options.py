@@ -82,8 +82,12 @@ class Option:
             return self._choice(value)
         if isinstance(value, bool) != (self.kind is bool) or not isinstance(value, str | int | float):
             raise ValueError(f"{value!r} is not {_WORDS[self.kind]}")
-        if self.kind in (bool, str):
-            return value if self.kind is bool else str(value)
+        if self.kind is bool:
+            return value
+        if self.kind is str:
+            if value == "":  # what an unset shell variable leaves: --save "$DIR" would train and keep nothing
+                raise ValueError("is empty")
+            return str(value)
         try:
             if self.kind is int:
                 return whole_number(value)

@@ -154,3 +154,12 @@ def test_finetuning_starts_anew():
 def test_a_vocabulary_left_to_the_tokenizer_is_not_a_difference():
     assert compare(changed(BASE, model__vocab_size=1003), BASE).problems == ()
     assert len(compare(changed(BASE, model__vocab_size=1003), changed(BASE, model__vocab_size=1004)).problems) == 1
+
+
+def test_the_banner_shows_words_and_no_python() -> None:
+    assert compat.Change("data-path", ("data/a",), ("0.5", "data/a", "0.5", "data/b")).words() == (
+        "data-path",
+        "data/a",
+        "0.5 data/a 0.5 data/b",
+    )
+    assert compat.Change("partition", None, (1, 3)).words() == ("partition", "none", "1 3")

@@ -141,3 +141,10 @@ def test_world_size_belongs_to_validate_only() -> None:
     with pytest.raises(ConfigError, match="--world-size 8 goes with --validate-only"):
         parse_run(["--world-size", "8"], 1)
     assert parse_run(["--validate-only", "--world-size", "48", "--tp", "4", "--pp", "12"], 1).parallel.pp == 12
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--metrics-file", "--data-path", "--sample-prompt"])
+def test_an_empty_word_is_no_value(flag: str) -> None:
+    """What an unset variable of a script leaves must not train for days and keep nothing."""
+    with pytest.raises(ConfigError, match=f"{flag}: is empty"):
+        parse_run([flag, "", "--vocab-size", "9"], 1)

@@ -93,7 +93,7 @@ def test_a_signal_saves_and_ends_well(whom: str, flags: list[object], tmp_path: 
 @pytest.mark.slow
 def test_time_is_up(flags: list[object], tmp_path: Path) -> None:
     told = run(2, [*flags, "--zero-stage", 2, "--train-iters", 100000, "--exit-duration-in-mins", 0.05])
-    assert "stopping" in told
+    assert "stopping: --exit-duration-in-mins 0.05 has passed" in told
     assert (tmp_path / "saved" / "latest").exists()
 
 
