@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -49,22 +49,29 @@ def _header(tensors: Sequence[tuple[str, Tensor]], digests: Mapping[str, Sequenc
 
 def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]], block_bytes: int = BLOCK_BYTES) -> None:
     """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk. Raises OSError, also when it exists."""
+    with open(path, "xb") as file:
+        try:
+            _fill(file, tensors, block_bytes)
+        except OSError as error:  # of a full disk, say: a write, unlike an open, does not tell which file it was for
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Tensor]], block_bytes: int) -> None:
     assert block_bytes % 8 == 0 and len({key for key, _ in tensors}) == len(tensors)
     blank = {key: ["0" * 64] * -(-tensor.nbytes // block_bytes) for key, tensor in tensors}
     digests: dict[str, list[str]] = {key: [] for key, _ in tensors}
-    with open(path, "xb") as file:
-        file.write(_header(tensors, blank, block_bytes))
-        for key, tensor in tensors:
-            assert tensor.dim() == 1 and tensor.is_contiguous()
-            for block in tensor.detach().split(block_bytes // tensor.element_size()):
-                payload = memoryview(block.cpu().view(torch.uint8).numpy())
-                if len(payload):
-                    digests[key].append(hashlib.sha256(payload).hexdigest())
-                    file.write(payload)
-        file.seek(0)
-        file.write(_header(tensors, digests, block_bytes))
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(_header(tensors, blank, block_bytes))
+    for key, tensor in tensors:
+        assert tensor.dim() == 1 and tensor.is_contiguous()
+        for block in tensor.detach().split(block_bytes // tensor.element_size()):
+            payload = memoryview(block.cpu().view(torch.uint8).numpy())
+            if len(payload):
+                digests[key].append(hashlib.sha256(payload).hexdigest())
+                file.write(payload)
+    file.seek(0)
+    file.write(_header(tensors, digests, block_bytes))
+    file.flush()
+    os.fsync(file.fileno())
 
 
 class BlockFile:

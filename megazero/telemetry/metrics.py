@@ -48,7 +48,10 @@ class MetricsFile:
         """Append one object as one line."""
         line = json.dumps(values, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
         self._check()
-        written = os.write(self._descriptor, line)
+        try:
+            written = os.write(self._descriptor, line)
+        except OSError as error:  # of a write, it does not tell which file it was for
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         if written != len(line):
             raise OSError(f"{self.path}: only {written} of {len(line)} bytes were written; is the disk full?")
 

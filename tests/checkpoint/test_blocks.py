@@ -68,3 +68,12 @@ def test_no_digest_is_left_blank(tmp_path):
     raw = (tmp_path / "f").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert all("0" * 64 not in text for key, text in header["__metadata__"].items() if key.startswith("sha256"))
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*/some\.safetensors"):
+        write_file(tmp_path / "some.safetensors", [("x", torch.zeros(3))])

@@ -185,7 +185,7 @@ def test_a_superseded_job_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error() -> None:
     file = MetricsFile("/dev/full")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="/dev/full"):
         file.write({"iteration": 1})
 
 
