@@ -49,11 +49,11 @@ def _header(tensors: Sequence[tuple[str, Tensor]], digests: Mapping[str, Sequenc
 
 def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]], block_bytes: int = BLOCK_BYTES) -> None:
     """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk. Raises OSError, also when it exists."""
-    with open(path, "xb") as file:
-        try:
+    try:
+        with open(path, "xb") as file:
             _fill(file, tensors, block_bytes)
-        except OSError as error:  # of a full disk, say: a write, unlike an open, does not tell which file it was for
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    except OSError as error:  # of a full disk, say: a write or a close, unlike an open, does not tell which file it was for
+        raise OSError(error.errno, error.strerror, str(path)) from error  # which is FileExistsError and so on by its number
 
 
 def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Tensor]], block_bytes: int) -> None:
