@@ -6,7 +6,9 @@ Peak rates are dense (no sparsity) tensor-core rates from the makers' data sheet
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -117,6 +119,18 @@ def reset_peak_memory(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):  # some containers forbid it: then the peak is the process's whole life
         Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to VmRSS (proc(5))
+
+
+def return_free_memory(device: torch.device) -> None:
+    """Give what the host's allocator holds but nobody uses back to the system; a few milliseconds. Only glibc has a call for it.
+
+    Tensors whose life ends in another order than it began (messages that a peer takes late) leave holes in glibc's heap
+    that it neither fills nor returns: 48 ranks on one machine grew by 8 MB a step and rank. A fixed mmap threshold keeps
+    the heap small too, but fresh pages for every tensor double the time of a step.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if device.type == "cpu" and sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)
 
 
 def name(device: torch.device) -> str:

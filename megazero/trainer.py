@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megazero import device as devices
 from megazero.batch import MicroBatch
 from megazero.config.schema import Run
 from megazero.mpu import collectives
@@ -22,6 +23,9 @@ from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
+
+TRIM_EVERY = 8
+"""Steps after which memory that the host's allocator hoards is returned."""
 
 
 class Batches(Protocol):
@@ -145,6 +149,8 @@ class Trainer:
 
     def after_step(self) -> None:
         """Evaluate and save where the run asks for it."""
+        if self.position.iteration % TRIM_EVERY == 0:
+            devices.return_free_memory(self.grid.device)
         every, iteration = self.run.trainer.eval_interval, self.position.iteration
         if every and iteration % every == 0 and not self.finished():
             self.evaluate()

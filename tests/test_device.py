@@ -56,3 +56,13 @@ def test_peak_memory_sees_what_was_freed() -> None:
 def test_peaks_by_card(card: str, dtype: torch.dtype, teraflops: float | None) -> None:
     expected = None if teraflops is None else teraflops * 1e12
     assert device.card_peak_flops(card, dtype) == expected
+
+
+def test_free_memory_is_returned() -> None:
+    """Holes between live tensors go back to the system."""
+    here = torch.device("cpu")
+    tensors = [torch.ones(20_000) for _ in range(3000)]  # 80 kB each: on the heap, not mapped one by one
+    del tensors[::2]
+    before = device.memory_bytes(here)
+    device.return_free_memory(here)
+    assert device.memory_bytes(here) < before - 50_000_000
