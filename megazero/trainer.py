@@ -75,6 +75,9 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the end, or to the first reason to stop; whatever the reason, the state is saved."""
+        if self.finished():
+            self.log.note(f"nothing left to train: iteration {self.position.iteration} is the run's last")
+            return
         with StopSignals() as signals:
             while not self.finished():
                 self.train_step(stop=signals.raised)
