@@ -102,7 +102,8 @@ class Job:
         return f"{found.path}, iteration {self.trainer.position.iteration}" + (f"; {told}" if told else "")
 
     def report(self) -> None:
-        """At the end: a sample, and where everything lies. Called by all ranks."""
+        """At the end: close the log, show a sample, and where everything lies. Called by all ranks."""
+        self.trainer.log.close()
         text = self.sample()
         if self.grid.rank != 0:
             return
