@@ -6,7 +6,7 @@ import sys
 from megazero.config.parse import command, dump, parse_run
 from megazero.data.progress import silent, to_stderr
 from megazero.job import build_job
-from megazero.launch import Environment, exit_status, launch
+from megazero.launch import Environment, exit_status, launch, leave
 from megazero.prepare import prepare
 
 
@@ -25,4 +25,4 @@ def main(arguments: list[str], environment: Environment) -> None:
 
 if __name__ == "__main__":
     here = Environment.read()
-    sys.exit(exit_status(lambda: main(sys.argv[1:], here), here))
+    leave(exit_status(lambda: main(sys.argv[1:], here), here))
