@@ -5,7 +5,8 @@ The whole context runs through the model for every token; no keys and values are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,8 +18,8 @@ from megazero.model.stage import Stage
 from megazero.mpu.collectives import broadcast
 from megazero.mpu.grid import ProcessGrid, single_process_grid
 
-NextLogits = Callable[[MicroBatch, int], Tensor | None]
-"""(context, position) -> logits [b, v] that follow the position; None on ranks that do not hold the head."""
+PADDING = 64
+"""Contexts have few lengths: for each, the CPU's matrix library compiles kernels and keeps them, 4 MB per block and length."""
 
 
 def generate(
@@ -71,11 +72,12 @@ def generate_on_grid(
     multiple = layout.tp.size if layout.sequence_parallel else 1
     positions = max_positions(layout.model) if layout.model.position_embedding == "learned" else layout.model.seq_length
     window = max(positions - positions % multiple, multiple)
+    step = math.lcm(multiple, PADDING)
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     with evaluating(chunks), torch.no_grad():
         for _ in range(max_new_tokens):
-            context = _padded(ids[:, -window:], multiple)
+            context = _padded(ids[:, -window:], step, window)
             logits = _through_pipeline(chunks, grid, context, min(ids.shape[1], window) - 1)
             chosen = torch.zeros_like(ids[:, 0]) if logits is None else choose(logits[:, :vocabulary], temperature, top_k, generator)
             broadcast(chosen, grid.pp, grid.pp.size - 1).wait()
@@ -113,8 +115,9 @@ def evaluating(chunks: Sequence[Stage]) -> Iterator[None]:
             chunk.train(training)
 
 
-def _padded(context: Tensor, multiple: int) -> MicroBatch:
-    missing = -context.shape[1] % multiple
+def _padded(context: Tensor, multiple: int, window: int) -> MicroBatch:
+    """The context on a multiple of so many positions, or on the whole window where that is less."""
+    missing = min(-context.shape[1] % multiple, window - context.shape[1])
     tokens = torch.nn.functional.pad(context, (0, missing))
     return MicroBatch(tokens, tokens, None, torch.zeros(tokens.shape[0], dtype=torch.int64))
 
