@@ -1,0 +1,134 @@
+"""From the C++ sources to shared libraries, by ninja and the machine's compiler. Standard library only: setup.py runs this too.
+
+A target is one library: `cpu_*` for a level of instruction set, from `csrc/cpu`, which binds to no torch. `torch_*`, from
+`csrc/torch`, needs torch's headers and is therefore built at first use against the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1] / "csrc"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas")
+LEVELS = {
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "avx2": ("-march=x86-64-v3",),
+    "generic": (),
+}
+"""Instruction set levels, best first, and what makes the compiler use them."""
+
+
+class CompileError(RuntimeError):
+    """There is no compiler, or it failed; the message says what to do or holds its last words."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A shared library: `name`.so from every .cpp of a folder of `csrc`."""
+
+    name: str
+    folder: str
+    flags: tuple[str, ...]
+    includes: tuple[str, ...] = field(default=())
+    links: tuple[str, ...] = field(default=())
+
+    @property
+    def sources(self) -> list[Path]:
+        return sorted((SOURCES / self.folder).glob("*.cpp"))
+
+    def digest(self, compiler: str) -> str:
+        """Of everything that decides what the library is: sources, headers, flags, compiler."""
+        text = hashlib.sha256(json.dumps([self.name, self.flags, self.includes, self.links, compiler]).encode())
+        for path in sorted(SOURCES.rglob("*.[ch]*")):
+            text.update(path.name.encode() + path.read_bytes())
+        return text.hexdigest()[:20]
+
+
+def levels_of_this_machine_type() -> tuple[str, ...]:
+    """Levels that a processor of this architecture may have; what it has is known at run time."""
+    return tuple(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ("generic",)
+
+
+def cpu_target(level: str) -> Target:
+    """The kernels without torch's headers, for one level."""
+    return Target(f"cpu_{level}", "cpu", FLAGS + WARNINGS + LEVELS[level])
+
+
+def compiler() -> str:
+    """The command of the C++ compiler. Raises CompileError where there is none, with the line that installs one."""
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for command in wanted:
+        if shutil.which(shlex.split(command)[0]):
+            return command
+    raise CompileError(f"no C++ compiler ({', '.join(wanted)}) was found; `sudo apt-get install -y g++` installs one")
+
+
+def compiler_version(command: str) -> str:
+    """First line of what the compiler says about itself."""
+    said = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False)
+    return (said.stdout or said.stderr).partition("\n")[0]
+
+
+def build(targets: Sequence[Target], folder: Path, work: Path) -> list[Path]:
+    """Compile the targets in `work` and put each finished library into `folder` by one rename. Raises CompileError."""
+    command = compiler()
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "build.ninja").write_text(_rules(targets, command))
+    done = subprocess.run([*_ninja(), "-C", str(work)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError("compiling the kernels failed:\n" + "\n".join(done.stdout.splitlines()[-30:]) + done.stderr)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for target in targets:
+        beside = folder / f".{target.name}.{os.getpid()}"
+        shutil.copyfile(work / f"{target.name}.so", beside)
+        made.append(Path(shutil.move(beside, folder / f"{target.name}.so")))
+    return made
+
+
+def _ninja() -> list[str]:
+    if shutil.which("ninja"):
+        return ["ninja"]
+    beside = Path(sys.executable).with_name("ninja")
+    if beside.exists():
+        return [str(beside)]
+    raise CompileError("ninja was not found; `pip install ninja` installs it")
+
+
+def _rules(targets: Sequence[Target], command: str) -> str:
+    """The text of build.ninja.
+
+    OpenMP is compiled in but not linked: its functions are found at load time in the runtime that torch has loaded. A
+    second runtime would bring a second pool of threads.
+    """
+    lines = [
+        "rule compile",
+        f"  command = {command} $flags -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {command} -shared $in -o $out $links",
+    ]
+    for target in targets:
+        flags = " ".join([*target.flags, *(f"-isystem {_escaped(path)}" for path in target.includes)])
+        objects = []
+        for source in target.sources:
+            objects.append(f"{target.name}/{source.stem}.o")
+            lines += [f"build {objects[-1]}: compile {_escaped(str(source))}", f"  flags = {flags}"]
+        lines += [f"build {target.name}.so: link {' '.join(objects)}", f"  links = {' '.join(target.links)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
