@@ -9,10 +9,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
