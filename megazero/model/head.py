@@ -13,9 +13,9 @@ from megazero.batch import MicroBatch
 from megazero.config.derive import padded_vocab
 from megazero.model.embedding import WORD_EMBEDDING
 from megazero.model.layout import ModelLayout
-from megazero.mpu.column import column_parallel_linear
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
+from megazero.mpu.linear import column_parallel_linear
 from megazero.mpu.place import Kind, Parameter, shard
 
 

@@ -8,13 +8,12 @@ In a group of one every layer is torch's own function.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_ops.embedding import embedding
-from megazero.mpu.column import column_parallel_linear, column_parallel_linear_pair
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group
+from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear
 from megazero.mpu.place import Kind, Parameter, place_of, shard
 
 Device = torch.device | str
@@ -97,9 +96,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return plain_linear(x, self.weight, self.bias)
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
-        y = reduce(F.linear(x, self.weight), self.group)
+        y = reduce(plain_linear(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias
 
 

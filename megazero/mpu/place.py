@@ -99,13 +99,15 @@ def shard(
 
 
 class Parameter(nn.Parameter):
-    """An `nn.Parameter` with a `place`."""
+    """An `nn.Parameter` with a `place`; whoever sums its gradients sets `gradient_target` (`mpu.gradient.GradientTarget`)."""
 
     place: Place
+    gradient_target: Any
 
     def __new__(cls, place: Place, dtype: torch.dtype, device: torch.device | str) -> Parameter:
         parameter = super().__new__(cls, torch.empty(place.local_shape, dtype=dtype, device=device))
         parameter.place = place
+        parameter.gradient_target = None
         return parameter
 
 

@@ -1,13 +1,14 @@
 """Gradients from backward to their owners.
 
-As autograd finishes a parameter's gradient, it is added to the bucket's flat buffer (fp32 for 16-bit parameters) and
-freed. When a bucket of the armed chunk is complete it is reduced over its group while backward goes on. All ranks of
+Gradients are summed in the bucket's flat buffer (fp32 for 16-bit parameters). A layer's backward writes or adds its part
+there itself (`mpu.gradient`); what autograd accumulates is added when it has finished, and freed. When a bucket of the armed chunk is complete it is reduced over its group while backward goes on. All ranks of
 a group launch the same buckets in the same order: last bucket of the chunk first, each once those before it have been
 launched, whatever arrives when.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megazero.mpu import collectives
 from megazero.mpu.collectives import Pending
+from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
@@ -32,6 +34,18 @@ class _Flight:
     pending: Pending
     travelling: Tensor
     borrowed: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The gradient target of one parameter."""
+
+    reducer: GradientReducer
+    index: int
+    entry: int
+
+    def add(self, write: Write) -> None:
+        self.reducer.accumulate(self.index, self.entry, write)
 
 
 class GradientReducer:
@@ -61,12 +75,13 @@ class GradientReducer:
         self._launched = [False] * len(buckets)
         self._landed = [False] * len(buckets)
         self._armed: int | None = None
-        self._missing: dict[int, set[int]] = {}
+        self._missing: dict[int, Counter[int]] = {}
         self._queue: list[int] = []
         self._flights: list[_Flight] = []
         for index, bucket in enumerate(buckets):
             for entry, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index, entry))
+                parameter.gradient_target = _Target(self, index, entry)
         self._partials = [
             column.view(index, piece.offset, piece.offset + piece.numel)
             for index, bucket in enumerate(buckets)
@@ -86,7 +101,7 @@ class GradientReducer:
         if reduce:
             self._armed = chunk
             self._queue = [i for i in reversed(range(len(self.buckets))) if self._is_in(i, chunk)]
-            self._missing = {i: set(range(len(self.buckets[i].parameters))) for i in self._queue}
+            self._missing = {i: Counter(dict(enumerate(self.buckets[i].uses))) for i in self._queue}
 
     def after_backward(self, chunk: int) -> None:
         """The backward is over: what is not reduced yet is now, parameters without a gradient counting as zero."""
@@ -113,22 +128,27 @@ class GradientReducer:
     # --- one gradient ----------------------------------------------------------------------------------------------
 
     def _take_gradient(self, index: int, entry: int, parameter: Tensor) -> None:
-        """Autograd has finished `parameter.grad`. A gradient of another chunk than the armed one only accumulates."""
+        """Autograd has finished `parameter.grad`."""
         gradient = parameter.grad
         assert gradient is not None
+        self.accumulate(index, entry, lambda into, add: into.add_(gradient) if add else into.copy_(gradient))
+        parameter.grad = None
+
+    def accumulate(self, index: int, entry: int, write: Write) -> None:
+        """Add to the gradient of a bucket's parameter. One of another chunk than the armed one only accumulates."""
         assert self.column.is_sharded or not self._launched[index], "a gradient arrived after its bucket was reduced"
         place = self.buckets[index].layout.entries[entry]
         into = self._whole(index)[place.offset : place.stop].view(place.place.local_shape)
-        if entry in self._arrived[index]:
-            into.add_(gradient)
-        else:  # the buffer holds the previous step's, or anything
-            into.copy_(gradient)
-            self._arrived[index].add(entry)
-        parameter.grad = None
-        if self._armed is not None and index in self._missing:
-            self._missing[index].discard(entry)
-            while self.overlap and self._queue and not self._missing[self._queue[0]]:
-                self._launch(self._queue.pop(0))
+        # What has not arrived yet holds the previous step's gradient, or anything.
+        write(into, entry in self._arrived[index])
+        self._arrived[index].add(entry)
+        if self._armed is None or index not in self._missing:
+            return
+        self._missing[index][entry] -= 1
+        if self._missing[index][entry] == 0:
+            del self._missing[index][entry]
+        while self.overlap and self._queue and not self._missing[self._queue[0]]:
+            self._launch(self._queue.pop(0))
 
     def _whole(self, index: int) -> Tensor:
         """The whole gradient of a bucket, [numel]."""

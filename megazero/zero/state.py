@@ -129,5 +129,8 @@ def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_si
     for layout in layouts:
         group = grid.tied if layout.tied else grid.dp
         assert group is not None, f"{layout.entries[0].place.name} is tied, but this rank is in no group that ties it"
-        buckets.append(Bucket(layout, tuple(by_name[entry.place.name] for entry in layout.entries), group))
+        held = tuple(by_name[entry.place.name] for entry in layout.entries)
+        users = [{place.name for place in unit} for unit in places[layout.chunk]]
+        uses = tuple(sum(entry.place.name in names for names in users) for entry in layout.entries)
+        buckets.append(Bucket(layout, held, uses, group))
     return tuple(buckets)

@@ -16,10 +16,16 @@ from megazero.zero.placement import Placement, Spread
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket on this rank: its layout, its parameters in the order of the layout's entries, and the ranks that share it."""
+    """A bucket on this rank.
+
+    parameters  in the order of the layout's entries
+    uses        of each parameter: units of the bucket's model chunk that use it, each of which adds to its gradient
+    group       the ranks that share it
+    """
 
     layout: BucketLayout
     parameters: tuple[Parameter, ...]
+    uses: tuple[int, ...]
     group: Group
 
     @property

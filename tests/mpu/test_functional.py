@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.collectives import all_reduce
-from megazero.mpu.column import column_parallel_linear, column_parallel_linear_pair
+from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.functional import (
     copy_to_tp,

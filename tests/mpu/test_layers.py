@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.activation import swiglu
-from megazero.mpu.column import adjacent, column_parallel_linear
+from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.functional import split_sequence
 from megazero.mpu.grid import Axes, Group, build_grid, solo
