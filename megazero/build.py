@@ -12,12 +12,14 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.model.count import parameters_per_layer
 from megazero.model.stage import Stage, StageSpec, build_stage
+from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.mpu.place import Place, place_of
 from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.partition import partition
-from megazero.pipeline.schedule import Instruction, is_breadth_first, stage_schedule
+from megazero.pipeline.schedule import chunk_map, is_breadth_first, stage_schedule
 
 
 def chunk_layers(run: Run) -> tuple[int, ...]:
@@ -44,8 +46,13 @@ def layer_costs(run: Run) -> tuple[float, float, float]:
     return 0.0, counts.block + attention, head
 
 
+def chunks_of(run: Run) -> ChunkMap:
+    """Which pipeline rank holds which model chunk."""
+    return chunk_map(pipeline_schedule(run.parallel), run.parallel.pp, run.parallel.virtual_stages)
+
+
 def stage_specs(run: Run) -> tuple[StageSpec, ...]:
-    """What every model chunk holds, in model order; chunk v of pipeline rank p is number v * pp + p."""
+    """What every model chunk holds, in model order; `chunks_of` says where it is."""
     sizes = chunk_layers(run)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     last = len(sizes) - 1
@@ -61,10 +68,13 @@ def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
 
 def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list[Stage]:
     stages: list[Stage] = []
-    pp = run.parallel.pp
-    for spec in stage_specs(run)[pp_index::pp]:
-        tied_here = spec.has_head and bool(stages) and pp == 1 and not run.model.untie_embeddings_and_output_weights
-        first = stages[0].embedding if tied_here else None
+    specs, chunks = stage_specs(run), chunks_of(run)
+    tied = not run.model.untie_embeddings_and_output_weights
+    together = chunks.last_stage == 0
+    """Whether embedding and head are on one rank."""
+    for number in chunks.of(pp_index):
+        spec = specs[number]
+        first = stages[0].embedding if tied and together and spec.has_head and stages else None
         stages.append(
             build_stage(
                 run.model,
@@ -78,7 +88,7 @@ def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list
                 label_smoothing=run.optimizer.label_smoothing,
                 z_loss=run.optimizer.z_loss,
                 device=device,
-                tied_across_stages=pp > 1 and not run.model.untie_embeddings_and_output_weights,
+                tied_across_stages=tied and not together,
                 shared_embedding=None if first is None else first.word,
             )
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megazero import device as devices
-from megazero.build import build_engine, build_stages, places_of
+from megazero.build import build_engine, build_stages, chunks_of, places_of
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token, replace_file
 from megazero.checkpoint.manager import Checkpoints
@@ -136,6 +136,7 @@ class Job:
             top_k=20,
             eod_id=self.run.data.eod_id,
             vocabulary=tokenizer.vocab_size,
+            chunk_map=chunks_of(self.run),
         )
         return tokenizer.decode(out[0].tolist())
 

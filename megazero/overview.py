@@ -8,7 +8,7 @@ import torch
 
 from fused_ops.registry import describe
 from megazero import device as devices
-from megazero.build import chunk_layers, layer_costs, places_of
+from megazero.build import chunk_layers, chunks_of, layer_costs, places_of, stage_specs
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import run_dict
@@ -68,9 +68,10 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> banner.StageBytes:
         for column, dtype in dtypes.items():
             elements = bucket.numel // sharers if row[column].spread is Spread.SHARDED else bucket.numel
             held[column] += elements * dtype.itemsize
-    sizes, pp = chunk_layers(run), axes.pp
-    own = sizes[stage::pp]
-    words = banner.holds(sum(own), embedding=stage == 0, head=stage == pp - 1, chunks=len(own))
+    specs = stage_specs(run)
+    own = [specs[number] for number in chunks_of(run).of(stage)]
+    embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)
+    words = banner.holds(sum(len(spec.blocks) for spec in own), embedding=embedding, head=head, chunks=len(own))
     optimizer = held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ]
     return banner.StageBytes(words, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer)
 

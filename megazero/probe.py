@@ -40,7 +40,7 @@ def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid) -> float:
     engine: for micro-batches of one sample. Travels: one float64 over the world.
     """
     loss = engine.evaluate(probe_batches(run, grid.device))
-    counts = grid.is_last_stage and grid.at.tp == 0
+    counts = engine.has_loss and grid.at.tp == 0
     packed = torch.zeros(1, dtype=torch.float64, device=grid.device)
     if counts:
         packed += loss

@@ -147,8 +147,8 @@ class Trainer:
 
     @property
     def reports_loss(self) -> bool:
-        """Every tp rank of the last stage knows the same loss; the first of them counts."""
-        return self.grid.is_last_stage and self.grid.at.tp == 0
+        """Every tp rank of the stage with the head knows the same loss; the first of them counts."""
+        return self.engine.has_loss and self.grid.at.tp == 0
 
     def after_step(self) -> None:
         """Evaluate and save where the run asks for it."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from megazero.batch import MicroBatch
 from megazero.config.derive import max_positions
 from megazero.model.stage import Stage
+from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.collectives import broadcast
 from megazero.mpu.grid import ProcessGrid, single_process_grid
 
@@ -51,10 +52,12 @@ def generate_on_grid(
     seed: int = 1234,
     eod_id: int | None = None,
     vocabulary: int | None = None,
+    chunk_map: ChunkMap | None = None,
 ) -> Tensor:
     """Continue `ids`, int64 [b, n] with n >= 1, to [b, n + m], m <= max_new_tokens; every rank calls it and gets the same.
 
-    chunks       this rank's virtual stages in order: chunk c of stage p is chunk c * PP + p of the model
+    chunks       this rank's virtual stages in order
+    chunk_map    which chunks of the model they are; None: the stages take them in turns
     temperature  0: the likeliest token; else the logits are divided by it
     top_k        0: all tokens may be drawn; else the k likeliest
     vocabulary   only ids below it are drawn: a model may have more rows than its tokenizer has tokens; None: all
@@ -68,6 +71,7 @@ def generate_on_grid(
     if temperature < 0 or top_k < 0 or max_new_tokens < 0:
         raise ValueError(f"temperature ({temperature}), top_k ({top_k}) and max_new_tokens ({max_new_tokens}) cannot be negative")
     layout = chunks[0].layout
+    chunk_map = chunk_map or ChunkMap(grid.pp.size, len(chunks))
     # A shard of the sequence per tp rank under sequence parallelism: contexts are padded to a multiple of this.
     multiple = layout.tp.size if layout.sequence_parallel else 1
     positions = max_positions(layout.model) if layout.model.position_embedding == "learned" else layout.model.seq_length
@@ -78,9 +82,9 @@ def generate_on_grid(
     with evaluating(chunks), torch.no_grad():
         for _ in range(max_new_tokens):
             context = _padded(ids[:, -window:], step, window)
-            logits = _through_pipeline(chunks, grid, context, min(ids.shape[1], window) - 1)
+            logits = _through_pipeline(chunks, chunk_map, grid, context, min(ids.shape[1], window) - 1)
             chosen = torch.zeros_like(ids[:, 0]) if logits is None else choose(logits[:, :vocabulary], temperature, top_k, generator)
-            broadcast(chosen, grid.pp, grid.pp.size - 1).wait()
+            broadcast(chosen, grid.pp, chunk_map.last_stage).wait()
             if eod_id is not None:
                 chosen = torch.where(ended, eod_id, chosen)
                 ended |= chosen == eod_id
@@ -122,23 +126,23 @@ def _padded(context: Tensor, multiple: int, window: int) -> MicroBatch:
     return MicroBatch(tokens, tokens, None, torch.zeros(tokens.shape[0], dtype=torch.int64))
 
 
-def _through_pipeline(chunks: Sequence[Stage], grid: ProcessGrid, batch: MicroBatch, position: int) -> Tensor | None:
-    """The logits [b, v] that follow `position`, on ranks of the last stage.
+def _through_pipeline(chunks: Sequence[Stage], chunk_map: ChunkMap, grid: ProcessGrid, batch: MicroBatch, position: int) -> Tensor | None:
+    """The logits [b, v] that follow `position`, on ranks that hold the head.
 
     Hidden states travel by broadcast over pp rather than by send and receive: the group's communicator exists already
     (a pair's would have to be made), and every rank goes through the same list of operations.
     """
-    layout, stages = chunks[0].layout, grid.pp.size
+    layout = chunks[0].layout
     b, s = batch.tokens.shape
     local = s // layout.tp.size if layout.sequence_parallel else s
     hidden = torch.zeros(local, b, layout.model.hidden_size, dtype=layout.dtype, device=batch.tokens.device)
-    last = len(chunks) * stages - 1
+    last = chunk_map.count - 1
     for number in range(last + 1):
-        chunk, stage = chunks[number // stages], number % stages
+        stage, own = chunk_map.holder(number)
         if stage == grid.pp.index and number == last:
-            return chunk.logits(hidden, batch, position)[0]
+            return chunks[own].logits(hidden, batch, position)[0]
         if stage == grid.pp.index:
-            hidden = chunk(hidden, batch).contiguous()
+            hidden = chunks[own](hidden, batch).contiguous()
         if number < last:
             broadcast(hidden, grid.pp, stage).wait()
     return None

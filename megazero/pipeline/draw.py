@@ -1,8 +1,9 @@
 """A simulated schedule as text: a row per stage, time from left to right, in colours or in plain ASCII.
 
-Each computation is a block with its micro-batch's number: forwards white on dark, backwards black on bright, a colour
-per model chunk and two shades of it in turn, so that neighbours stay apart. In plain text `|F3b` is the forward
-of micro-batch 3 in chunk b, and a dot is idle time. What is wider than the terminal continues in further bands below.
+Each computation is a block with its micro-batch's number: forwards white on dark, backwards black on bright, the weights'
+part of a split backward black on grey-green, a colour per model chunk and two shades of it in turn, so that neighbours stay
+apart. In plain text `|F3b` is the forward of micro-batch 3 in chunk b, W the weights' part of a backward, and a dot is idle
+time. What is wider than the terminal continues in further bands below.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megazero.pipeline.schedule import Instruction
+from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.simulate import Report, Span
 
 Shades = tuple[int, int]
@@ -19,6 +20,10 @@ Shades = tuple[int, int]
 
 _FORWARD: tuple[Shades, ...] = ((25, 32), (30, 37), (54, 97), (60, 67))
 _BACKWARD: tuple[Shades, ...] = ((172, 214), (131, 174), (142, 185), (71, 114))
+_WEIGHT: tuple[Shades, ...] = ((151, 194), (152, 195), (187, 230), (188, 254))
+_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
+_FILLING = {"F": " ", "B": "-", "W": "="}
+_TABLES = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHT}
 _WHITE, _BLACK = 231, 16
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
@@ -43,7 +48,8 @@ class _Cell:
 def draw(report: Report, look: Look) -> str:
     """The picture: bands of rows under a ruler, a legend, then bubble and peak activations of each stage."""
     chunks = 1 + max((span.instruction.chunk for row in report.spans for span in row), default=0)
-    painter = _Painter(look, chunks)
+    split = any(span.instruction.op is Op.BACKWARD_WEIGHT for row in report.spans for span in row)
+    painter = _Painter(look, chunks, split)
     margin = len(f"stage {len(report.spans) - 1}") + 2
     room = max(10, look.width - margin)
     scale = _columns_per_unit(report, painter, room, look.fit)
@@ -107,8 +113,8 @@ def _summary(report: Report, painter: _Painter, margin: int) -> list[str]:
 
 
 class _Painter:
-    def __init__(self, look: Look, chunks: int) -> None:
-        self.colour, self.chunks = look.colour, chunks
+    def __init__(self, look: Look, chunks: int, split: bool) -> None:
+        self.colour, self.chunks, self.split = look.colour, chunks, split
         self.gap = 1
         """Columns of the narrowest block beside its label."""
         self.shrunk = False
@@ -118,7 +124,7 @@ class _Painter:
         if self.colour:
             return str(i.micro_batch)
         chunk = _letter(i.chunk) if self.chunks > 1 else ""
-        return f"{'B' if i.is_backward else 'F'}{i.micro_batch}{chunk}"
+        return f"{_LETTERS[i.op]}{i.micro_batch}{chunk}"
 
     def cells(self, spans: Sequence[Span], scale: float, total: int) -> list[_Cell]:
         """A row as columns. Blocks begin and end at rounded columns, so that what is simultaneous stands in line."""
@@ -133,19 +139,19 @@ class _Painter:
         if self.colour:
             return label.center(width) if len(label) + self.shrunk <= width else " " * width
         if len(label) < width:
-            return "|" + label.ljust(width - 1, "-" if i.is_backward else " ")
+            return "|" + label.ljust(width - 1, _FILLING[_LETTERS[i.op]])
         return label[0] * width
 
     def paint(self, cells: Sequence[_Cell]) -> str:
         return "".join(self._run(of, "".join(cell.text for cell in run)) for of, run in groupby(cells, key=lambda cell: cell.of))
 
     def _run(self, of: Instruction | None, text: str) -> str:
-        return (self.dim(text) if of is None else self._coloured(of.is_backward, of.chunk, of.micro_batch, text)) if self.colour else text
+        return (self.dim(text) if of is None else self._coloured(_LETTERS[of.op], of.chunk, of.micro_batch, text)) if self.colour else text
 
-    def _coloured(self, backward: bool, chunk: int, micro_batch: int, text: str) -> str:
-        table = _BACKWARD if backward else _FORWARD
+    def _coloured(self, letter: str, chunk: int, micro_batch: int, text: str) -> str:
+        table = _TABLES[letter]
         ground = table[chunk % len(table)][micro_batch % 2]
-        return f"\x1b[38;5;{_BLACK if backward else _WHITE};48;5;{ground}m{text}\x1b[0m"
+        return f"\x1b[38;5;{_WHITE if letter == 'F' else _BLACK};48;5;{ground}m{text}\x1b[0m"
 
     def dim(self, text: str) -> str:
         return f"\x1b[38;5;243m{text}\x1b[0m" if self.colour and text else text
@@ -161,11 +167,12 @@ class _Painter:
         if not self.colour:
             chunk = "a" if self.chunks > 1 else ""
             behind = f", chunks {', '.join(map(_letter, range(self.chunks)))}" if self.chunks > 1 else ""
-            yield " " * margin + f"|F0{chunk} forward  |B0{chunk}- backward of micro-batch 0{behind}  . idle"
+            parts = f"backward of the input  |W0{chunk}= of the weights" if self.split else "backward of micro-batch 0"
+            yield " " * margin + f"|F0{chunk} forward  |B0{chunk}- {parts}{behind}  . idle"
             return
-        for backward, word in ((False, "forward "), (True, "backward")):
+        for letter, word in (("F", "forward "), ("B", "backward"), ("W", "weights "))[: 2 + self.split]:
             swatches = (
-                "".join(self._coloured(backward, chunk, shade, f" {shade} ") for shade in (0, 1))
+                "".join(self._coloured(letter, chunk, shade, f" {shade} ") for shade in (0, 1))
                 + (f" chunk {chunk}   " if self.chunks > 1 else "")
                 for chunk in range(self.chunks)
             )

@@ -21,7 +21,8 @@ from megazero.batch import MicroBatch
 from megazero.mpu.collectives import Pending
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels, Tag
-from megazero.pipeline.schedule import Instruction, Op, boundary, forward_only
+from megazero.pipeline.instruction import Instruction, Op
+from megazero.pipeline.schedule import forward_only
 
 
 class GradientSink(Protocol):
@@ -42,7 +43,7 @@ class PipelineEngine:
     """Runs micro-batches through this rank's stages (model chunks), with its neighbours.
 
     stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch). They return hidden states;
-                  the last chunk of the last stage returns the sum of token losses, 0-dim
+                  the model's last chunk returns the sum of token losses, 0-dim
     schedule_of   the training list of this rank for a number of micro-batches
     hidden_shape  of every message, in `dtype`
     channels      the way to the neighbours; None only with one stage
@@ -60,6 +61,12 @@ class PipelineEngine:
         assert channels is not None or grid.pp.size == 1
         self.stages, self.grid, self.schedule_of = list(stages), grid, schedule_of
         self.hidden_shape, self.dtype, self.channels = hidden_shape, dtype, channels
+        self.model_chunks = grid.pp.size * len(self.stages)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank holds the model's last chunk, so that the loss is known here."""
+        return any(i.model_chunk == self.model_chunks - 1 for i in self.schedule_of(1))
 
     def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: GradientSink) -> Tensor:
         """Forward and backward of every micro-batch; gradients go to the parameters and the sink.
@@ -92,19 +99,20 @@ class _Step:
 
     def __init__(self, engine: PipelineEngine, micro_batches: Sequence[MicroBatch], sink: GradientSink | None) -> None:
         self.engine, self.micro_batches, self.sink = engine, micro_batches, sink
-        self.stage, self.stage_count = engine.grid.at.pp, engine.grid.pp.size
-        self.model_chunks = self.stage_count * len(engine.stages)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.grid.device)
         self.loss_factor: Tensor | None = None
         self.arriving: dict[tuple[bool, Key], tuple[Tensor, Pending | None]] = {}
-        """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by the chunk beside it."""
+        """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by a chunk of this rank."""
         self.leaving: dict[tuple[bool, Key], Tensor] = {}
         """What the next send takes."""
+        self.own: dict[int, int] = {}
+        """Own number of each model chunk that is here."""
         self.inputs: dict[Key, Tensor] = {}
         self.edges: dict[Key, GradientEdge] = {}
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
         self.loss_factor = loss_factor
+        self.own = {i.model_chunk: i.chunk for i in instructions}
         actions = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -121,14 +129,13 @@ class _Step:
 
     def _forward(self, i: Instruction) -> None:
         key = i.micro_batch, i.chunk
-        model_chunk = i.chunk * self.stage_count + self.stage
-        hidden = self._arrived(False, key) if model_chunk > 0 else None
+        hidden = self._arrived(False, key) if i.model_chunk > 0 else None
         if hidden is not None and self.sink is not None:
             self.inputs[key] = hidden.requires_grad_()
         output = self.engine.stages[i.chunk](hidden, self.micro_batches[i.micro_batch])
         if self.sink is not None:
             self.edges[key] = get_gradient_edge(output)
-        if model_chunk == self.model_chunks - 1:
+        if i.model_chunk == self.engine.model_chunks - 1:
             self.loss_sum += output.detach()
             if self.loss_factor is not None:
                 # The gradient that the loss's backward starts from: d(factor * loss) / d(loss).
@@ -139,14 +146,13 @@ class _Step:
 
     def _backward(self, i: Instruction) -> None:
         key = i.micro_batch, i.chunk
-        model_chunk = i.chunk * self.stage_count + self.stage
         edge = self.edges.pop(key)
         gradient = self._arrived(True, key)
         assert self.sink is not None
         self.sink.before_backward(i.chunk, i.reduce)
         torch.autograd.backward([edge], [gradient])
         self.sink.after_backward(i.chunk)
-        if model_chunk > 0:
+        if i.model_chunk > 0:
             input_gradient = self.inputs.pop(key).grad
             assert input_gradient is not None, "a stage's output does not depend on its input"
             self._hand_on(True, i, input_gradient)
@@ -158,11 +164,12 @@ class _Step:
         return tensor
 
     def _hand_on(self, backward: bool, i: Instruction, tensor: Tensor) -> None:
-        """To the send that follows, or on a single stage to the chunk beside this one."""
-        if self.stage_count > 1:
+        """To the chunk that takes it, if that is here, else to the send that follows."""
+        taker = self.own.get(i.model_chunk + (-1 if backward else 1))
+        if taker is None:
             self.leaving[backward, (i.micro_batch, i.chunk)] = tensor
         else:
-            self.arriving[backward, (i.micro_batch, i.chunk + (-1 if backward else 1))] = tensor, None
+            self.arriving[backward, (i.micro_batch, taker)] = tensor, None
 
     def _send(self, i: Instruction) -> None:
         assert self.engine.channels is not None
@@ -176,4 +183,4 @@ class _Step:
         self.arriving[i.is_backward, (i.micro_batch, i.chunk)] = buffer, pending
 
     def _tag(self, i: Instruction) -> Tag:
-        return Tag(i.is_backward, boundary(i, self.stage, self.stage_count), i.micro_batch)
+        return Tag(i.is_backward, i.boundary, i.micro_batch)

@@ -1,8 +1,8 @@
 """A schedule is data: for each stage, the list of what it does in one step. Nothing here communicates or imports torch.
 
-Words: p stages, m micro-batches, V model chunks (virtual stages) per stage. Chunk c of stage i is model chunk c*p + i,
-so a micro-batch passes all stages once per chunk and wraps from the last stage to the first between chunks. Boundary k
-is what model chunk k hands to chunk k + 1 (hidden states, forward) and gets back (their gradient, backward).
+Words: p stages, m micro-batches, V model chunks (virtual stages) per stage, laid over the stages by `mpu.chunks`. Boundary k
+is what model chunk k hands to chunk k + 1 (hidden states, forward) and gets back (their gradient, backward). Chunks that
+follow each other on one stage hand over without instructions.
 
 Stages talk over channels: one per directed pair of stages and direction (forward, backward). A channel's messages are
 sent and received in the same order. A receive is posted ahead of its use, before the computation that precedes it, so
@@ -10,83 +10,37 @@ that the transfer overlaps that computation; a send is issued right after the co
 `megazero.pipeline.simulate` proves a schedule complete and free of deadlocks under these rules.
 
 1F1B: Narayanan et al. 2021 (arXiv 2104.04473), interleaved included; GPipe: Huang et al. 2019 (arXiv 1811.06965);
-breadth-first order of chunks: Lamy-Poirier 2023 (arXiv 2211.05953).
+breadth-first order of chunks: Lamy-Poirier 2023 (arXiv 2211.05953); zero bubble: see `zero_bubble`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+from megazero.mpu.chunks import ChunkMap
+from megazero.pipeline.instruction import Instruction, Op
+from megazero.pipeline.zero_bubble import zb_h1, zb_v
 
-
-class Op(Enum):
-    """What an instruction does."""
-
-    RECV_FORWARD = "receive hidden states"
-    FORWARD = "forward"
-    SEND_FORWARD = "send hidden states"
-    RECV_BACKWARD = "receive gradients"
-    BACKWARD = "backward"
-    SEND_BACKWARD = "send gradients"
-
-
-_BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.SEND_BACKWARD)
-_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
-_RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One entry of a stage's list.
-
-    micro_batch  number of the micro-batch within the step
-    chunk        the stage's own number of the model chunk, 0 .. V-1
-    peer         stage at the other end of a send or receive; -1 for computation
-    reduce       of a backward: gradients of this chunk are reduced as they complete
-    """
-
-    op: Op
-    micro_batch: int
-    chunk: int
-    peer: int = -1
-    reduce: bool = False
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it belongs to the backward pass, transfers of gradients included."""
-        return self.op in _BACKWARD_OPS
-
-    @property
-    def is_compute(self) -> bool:
-        return self.op in (Op.FORWARD, Op.BACKWARD)
-
-    @property
-    def is_send(self) -> bool:
-        return self.op in _SENDS
-
-    @property
-    def is_receive(self) -> bool:
-        return self.op in _RECEIVES
-
-    def __str__(self) -> str:
-        where = f"micro-batch {self.micro_batch}, chunk {self.chunk}"
-        towards = "" if self.peer < 0 else f", {'to' if self.is_send else 'from'} stage {self.peer}"
-        return f"{self.op.value} ({where}{towards})"
-
-
-def boundary(instruction: Instruction, stage: int, stages: int) -> int:
-    """Number of the boundary between model chunks that a send or receive crosses; the same seen from both ends."""
-    own = instruction.chunk * stages + stage
-    return own if instruction.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else own - 1
+CHUNKS = {"gpipe": None, "1f1b": None, "interleaved": None, "zb-h1": 1, "zb-v": 2}
+"""Schedules, and how many chunks per stage each has; None: any number."""
+SCHEDULES = tuple(CHUNKS)
 
 
 def is_breadth_first(name: str, virtual_stages: int) -> bool:
     """Whether each chunk's backwards are consecutive, so that one reduction per chunk needs few full gradients at a time."""
     return name == "gpipe" and virtual_stages > 1
+
+
+def splits_backward(name: str) -> bool:
+    """Whether the weights' part of a backward has instructions of its own."""
+    return name.startswith("zb-")
+
+
+def chunk_map(name: str, stages: int, virtual_stages: int) -> ChunkMap:
+    """Which stage holds which model chunk under a schedule."""
+    return ChunkMap(stages, virtual_stages, and_back=name == "zb-v")
 
 
 def make_schedule(
@@ -97,26 +51,21 @@ def make_schedule(
     name          gpipe: all forwards, then all backwards; with several chunks breadth-first, chunk by chunk.
                   1f1b: forward and backward in turn; with several chunks it is the interleaved schedule.
                   interleaved: the same, which with one chunk per stage is 1f1b.
-    reduce_every  gradients are reduced in every backward, instead of in the last one of each chunk.
+                  zb-h1: 1f1b with the backward in two parts, one chunk per stage; zb-v: two chunks, there and back.
+    reduce_every  gradients are reduced in every backward (its weights' part), instead of in the last one of each chunk.
 
-    Raises ValueError for an unknown name or a count below 1.
+    Raises ValueError for an unknown name, a count below 1, or a number of chunks that the schedule does not have.
     """
-    _check_counts(name, stages, micro_batches, virtual_stages)
-    return tuple(stage_schedule(name, stages, micro_batches, virtual_stages, stage, reduce_every=reduce_every) for stage in range(stages))
+    order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
+    return tuple(_with_transfers(_with_reduction(order_of(stage), reduce_every), stage, chunks) for stage in range(stages))
 
 
 def stage_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int, stage: int, *, reduce_every: bool = False
 ) -> tuple[Instruction, ...]:
     """The list of one stage alone: what a rank needs. Arguments and errors as in `make_schedule`."""
-    _check_counts(name, stages, micro_batches, virtual_stages)
-    if name == "gpipe":
-        order = _gpipe(micro_batches, virtual_stages)
-    elif virtual_stages == 1:
-        order = _one_forward_one_backward(micro_batches, warm_up=stages - 1 - stage)
-    else:
-        order = _interleaved(stages, micro_batches, virtual_stages, stage)
-    return _with_transfers(_with_reduction(order, reduce_every), stage, stages, virtual_stages)
+    order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
+    return _with_transfers(_with_reduction(order_of(stage), reduce_every), stage, chunks)
 
 
 def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
@@ -128,11 +77,28 @@ def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
 
 
 def _check_counts(name: str, stages: int, micro_batches: int, virtual_stages: int) -> None:
-    if name not in SCHEDULES:
+    if name not in CHUNKS:
         raise ValueError(f"pipeline schedule {name!r} is none of {', '.join(SCHEDULES)}")
     for count, what in ((stages, "stages"), (micro_batches, "micro-batches"), (virtual_stages, "virtual stages")):
         if count < 1:
             raise ValueError(f"a pipeline schedule with {count} {what}")
+    if CHUNKS[name] not in (None, virtual_stages):
+        raise ValueError(f"pipeline schedule {name} has {CHUNKS[name]} chunks per stage, not {virtual_stages}")
+
+
+def _orders(name: str, stages: int, m: int, virtual_stages: int) -> tuple[Callable[[int], list[Instruction]], ChunkMap]:
+    """The order of computations as a function of the stage, and where the chunks are."""
+    _check_counts(name, stages, m, virtual_stages)
+    chunks = chunk_map(name, stages, virtual_stages)
+    if name == "gpipe":
+        return lambda stage: _gpipe(m, virtual_stages), chunks
+    if name == "zb-h1":
+        return lambda stage: zb_h1(m, stages, stage), chunks
+    if name == "zb-v":
+        return zb_v(m, stages).__getitem__, chunks
+    if virtual_stages == 1:
+        return lambda stage: _one_forward_one_backward(m, warm_up=stages - 1 - stage), chunks
+    return lambda stage: _interleaved(stages, m, virtual_stages, stage), chunks
 
 
 def _gpipe(m: int, chunks: int) -> list[Instruction]:
@@ -178,30 +144,36 @@ def _interleaved(stages: int, m: int, chunks: int, stage: int) -> list[Instructi
 
 
 def _with_reduction(order: list[Instruction], reduce_every: bool) -> list[Instruction]:
-    last = {instruction.chunk: at for at, instruction in enumerate(order) if instruction.op is Op.BACKWARD}
-    return [
-        Instruction(i.op, i.micro_batch, i.chunk, reduce=True) if i.op is Op.BACKWARD and (reduce_every or last[i.chunk] == at) else i
-        for at, i in enumerate(order)
-    ]
+    last = {instruction.chunk: at for at, instruction in enumerate(order) if instruction.ends_backward}
+    return [replace(i, reduce=True) if i.ends_backward and (reduce_every or last[i.chunk] == at) else i for at, i in enumerate(order)]
 
 
-def _with_transfers(order: list[Instruction], stage: int, stages: int, chunks: int) -> tuple[Instruction, ...]:
-    """Add what a stage sends and receives. On a single stage chunks hand over locally, without instructions."""
-    before, behind = (stage - 1) % stages, (stage + 1) % stages
+def _with_transfers(order: list[Instruction], stage: int, chunks: ChunkMap) -> tuple[Instruction, ...]:
+    """Number the chunks as the model does, and add what a stage sends and receives."""
+    numbers = chunks.of(stage)
+    in_front = [_peer(stage, number - 1, chunks) for number in numbers]
+    behind = [_peer(stage, number + 1, chunks) for number in numbers]
 
     def transfers(i: Instruction) -> tuple[Instruction | None, Instruction, Instruction | None]:
-        own = i.chunk * stages + stage
-        to_front = before if own > 0 and stages > 1 else None
-        to_back = behind if own < stages * chunks - 1 and stages > 1 else None
+        front, back, number = in_front[i.chunk], behind[i.chunk], numbers[i.chunk]
+        numbered = Instruction(i.op, i.micro_batch, i.chunk, reduce=i.reduce, model_chunk=number)
         if i.op is Op.FORWARD:
-            return _transfer(Op.RECV_FORWARD, i, to_front), i, _transfer(Op.SEND_FORWARD, i, to_back)
-        return _transfer(Op.RECV_BACKWARD, i, to_back), i, _transfer(Op.SEND_BACKWARD, i, to_front)
+            return _transfer(Op.RECV_FORWARD, numbered, front), numbered, _transfer(Op.SEND_FORWARD, numbered, back)
+        if i.op is Op.BACKWARD_WEIGHT:
+            return None, numbered, None
+        return _transfer(Op.RECV_BACKWARD, numbered, back), numbered, _transfer(Op.SEND_BACKWARD, numbered, front)
 
     return _posted_ahead(map(transfers, order))
 
 
+def _peer(stage: int, model_chunk: int, chunks: ChunkMap) -> int | None:
+    """The other stage that holds a model chunk; None if there is no such chunk, or it is on this stage."""
+    holder = chunks.holder(model_chunk)[0] if 0 <= model_chunk < chunks.count else stage
+    return None if holder == stage else holder
+
+
 def _transfer(op: Op, of: Instruction, peer: int | None) -> Instruction | None:
-    return None if peer is None else Instruction(op, of.micro_batch, of.chunk, peer)
+    return None if peer is None else Instruction(op, of.micro_batch, of.chunk, peer, model_chunk=of.model_chunk)
 
 
 def _posted_ahead(steps: Iterable[tuple[Instruction | None, Instruction, Instruction | None]]) -> tuple[Instruction, ...]:

@@ -3,7 +3,8 @@
 The rules are NCCL's, the strictest of the backends. A stage issues its instructions in order. A computation starts when
 the one before it is done and its message has arrived. A transfer starts when its send and its receive are both posted
 and the channel's earlier transfers are done, and then ends `message` later at both ends. The i-th send of a channel
-meets its i-th receive, whatever they carry, and keeps its tensor until then; nobody waits for a send.
+meets its i-th receive, whatever they carry, and keeps its tensor until then; nobody waits for a send. As receives are posted
+a computation ahead, a message that takes less than that delays its receiver by just its time, and blocks nobody.
 
 Channels have one sender and one receiver and lists have no branches, so what is computed does not depend on the order
 in which stages get to run; `pick` exists for tests that try this.
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megazero.pipeline.schedule import Instruction, Op, boundary
+from megazero.pipeline.instruction import Instruction, Op
 
 Channel = tuple[int, int, bool]
 """Sending stage, receiving stage, whether it carries gradients."""
@@ -27,16 +28,38 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds (or any unit) of each model chunk's forward and backward on one micro-batch, and of one message."""
+    """Seconds (or any unit) of each model chunk's forward and backward on one micro-batch, and of one message.
+
+    backward  whole. weight is the part of it that a split backward leaves for later; None: half of it
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     message: float = 0.0
+    weight: tuple[float, ...] | None = None
+
+    def of(self, op: Op, model_chunk: int) -> float:
+        """Of a computation."""
+        if op is Op.FORWARD:
+            return self.forward[model_chunk]
+        whole = self.backward[model_chunk]
+        if op is Op.BACKWARD:
+            return whole
+        weight = whole / 2 if self.weight is None else self.weight[model_chunk]
+        return weight if op is Op.BACKWARD_WEIGHT else whole - weight
 
 
-def uniform_times(chunks: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0) -> Times:
-    """The same times for `chunks` model chunks."""
-    return Times((forward,) * chunks, (backward,) * chunks, message)
+def uniform_times(chunks: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None) -> Times:
+    """The same times for `chunks` model chunks; `weight` is the part of `backward` that is for the weights."""
+    return Times((forward,) * chunks, (backward,) * chunks, message, None if weight is None else (weight,) * chunks)
+
+
+def profiled_times(
+    stages: int, virtual_stages: int, forward: float, backward_input: float, backward_weight: float, message: float
+) -> Times:
+    """Times as they are published for a whole stage, spread over its chunks alike. A message takes as long whatever the chunks."""
+    v = virtual_stages
+    return uniform_times(stages * v, forward / v, (backward_input + backward_weight) / v, message, backward_weight / v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +76,87 @@ class Report:
     """What a simulation found.
 
     makespan          from the first computation's start to the last one's end
+    longest           the longest time of one stage from its own first computation's start to its last one's end: a step's
+                      cost where stages begin and end their steps apart from each other (no optimizer waits for all)
     bubble            share of makespan x stages in which no computation ran
     busy              seconds of computation of each stage
     peak_activations  per stage, the most (micro-batch, chunk) pairs between the start of their forward and the end of
-                      their backward; in a forward-only run one at a time
+                      their backward, the weights' part included; in a forward-only run one at a time
     spans             each stage's computations in order
     """
 
     makespan: float
+    longest: float
     bubble: float
     busy: tuple[float, ...]
     peak_activations: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
 
+    @property
+    def own_bubble(self) -> float:
+        """(cost - work) / cost, the cost being `longest`: how zero-bubble papers count (arXiv 2401.10241, section 5.3).
 
-def peak_activations(instructions: Sequence[Instruction], weights: Sequence[float] | None = None) -> float:
-    """Largest sum over live (micro-batch, chunk) pairs of one stage; `weights` per own chunk, such as bytes (default 1)."""
-    trains = any(i.op is Op.BACKWARD for i in instructions)
+        The same as `bubble` where the first stage begins first and ends last, as in 1F1B.
+        """
+        return 1.0 - sum(self.busy) / (self.longest * len(self.busy)) if self.longest else 0.0
+
+
+def peak_activations(
+    instructions: Sequence[Instruction], weights: Sequence[float] | None = None, kept: Sequence[float] | None = None
+) -> float:
+    """Largest sum over live (micro-batch, chunk) pairs of one stage.
+
+    weights  per own chunk, such as bytes (default 1)
+    kept     what of it lives on between the two parts of a split backward (default: all)
+    """
+    trains = any(i.ends_backward for i in instructions)
     live = peak = 0.0
-    for instruction in instructions:
-        if instruction.is_compute:
-            weight = 1.0 if weights is None else weights[instruction.chunk]
-            live += weight if instruction.op is Op.FORWARD else -weight
-            peak = max(peak, live)
-            live = live if trains else 0.0
+    for i in instructions:
+        if not i.is_compute:
+            continue
+        whole = 1.0 if weights is None else weights[i.chunk]
+        later = whole if kept is None else kept[i.chunk]
+        live += {Op.FORWARD: whole, Op.BACKWARD: -whole, Op.BACKWARD_INPUT: later - whole, Op.BACKWARD_WEIGHT: -later}[i.op]
+        peak = max(peak, live)
+        live = live if trains else 0.0
     return peak
 
 
 def check_complete(schedule: Sequence[Sequence[Instruction]], micro_batches: int, virtual_stages: int, backward: bool = True) -> None:
-    """Raise ScheduleError unless every (micro-batch, chunk) is computed once, each message sent and received once, by the right
-    stages, and gradients of every chunk are reduced in its last backward."""
-    stages = len(schedule)
-    last = stages * virtual_stages - 1
+    """Raise ScheduleError unless every (micro-batch, chunk) is computed once, in both parts where backwards are split, each message
+    sent and received once, by the right stages, and gradients of every chunk are reduced in its last backward."""
+    holders = _holders(schedule, len(schedule) * virtual_stages)
+    split = any(i.op is Op.BACKWARD_WEIGHT for instructions in schedule for i in instructions)
+    backwards = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if split else (Op.BACKWARD,)
     for stage, instructions in enumerate(schedule):
         wanted: Counter[tuple[Op, int, int, int]] = Counter()
-        for chunk in range(virtual_stages):
-            own = chunk * stages + stage
-            inner = [(Op.RECV_FORWARD, -1)] * (own > 0) + [(Op.SEND_FORWARD, 1)] * (own < last)
-            inner += [(Op.RECV_BACKWARD, 1)] * (own < last and backward) + [(Op.SEND_BACKWARD, -1)] * (own > 0 and backward)
-            ops = [(Op.FORWARD, -1)] + [(Op.BACKWARD, -1)] * backward
-            ops += [(op, (stage + step) % stages) for op, step in inner] if stages > 1 else []
+        for number, (holder, chunk) in enumerate(holders):
+            if holder != stage:
+                continue
+            ops = [(op, -1) for op in (Op.FORWARD, *backwards * backward)]
+            for neighbour, receive, send in (
+                (number - 1, Op.RECV_FORWARD, Op.SEND_BACKWARD),
+                (number + 1, Op.RECV_BACKWARD, Op.SEND_FORWARD),
+            ):
+                if 0 <= neighbour < len(holders) and holders[neighbour][0] != stage:
+                    ops += [(op, holders[neighbour][0]) for op in (receive, send) if backward or op in (Op.RECV_FORWARD, Op.SEND_FORWARD)]
             wanted.update((op, i, chunk, peer) for op, peer in ops for i in range(micro_batches))
         found = Counter((i.op, i.micro_batch, i.chunk, i.peer) for i in instructions)
         if found != wanted:
             missing = [str(Instruction(*key)) for key in (wanted - found)]
             extra = [str(Instruction(*key)) for key in (found - wanted)]
             raise ScheduleError(f"stage {stage}: missing {missing or 'nothing'}, too many {extra or 'none'}")
-        flags = {i.chunk: i.reduce for i in instructions if i.op is Op.BACKWARD}
+        flags = {i.chunk: i.reduce for i in instructions if i.ends_backward}
         if not all(flags.values()):
             raise ScheduleError(f"stage {stage}: gradients of chunks {[c for c, r in flags.items() if not r]} are not reduced at the end")
+
+
+def _holders(schedule: Sequence[Sequence[Instruction]], count: int) -> list[tuple[int, int]]:
+    """(stage, own chunk) of every model chunk. Raises ScheduleError unless each is forwarded by one."""
+    found = {(i.model_chunk, stage, i.chunk) for stage, instructions in enumerate(schedule) for i in instructions if i.op is Op.FORWARD}
+    if sorted(number for number, _, _ in found) != list(range(count)):
+        raise ScheduleError(f"model chunks 0 to {count - 1} are not on one stage each: (model chunk, stage, chunk) are {sorted(found)}")
+    return [(stage, chunk) for _, stage, chunk in sorted(found)]
 
 
 @dataclass
@@ -121,7 +176,8 @@ class _Stage:
     spans: list[Span] = field(default_factory=list)
     arrivals: dict[tuple[bool, int, int], tuple[Channel, int]] = field(default_factory=dict)
     """For (backward, micro-batch, chunk): the channel of the posted receive and its number there."""
-    ended: dict[tuple[Op, int, int], float] = field(default_factory=dict)
+    ended: set[tuple[bool, int, int]] = field(default_factory=set)
+    """(backward, micro-batch, model chunk) that have run; of a split backward the input's part."""
 
 
 def simulate(
@@ -140,6 +196,7 @@ class _Simulation:
         self.times = times
         self.chunks = len(times.forward)
         self.wires: dict[Channel, _Wire] = {}
+        self.own = [{i.model_chunk: i.chunk for i in instructions if i.op is Op.FORWARD} for instructions in schedule]
 
     def run(self, pick: Callable[[list[int]], int] | None) -> Report:
         waiting = {stage for stage in range(len(self.stages)) if not self._is_done(stage)}
@@ -181,15 +238,17 @@ class _Simulation:
         return self._missing_input(stage, i) if i.is_compute else None
 
     def _missing_input(self, stage: int, i: Instruction) -> str | None:
-        state, model_chunk = self.stages[stage], i.chunk * len(self.stages) + stage
-        if i.op is Op.BACKWARD and (Op.FORWARD, i.micro_batch, i.chunk) not in state.ended:
+        ended = self.stages[stage].ended
+        if i.op is Op.BACKWARD_WEIGHT:
+            return None if (True, i.micro_batch, i.model_chunk) in ended else "the input's part of its backward"
+        if i.is_backward and (False, i.micro_batch, i.model_chunk) not in ended:
             return "its own forward"
-        if model_chunk == (0 if i.op is Op.FORWARD else self.chunks - 1):
+        giver = i.model_chunk + (1 if i.is_backward else -1)
+        if giver in (-1, self.chunks) or (i.is_backward, i.micro_batch, giver) in ended:
             return None
-        if len(self.stages) == 1:
-            other = i.chunk - 1 if i.op is Op.FORWARD else i.chunk + 1
-            return None if (i.op, i.micro_batch, other) in state.ended else f"chunk {other}"
-        posted = state.arrivals.get((i.is_backward, i.micro_batch, i.chunk))
+        if giver in self.own[stage]:
+            return f"chunk {self.own[stage][giver]}"
+        posted = self.stages[stage].arrivals.get((i.is_backward, i.micro_batch, i.chunk))
         if posted is None:
             return "a receive that was never posted"
         channel, number = posted
@@ -204,12 +263,12 @@ class _Simulation:
         channel = self._channel(stage, i)
         wire = self.wires.setdefault(channel, _Wire())
         if i.is_send:
-            if (Op.BACKWARD if i.is_backward else Op.FORWARD, i.micro_batch, i.chunk) not in state.ended:
+            if (i.is_backward, i.micro_batch, i.model_chunk) not in state.ended:
                 raise ScheduleError(f"stage {stage}: {i} comes before its computation")
         else:
             state.arrivals[i.is_backward, i.micro_batch, i.chunk] = channel, len(wire.receives)
         posted = wire.sends if i.is_send else wire.receives
-        posted.append(((boundary(i, stage, len(self.stages)), i.micro_batch), state.clock))
+        posted.append(((i.boundary, i.micro_batch), state.clock))
         self._transfer(channel, wire)
 
     def _transfer(self, channel: Channel, wire: _Wire) -> None:
@@ -226,19 +285,21 @@ class _Simulation:
         wire.ends.append(start + self.times.message)
 
     def _compute(self, stage: int, i: Instruction) -> None:
-        state, model_chunk = self.stages[stage], i.chunk * len(self.stages) + stage
+        state = self.stages[stage]
         start = state.clock
-        posted = state.arrivals.pop((i.is_backward, i.micro_batch, i.chunk), None)
+        posted = None if i.op is Op.BACKWARD_WEIGHT else state.arrivals.pop((i.is_backward, i.micro_batch, i.chunk), None)
         if posted is not None:
             start = max(start, self.wires[posted[0]].ends[posted[1]])
-        duration = (self.times.forward if i.op is Op.FORWARD else self.times.backward)[model_chunk]
-        state.clock = state.ended[i.op, i.micro_batch, i.chunk] = start + duration
+        state.clock = start + self.times.of(i.op, i.model_chunk)
+        if i.op is not Op.BACKWARD_WEIGHT:
+            state.ended.add((i.is_backward, i.micro_batch, i.model_chunk))
         state.spans.append(Span(i, start, state.clock))
 
     def _report(self) -> Report:
         spans = tuple(tuple(stage.spans) for stage in self.stages)
         makespan = max((row[-1].end for row in spans if row), default=0.0)
+        longest = max((row[-1].end - row[0].start for row in spans if row), default=0.0)
         busy = tuple(sum(span.end - span.start for span in row) for row in spans)
         bubble = 1.0 - sum(busy) / (makespan * len(spans)) if makespan else 0.0
         peaks = tuple(int(peak_activations(stage.instructions)) for stage in self.stages)
-        return Report(makespan, bubble, busy, peaks, spans)
+        return Report(makespan, longest, bubble, busy, peaks, spans)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.pipeline.draw import Look, draw
-from megazero.pipeline.schedule import SCHEDULES, make_schedule
+from megazero.pipeline.schedule import CHUNKS, SCHEDULES, make_schedule
 from megazero.pipeline.simulate import simulate, uniform_times
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_schedule.py"
@@ -42,12 +42,15 @@ def test_a_small_schedule_in_plain_text():
 @pytest.mark.parametrize("width", [40, 80, 133])
 def test_nothing_is_wider_than_the_terminal_and_every_block_is_there(width, colour):
     for name in SCHEDULES:
-        text = plain(picture(name, 4, 12, 2, width=width, colour=colour))
-        assert max(map(len, text.splitlines()[:-8])) <= width
+        chunks = CHUNKS[name] or 2
+        text = plain(picture(name, 4, 12, chunks, width=width, colour=colour))
+        legend = 3 if colour and name.startswith("zb-") else 2
+        assert max(map(len, text.splitlines()[: -6 - legend])) <= width
         bands = [line[9:] for line in text.splitlines() if line.startswith("stage 0")][:-1]
         row = "".join(bands)
         if not colour:
-            assert sorted(re.findall(r"\|([FB]\d+[ab])", row)) == sorted(f"{op}{m}{c}" for op in "FB" for m in range(12) for c in "ab")
+            ops, letters = "FBW" if name.startswith("zb-") else "FB", "ab" if chunks > 1 else [""]
+            assert sorted(re.findall(r"\|([FBW]\d+[ab]?)", row)) == sorted(f"{op}{m}{c}" for op in ops for m in range(12) for c in letters)
         else:
             assert sorted(re.findall(r"\d+", re.sub(r"(?<=\d)(?=\d\d)", "", row)))  # numbers, no letters
             assert not re.search("[a-zA-Z]", row)
@@ -74,7 +77,7 @@ def run_tool(*words: str) -> subprocess.CompletedProcess:
 def test_the_tool():
     done = run_tool("--pp", "4", "--micro-batches", "8", "--virtual-stages", "2", "--schedule", "interleaved", "--width", "100")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("interleaved: 4 stages, 2 chunks each, 8 micro-batches\nbubble 15.8%; 57 units of time for 48 of work\n")
+    assert done.stdout.startswith("interleaved: 4 stages, 2 chunks each, 8 micro-batches\nbubble 15.79%; 57 units of time for 48 of work\n")
     assert done.stdout.isascii()
     assert "\x1b[" in run_tool("--color", "always").stdout
     listed = run_tool("--pp", "2", "-m", "1", "--list", "1").stdout.splitlines()
@@ -92,3 +95,26 @@ def test_the_tool_refuses_what_cannot_be():
     ):
         done = run_tool(*words)
         assert done.returncode == 2 and message in done.stderr
+
+
+def test_both_parts_of_a_split_backward_are_drawn():
+    assert picture("zb-h1", 2, 2, width=60).splitlines()[:5] == [
+        "         0           2           4           6",
+        "stage 0  |F0   |F1   ......|B0---|W0===|B1---|W1===",
+        "stage 1  ......|F0   |B0---|F1   |B1---|W0===|W1===",
+        "",
+        "         |F0 forward  |B0- backward of the input  |W0= of the weights  . idle",
+    ]
+    grounds = set(re.findall(r"48;5;(\d+)m", picture("zb-v", 2, 4, 2, width=100, colour=True)))
+    assert len(grounds) == 12  # 3 kinds x 2 chunks x 2 shades
+
+
+def test_the_tool_takes_published_times():
+    words = ["--pp", "8", "-m", "24", "--profile", "18.522", "18.086", "9.337", "0.601", "--fit"]
+    told = [run_tool("--schedule", name, *words).stdout for name in ("1f1b", "zb-h1", "zb-v")]
+    bubbles = [float(found) for text in told for found in re.findall(r"bubble ([\d.]+)%", text)]
+    assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] == 24.31
+    done = run_tool("--schedule", "zb-v", "--virtual-stages", "3")
+    assert done.returncode == 2 and "zb-v has 2 chunks per stage, not 3" in done.stderr
+    done = run_tool("--weight-time", "2")
+    assert done.returncode == 2 and "a part of --backward-time 2" in done.stderr

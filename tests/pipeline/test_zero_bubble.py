@@ -1,0 +1,158 @@
+"""ZB-H1 and ZB-V: complete, without deadlock, within their memory, with the bubble of theory and of the published profiles."""
+
+from __future__ import annotations
+
+import csv
+import random
+from dataclasses import replace
+
+import pytest
+
+from megazero.pipeline.instruction import Instruction, Op
+from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
+from megazero.pipeline.simulate import Report, ScheduleError, check_complete, peak_activations, profiled_times, simulate, uniform_times
+from tests.reference import REFERENCE, needs_reference
+
+NAMES = [name for name, chunks in CHUNKS.items() if chunks is not None]
+SIZES = [(name, p, m) for name in NAMES for p in range(1, 13) for m in range(1, 40)]
+
+
+def chunks_of(name: str) -> int:
+    return CHUNKS[name] or 1
+
+
+def run(name: str, p: int, m: int, *profile: float) -> Report:
+    """A simulation with a whole stage's (forward, backward of inputs, of weights, message); default: the chunks' are 1, 1, 1, 0."""
+    v = chunks_of(name)
+    return simulate(make_schedule(name, p, m, v), profiled_times(p, v, *(profile or (v, v, v, 0.0))))
+
+
+def check(name: str, p: int, m: int) -> None:
+    v = chunks_of(name)
+    schedule = make_schedule(name, p, m, v)
+    check_complete(schedule, m, v)
+    report = run(name, p, m)
+    work = 3 * m * v
+    if m >= p:  # nothing is shorter: the last stage has nothing to do for p - 1 forwards
+        assert report.makespan == work + p - 1
+    if name == "zb-v" and m >= 2 * p - 1:
+        assert report.own_bubble == 0.0
+    assert all(peak == min(m, p) * v for peak in report.peak_activations)
+    evaluation = [forward_only(stage) for stage in schedule]
+    check_complete(evaluation, m, v, backward=False)
+    assert set(simulate(evaluation, uniform_times(p * v)).peak_activations) == {1}
+
+
+def test_sampled_sizes():
+    for size in random.Random(1).sample(SIZES, 150):
+        check(*size)
+
+
+@pytest.mark.slow
+def test_every_size():
+    for size in SIZES:
+        check(*size)
+
+
+def test_the_order_in_which_stages_get_to_run_does_not_matter():
+    source = random.Random(2)
+    for name, p, m in source.sample(SIZES, 40):
+        schedule = make_schedule(name, p, m, chunks_of(name))
+        times = uniform_times(p * chunks_of(name), source.random(), 1 + source.random(), source.random(), source.random())
+        for lists in (schedule, [forward_only(stage) for stage in schedule]):
+            assert simulate(lists, times, pick=source.choice) == simulate(lists, times)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (8, 24), (5, 40)])
+def test_zb_h1_idles_for_as_long_as_its_authors_say(p: int, m: int):
+    """(p - 1)(F + B - W) of the 1F1B's (p - 1)(F + B + W), as long as W is not longer than F and B."""
+    for f, b, w in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.0, 1.0), (1.0, 2.0, 1.0)):
+        idle = {name: run(name, p, m, f, b, w, 0.0).makespan - m * (f + b + w) for name in ("1f1b", "zb-h1")}
+        assert idle == {"1f1b": pytest.approx((p - 1) * (f + b + w)), "zb-h1": pytest.approx((p - 1) * (f + b - w))}
+
+
+def published() -> list[dict[str, str]]:
+    assert REFERENCE is not None
+    lines = (REFERENCE / "zero_bubble.csv").read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+@needs_reference
+def test_bubbles_at_the_published_profiles():
+    """1F1B's is the published one; the others are below it, in the memory of 1F1B's first stage: p whole stages' activations."""
+    for row in published():
+        p, m = int(row["stages"]), int(row["micro_batches"])
+        profile = [float(row[f"t_{name}_ms"]) for name in ("forward", "backward_input", "backward_weight", "comm")]
+        reports = {name: run(name, p, m, *profile) for name in ("1f1b", "zb-h1", "zb-v")}
+        assert reports["1f1b"].bubble == pytest.approx(float(row["bubble_1f1b"]), abs=2e-4)
+        assert reports["1f1b"].own_bubble == pytest.approx(reports["1f1b"].bubble, abs=1e-12)
+        assert reports["1f1b"].bubble > reports["zb-h1"].bubble + 0.08 and reports["zb-h1"].bubble > reports["zb-v"].bubble + 0.06
+        assert reports["zb-v"].own_bubble <= reports["zb-v"].bubble
+        assert max(reports["1f1b"].peak_activations) == max(reports["zb-h1"].peak_activations) == p
+        assert max(reports["zb-v"].peak_activations) == 2 * p, "chunks of half a stage"
+
+
+def test_uneven_chunks_and_long_messages_are_no_deadlock():
+    source = random.Random(3)
+    for name, p, m in source.sample(SIZES, 30):
+        count = p * chunks_of(name)
+        forward = tuple(source.uniform(0.1, 3) for _ in range(count))
+        times = replace(
+            uniform_times(count, message=source.uniform(0, 5)), forward=forward, weight=tuple(source.uniform(0, 2) for _ in forward)
+        )
+        assert simulate(make_schedule(name, p, m, chunks_of(name)), times).makespan > 0
+
+
+def test_the_middle_of_the_v_hands_over_on_its_stage():
+    schedule = make_schedule("zb-v", 3, 4, 2)
+    assert [[i.model_chunk for i in stage if i.op is Op.FORWARD and i.micro_batch == 0] for stage in schedule] == [[0, 5], [1, 4], [2, 3]]
+    for stage, instructions in enumerate(schedule):
+        peers = {(i.op, i.chunk, i.peer) for i in instructions if not i.is_compute}
+        down = {
+            (Op.SEND_FORWARD, 0, stage + 1),
+            (Op.RECV_BACKWARD, 0, stage + 1),
+            (Op.RECV_FORWARD, 1, stage + 1),
+            (Op.SEND_BACKWARD, 1, stage + 1),
+        }
+        up = {
+            (Op.RECV_FORWARD, 0, stage - 1),
+            (Op.SEND_BACKWARD, 0, stage - 1),
+            (Op.SEND_FORWARD, 1, stage - 1),
+            (Op.RECV_BACKWARD, 1, stage - 1),
+        }
+        assert peers == (down if stage < 2 else set()) | (up if stage > 0 else set())
+    (alone,) = make_schedule("zb-v", 1, 3, 2)
+    assert all(i.is_compute for i in alone)
+    assert stage_schedule("zb-v", 4, 6, 2, 2) == make_schedule("zb-v", 4, 6, 2)[2]
+
+
+def test_reduction_comes_with_the_weights_and_those_in_the_order_of_their_inputs():
+    for name, p, m in random.Random(4).sample(SIZES, 20):
+        for every in (False, True):
+            for stage in make_schedule(name, p, m, chunks_of(name), reduce_every=every):
+                inputs, weights = ([i for i in stage if i.op is op] for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+                assert [(i.micro_batch, i.chunk) for i in inputs] == [(i.micro_batch, i.chunk) for i in weights]
+                assert [i.reduce for i in weights] == [every or i.micro_batch == m - 1 for i in weights]
+                assert not any(i.reduce for i in stage if i.op is not Op.BACKWARD_WEIGHT)
+                assert weights[-1].chunk == 0, "a weight that both chunks of a stage use is complete with chunk 0"
+
+
+def test_what_cannot_be_is_refused_and_what_is_broken_is_found():
+    for name, wrong in (("zb-h1", 2), ("zb-v", 1), ("zb-v", 3)):
+        with pytest.raises(ValueError, match=f"{name} has {CHUNKS[name]} chunks per stage, not {wrong}"):
+            make_schedule(name, 2, 2, wrong)
+    first, second = make_schedule("zb-h1", 2, 3)
+    lost = tuple(i for i in second if (i.op, i.micro_batch) != (Op.BACKWARD_WEIGHT, 1))
+    with pytest.raises(ScheduleError, match=r"stage 1: missing \['backward of the weights \(micro-batch 1, chunk 0\)'\]"):
+        check_complete([first, lost], 3, 1)
+    early = sorted(second, key=lambda i: i.op is not Op.BACKWARD_WEIGHT)
+    with pytest.raises(ScheduleError, match="the input's part of its backward"):
+        simulate([first, tuple(early)], uniform_times(2))
+    with pytest.raises(ScheduleError, match="not on one stage each"):
+        check_complete([first, tuple(replace(i, model_chunk=0) for i in second)], 3, 1)
+
+
+def test_what_lives_on_between_the_parts_can_weigh_less():
+    order = [Instruction(op, n, 0) for n in range(2) for op in (Op.FORWARD, Op.BACKWARD_INPUT)]
+    order += [Instruction(Op.BACKWARD_WEIGHT, n, 0) for n in range(2)]
+    assert peak_activations(order) == 2 and peak_activations(order, [4.0], [1.0]) == 5.0
