@@ -3,6 +3,11 @@
 
 import sys
 
+from megazero.allocator import restart_with_settings
+
+if __name__ == "__main__":
+    restart_with_settings()  # before torch: that import is what takes time
+
 from megazero.config.parse import command, dump, parse_run
 from megazero.data.progress import silent, to_stderr
 from megazero.job import build_job

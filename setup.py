@@ -1,8 +1,47 @@
-"""What is installed: two packages and the training script. Names, versions and dependencies stand in pyproject.toml.
+"""What is installed: two packages, the training script, and the CPU kernels compiled for this machine's kind of processor.
 
-Nothing but setuptools may be imported here: pip builds in an environment of its own that has no torch.
+Names, versions and dependencies stand in pyproject.toml. Nothing but setuptools, the standard library and
+fused_ops/native/compile.py may be imported here: pip builds in an environment of its own that has no torch, and the kernels
+that need torch's headers are compiled at first use against the torch that is installed then.
 """
 
-from setuptools import find_packages, setup
+import sys
+from pathlib import Path
 
-setup(packages=find_packages(include=["megazero", "megazero.*", "fused_ops", "fused_ops.*"]), py_modules=["pretrain_gpt"])
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from fused_ops.native.compile import CompileError, build, cpu_target, levels_of_this_machine_type  # noqa: E402
+
+
+class BuildKernels(build_ext):
+    """Compiles every instruction set level. Without a compiler it says so and goes on: the ops then run their torch bodies."""
+
+    def run(self) -> None:
+        editable = self.inplace or getattr(self, "editable_mode", False)
+        self.folder = (ROOT if editable else Path(self.build_lib).resolve()) / "fused_ops" / "_kernels"
+        self.made: list[Path] = []
+        try:
+            targets = [cpu_target(level) for level in levels_of_this_machine_type()]
+            self.made = build(targets, self.folder, Path(self.build_temp).resolve() / "kernels")
+        except CompileError as error:
+            print(f"megazero: installed without compiled CPU kernels, a step on a CPU takes about twice as long: {error}", file=sys.stderr)
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in getattr(self, "made", [])]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(
+    packages=find_packages(include=["megazero", "megazero.*", "fused_ops", "fused_ops.*"]),
+    package_data={"fused_ops": ["csrc/*/*.cpp", "csrc/*/*.h"]},
+    py_modules=["pretrain_gpt"],
+    # Named so that the wheel carries a platform; the sources are compiled by ninja, above.
+    ext_modules=[Extension("fused_ops._kernels", sources=[])],
+    cmdclass={"build_ext": BuildKernels},
+)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from fused_ops.registry import describe
+from megazero import allocator
 from megazero import device as devices
 from megazero.build import chunk_layers, chunks_of, layer_costs, places_of, stage_specs
 from megazero.config.derive import pipeline_schedule
@@ -130,5 +131,6 @@ def _training(run: Run, text: str) -> list[tuple[str, str]]:
         ("global batch", batch),
         ("learning rate", rate),
         ("optimizer", f"{run.optimizer.optimizer}, weight decay {run.optimizer.weight_decay:g}, clip {run.optimizer.clip_grad:g}"),
-        ("device", devices.name(device)),
+        ("device", devices.name(device) + (f", {torch.get_num_threads()} threads a rank" if device.type == "cpu" else "")),
+        ("allocator", allocator.describe()),
     ]

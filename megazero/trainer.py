@@ -24,8 +24,8 @@ from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 
-TRIM_EVERY = 8
-"""Steps after which memory that the host's allocator hoards is returned."""
+GROWTH = 1.25
+"""Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step."""
 
 
 class Batches(Protocol):
@@ -68,6 +68,8 @@ class Trainer:
     plan: Progress = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     saved_at: int = -1
+    steps_here: int = 0
+    usual_memory: int = 0
 
     def __post_init__(self) -> None:
         self.plan = Progress(self.run.schedule)
@@ -152,14 +154,22 @@ class Trainer:
 
     def after_step(self) -> None:
         """Evaluate and save where the run asks for it."""
-        if self.position.iteration % TRIM_EVERY == 0:
-            devices.return_free_memory(self.grid.device)
+        self.limit_memory()
         every, iteration = self.run.trainer.eval_interval, self.position.iteration
         if every and iteration % every == 0 and not self.finished():
             self.evaluate()
         every = self.run.checkpoint.save_interval
         if every and iteration % every == 0:
             self.save_now()
+
+    def limit_memory(self) -> None:
+        """Keep the host's heap from growing without end; what a step frees stays for the next, for fresh pages are slow."""
+        self.steps_here += 1
+        held = devices.memory_bytes(self.grid.device)
+        if self.steps_here <= 2:
+            self.usual_memory = held
+        elif held > GROWTH * self.usual_memory:
+            devices.return_free_memory(self.grid.device)
 
     def should_stop(self, signals: StopSignals) -> bool:
         """Whether all ranks stop after this step: what one of them learned travelled with the step's scalars."""

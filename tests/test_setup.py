@@ -34,15 +34,22 @@ def names(requirements: list[str]) -> list[str]:
     return [re.split(r"[<>=!~; \[]", requirement)[0].lower() for requirement in requirements]
 
 
-def test_the_build_needs_setuptools_alone() -> None:
-    assert names(PROJECT["build-system"]["requires"]) == ["setuptools"]
-    imported = {
+def imported_by(path: Path) -> set[str]:
+    """Modules that a file names in its imports."""
+    return {
         (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
-        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    assert imported <= {"setuptools", "__future__"}
+
+
+def test_the_build_needs_setuptools_and_ninja_alone() -> None:
+    assert names(PROJECT["build-system"]["requires"]) == ["setuptools", "ninja"]
+    imported = imported_by(ROOT / "setup.py")
+    compiling = "fused_ops.native.compile"
+    assert imported <= {"setuptools", "setuptools.command.build_ext", "sys", "pathlib", compiling}
+    assert imported_by(ROOT / "fused_ops/native/compile.py") <= sys.stdlib_module_names | {"collections.abc"}
 
 
 def test_what_is_needed_is_pinned() -> None:
@@ -76,7 +83,7 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
     only.mkdir()
     site = Path(importlib.metadata.distribution("setuptools").locate_file(""))  # type: ignore[arg-type]
     for found in site.iterdir():
-        if found.name.startswith(("setuptools", "_distutils_hack", "pkg_resources", "packaging", "wheel")):
+        if found.name.startswith(("setuptools", "_distutils_hack", "pkg_resources", "packaging", "wheel", "ninja")):
             (only / found.name).symlink_to(found)
     build = (
         f"import sys; sys.path.insert(0, {str(only)!r}); import setuptools.build_meta as b; "
@@ -88,7 +95,8 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
     with zipfile.ZipFile(wheel) as opened:
         inside = opened.namelist()
         metadata = opened.read(next(name for name in inside if name.endswith("METADATA"))).decode()
-    assert {"megazero/telemetry/flops.py", "fused_ops/__init__.py", "pretrain_gpt.py"} <= set(inside)
+    assert {"megazero/telemetry/flops.py", "fused_ops/__init__.py", "fused_ops/csrc/cpu/vec.h", "pretrain_gpt.py"} <= set(inside)
+    assert any(name.startswith("fused_ops/_kernels/cpu_") for name in inside) and "none-any" not in wheel.name
     assert not [name for name in inside if name.startswith(("tests/", "tools/"))]
     assert "Requires-Dist: torch>=" in metadata
 

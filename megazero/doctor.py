@@ -1,0 +1,147 @@
+"""`python -m megazero.doctor`: what this machine and installation offer a training step, what is missing, and what that costs.
+
+It compiles the kernels that are built at first use, if they are not there yet. Exit status: 0, or 1 where megazero cannot run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fused_ops import registry
+from fused_ops.native import compile as compiling
+from fused_ops.native import library
+from megazero import allocator
+from megazero import device as devices
+
+OLDEST_TORCH = (2, 11)
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+OPTIONAL = {
+    "transformers": "tokenizers of kind hf; reading of its models",
+    "sentencepiece": "tokenizers of kind sentencepiece",
+    "zstandard": "preprocessing of .zst files",
+    "tensorboard": "--tensorboard-dir",
+}
+
+
+class Finding(NamedTuple):
+    """One line: what was looked at, what was found, and what to do or what it costs where something is missing."""
+
+    what: str
+    found: str
+    advice: str = ""
+    fatal: bool = False
+
+
+def examine() -> Iterator[Finding]:
+    """Everything, in the order in which it matters."""
+    for look in (_torch, _processor, _compiler, _kernels, _memory, _devices, _backends, _optional):
+        yield from look()
+
+
+def _torch() -> Iterator[Finding]:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    old = version < OLDEST_TORCH
+    wanted = ".".join(map(str, OLDEST_TORCH))
+    yield Finding("Python", platform.python_version())
+    yield Finding("torch", torch.__version__, f"megazero needs {wanted} or newer: pip install 'torch>={wanted}'" if old else "", old)
+
+
+def _processor() -> Iterator[Finding]:
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        flags = set()
+    units = [
+        name
+        for name, flag in (("AMX", "amx_bf16"), ("AVX-512 BF16", "avx512_bf16"), ("AVX-512", "avx512f"), ("AVX2", "avx2"))
+        if flag in flags
+    ]
+    slow = "" if {"amx_bf16", "avx512_bf16"} & flags else "no unit for bf16 products: bf16 saves memory here, but no time"
+    yield Finding(
+        "processor", f"{devices.name(torch.device('cpu'))}, {len(os.sched_getaffinity(0))} cores, {', '.join(units) or 'none known'}", slow
+    )
+
+
+def _compiler() -> Iterator[Finding]:
+    try:
+        yield Finding("C++ compiler", compiling.compiler_version(compiling.compiler()))
+    except compiling.CompileError as error:
+        yield Finding("C++ compiler", "none", f"{error}; kernels that are not compiled yet stay so")
+
+
+def _kernels() -> Iterator[Finding]:
+    asked = library.choice()
+    if asked == "reference":
+        yield Finding("kernels", "off", "MEGAZERO_FUSED=reference: a step on the CPU takes about twice as long")
+        return
+    for name, load in (("kernels", library.cpu_library), ("matrix kernels", library.torch_library)):
+        found = load(asked)
+        missing = "every op runs its plain torch body: a step on the CPU takes about twice as long"
+        yield Finding(name, f"{found.level}, {found.path}" if found else "none", "" if found else missing)
+    bodies = registry.describe("cpu")
+    plain = [op for op, body in bodies.items() if body == registry.REFERENCE]
+    yield Finding(
+        "ops", f"{len(bodies) - len(plain)} of {len(bodies)} have a kernel here", f"plain torch: {', '.join(plain)}" if plain else ""
+    )
+
+
+def _memory() -> Iterator[Finding]:
+    total = devices.total_memory_bytes(torch.device("cpu"))
+    yield Finding("memory", f"{total / 2**30:.1f} GiB" if total else "unknown")
+    try:
+        state = HUGE_PAGES.read_text().split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        state = "unknown"
+    advice = f"large tensors get small pages; as root: echo madvise > {HUGE_PAGES}" if state == "never" else ""
+    yield Finding("large pages", state, advice)
+    glibc = platform.libc_ver()[0] == "glibc"
+    yield Finding("allocator", "pretrain_gpt.py sets glibc's" if glibc else "the system's own", allocator.describe() if not glibc else "")
+
+
+def _devices() -> Iterator[Finding]:
+    cards = devices.device_count(torch.device("cuda")) if devices.cuda_available() else 0
+    if not cards:
+        yield Finding("CUDA", "no device", "" if torch.version.cuda else "this torch is built without CUDA")
+    for index in range(cards):
+        card = torch.device("cuda", index)
+        yield Finding(f"cuda:{index}", f"{devices.name(card)}, {(devices.total_memory_bytes(card) or 0) / 2**30:.0f} GiB")
+
+
+def _backends() -> Iterator[Finding]:
+    tests: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    there = [name for name, test in tests.items() if test()]
+    yield Finding("backends", ", ".join(there) or "none", "" if "gloo" in there else "several ranks on a CPU need gloo", not there)
+
+
+def _optional() -> Iterator[Finding]:
+    for name, use in OPTIONAL.items():
+        if importlib.util.find_spec(name):
+            yield Finding(name, importlib.metadata.version(name))
+        else:
+            yield Finding(name, "not installed", f"only for {use}: pip install {name}")
+
+
+def main() -> int:
+    """Print the findings."""
+    fatal = False
+    for finding in examine():
+        mark = "!" if finding.fatal else "-" if finding.advice else " "
+        print(f"{mark} {finding.what:<15}{finding.found}")
+        if finding.advice:
+            print(f"  {'':<15}{finding.advice}")
+        fatal |= finding.fatal
+    return int(fatal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
