@@ -1,0 +1,69 @@
+"""Causal attention with grouped queries in plain torch: the specification of fused_ops/attention.py, and its body for every device.
+
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The projection `mixed` [s, b, g(r + 2)d] holds a
+key-value head's r query heads, then its key, then its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_ops.softmax import scaled_causal_alibi_softmax
+
+
+def reference_attention(
+    mixed: Tensor,
+    groups: int,
+    repeats: int,
+    head_dim: int,
+    *,
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """As `causal_attention`, of any dtype. dropout: applied to the probabilities [b, n, s, s]."""
+    s, b, _ = mixed.shape
+    query, key, value = mixed.view(s, b, groups, repeats + 2, head_dim).split([repeats, 1, 1], dim=3)
+    if slopes is None and documents is None and dropout is None:
+        context = _fused(query, key, value, scale)
+    else:
+        context = _scored(query, key, value, scale, slopes, documents, dropout)
+    return context.reshape(s, b, groups * repeats * head_dim)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Without biases, documents or dropout: torch's own kernel, which keeps no scores. [s, b, g, r or 1, d] -> [s, b, n, d]."""
+    heads = [tensor.flatten(2, 3).permute(1, 2, 0, 3) for tensor in (query, key, value)]
+    context = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=query.shape[3] > 1)
+    return context.permute(2, 0, 1, 3)
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    dropout: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Scores, softmax in their place, context. A group's query heads are rows of one product, so keys and values are never repeated.
+
+    The scale is applied inside the product: 16-bit scores would overflow before it.
+    """
+    s, b, groups, repeats, size = query.shape
+    rows = query.permute(1, 2, 3, 0, 4).reshape(b * groups, repeats * s, size)
+    keys = key.permute(1, 2, 3, 4, 0).reshape(b * groups, size, s)
+    values = value.permute(1, 2, 3, 0, 4).reshape(b * groups, s, size)
+    nothing = query.new_empty(()).expand(b * groups, repeats * s, s)
+    scores = torch.baddbmm(nothing, rows, keys, beta=0, alpha=scale).view(b, groups * repeats, s, s)
+    probabilities = scaled_causal_alibi_softmax(scores, 1.0, slopes, documents=documents)
+    if dropout is not None:
+        probabilities = dropout(probabilities)
+    context = torch.bmm(probabilities.view(b * groups, repeats * s, s), values)
+    return context.view(b, groups, repeats, s, size).permute(3, 0, 1, 2, 4)

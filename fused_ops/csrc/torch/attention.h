@@ -1,0 +1,72 @@
+// What the two passes of attention share: where things lie, who sees whom, and 2^x.
+//
+// s sequence, b micro-batch, g key-value heads, r query heads of each, d head dim. The projection is [s, b, g, r + 2, d]:
+// slots 0..r-1 of a group are its queries, r its key, r + 1 its value. Scores are kept in base 2: scale and slopes are
+// multiplied by log2 e, so that a weight is 2^(score - largest).
+#pragma once
+
+#include "tile.h"
+
+namespace mz {
+
+struct Attention {
+  int64_t s, b, groups, repeats, d;
+  float scale;           // of the scores, in base e
+  const float* slopes;   // [g r] or null
+  const int64_t* documents;  // [b, s] or null
+
+  static constexpr float LOG2_E = 1.44269504088896341f;
+
+  int64_t heads() const { return groups * repeats; }
+  int64_t planes() const { return b * groups; }                 // a plane: one group of one sample
+  int64_t wide() const { return round_up(d, EDGE); }            // d as tiles have it
+  int64_t stride() const { return b * groups * (repeats + 2) * d; }  // from one position to the next in the projection
+  int64_t slot(int64_t plane, int64_t r) const { return (plane * (repeats + 2) + r) * d; }
+  int64_t out_stride() const { return b * heads() * d; }        // from one position to the next in the context
+  int64_t out_slot(int64_t plane, int64_t r) const { return (plane * repeats + r) * d; }
+  int64_t row_of(int64_t plane, int64_t r) const { return (plane * repeats + r) * s; }  // in [b, g r, s]
+  float factor() const { return scale * LOG2_E; }
+  float slope(int64_t plane, int64_t r) const { return slopes ? slopes[plane % groups * repeats + r] * LOG2_E : 0.0f; }
+};
+
+// Query i of a sample sees keys begin[i] .. i, and key k is seen by queries k .. end[k] - 1.
+class Sight {
+  std::vector<int32_t> begins, ends;
+  int64_t s;
+
+ public:
+  explicit Sight(const Attention& a) : begins(a.b * a.s), ends(a.b * a.s, (int32_t)a.s), s(a.s) {
+    if (!a.documents) return;
+    for (int64_t first = 0; first < a.b * s; first += s) {
+      for (int64_t i = 1; i < s; ++i)
+        begins[first + i] = a.documents[first + i] == a.documents[first + i - 1] ? begins[first + i - 1] : (int32_t)i;
+      for (int64_t i = s - 2; i >= 0; --i)
+        ends[first + i] = a.documents[first + i] == a.documents[first + i + 1] ? ends[first + i + 1] : (int32_t)(i + 1);
+    }
+  }
+  const int32_t* begin(int64_t sample) const { return begins.data() + sample * s; }
+  const int32_t* end(int64_t sample) const { return ends.data() + sample * s; }
+};
+
+// 2^x for x that is not much above 0: what is smaller than the smallest normal number is 0, NaN stays.
+MZ_INLINE F exp2(F x) {
+  F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  F shifted = x + magic;
+  F r = x - (shifted - magic);  // |r| <= 1/2; 2^r by a polynomial, to 1e-7
+  F p = splat(1.326472731e-3f);
+  p = p * r + 9.671512991e-3f;
+  p = p * r + 5.550733581e-2f;
+  p = p * r + 2.402224243e-1f;
+  p = p * r + 6.931470037e-1f;
+  p = p * r + 1.0f;
+  F power = as_float((as_int(shifted) + (127 - 0x4b400000)) << 23);
+  return x < -126.0f ? splat(0.0f) : p * power;
+}
+
+MZ_INLINE F positions() { return __builtin_convertvector(lane(), F); }
+MZ_INLINE F within(F x, int64_t j, int64_t low, int64_t high, float other) {  // lanes j.. of a row outside [low, high) replaced
+  I at = lane() + (int32_t)j;
+  return (at >= (int32_t)low) & (at < (int32_t)high) ? x : splat(other);
+}
+
+}  // namespace mz

@@ -1,0 +1,168 @@
+// Operands of block products C [m, n] += A [m, k] B [k, n] for an op whose tensors are of type T and lie anywhere: tiles of
+// the type M that is multiplied (T itself where the processor does that, else float), contiguous, padded with zeros.
+//
+// Left operands (A) are plain rows. Right operands (B) of a 16-bit type are pairs of rows, see block_gemm.h; of float, rows.
+// So column c of B begins at c * pair<M> and (even) row k at k * ldb, whatever M is. All sizes here are multiples of EDGE.
+#pragma once
+
+#include <ATen/Context.h>
+
+#include <exception>
+#include <memory>
+#include <new>
+
+#include "block_gemm.h"
+
+namespace mz {
+
+constexpr int64_t EDGE = 32;
+template <typename M> constexpr int64_t pair = sizeof(M) == 2 ? 2 : 1;
+
+MZ_INLINE int64_t round_down(int64_t n, int64_t unit) { return n / unit * unit; }
+MZ_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Memory of a thread, kept for its next call: fresh pages cost more than the products that would use them.
+template <typename V> class Buffer {
+  struct Free { void operator()(V* p) const { ::operator delete(p, std::align_val_t(64)); } };
+  std::unique_ptr<V, Free> memory;
+  int64_t size = 0;
+
+ public:
+  V* of(int64_t n) {
+    if (n > size) {
+      memory.reset(static_cast<V*>(::operator new(n * sizeof(V), std::align_val_t(64))));
+      memset(static_cast<void*>(memory.get()), 0, n * sizeof(V));
+      size = n;
+    }
+    return memory.get();
+  }
+};
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// Whether torch's block product of T runs here, on instructions made for T.
+template <typename T> bool multiplies() {
+#if defined(__AVX512F__)
+  if (sizeof(T) == 2 && std::is_same<T, bf16>::value && !__builtin_cpu_supports("avx512bf16")) return false;
+#elif defined(__AVX2__)
+  if (sizeof(T) == 2) return false;
+#else
+  return false;
+#endif
+  static const bool works = [] {
+    alignas(64) T a[2 * EDGE] = {}, b[EDGE * EDGE] = {};
+    alignas(64) float c[2 * EDGE];
+    try {
+      block_gemm<T>(2, EDGE, EDGE, a, EDGE, b, EDGE, c, EDGE, false);
+      block_gemm_done<T>();
+    } catch (const std::exception&) {
+      return false;
+    }
+    return true;
+  }();
+  return works && at::globalContext().userEnabledMkldnn();
+}
+
+// The same for floats in plain vectors, where the library offers nothing: HEIGHT rows of C are held while k passes by.
+template <int HEIGHT>
+MZ_INLINE void plain_rows(int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+  for (int64_t j = 0; j < n; j += LANES) {
+    F sums[HEIGHT];
+    for (int i = 0; i < HEIGHT; ++i) sums[i] = add ? load(c + i * ldc + j) : F{};
+    for (int64_t p = 0; p < k; ++p) {
+      F row = load(b + p * ldb + j);
+      for (int i = 0; i < HEIGHT; ++i) sums[i] += row * a[i * lda + p];
+    }
+    for (int i = 0; i < HEIGHT; ++i) store(c + i * ldc + j, sums[i]);
+  }
+}
+
+template <typename M>
+MZ_INLINE void product(int64_t m, int64_t n, int64_t k, const M* a, int64_t lda, const M* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+  if constexpr (sizeof(M) == 4)
+    if (!multiplies<float>()) {
+      for (int64_t i = 0; i < m; i += 4) plain_rows<4>(n, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
+      return;
+    }
+  block_gemm<M>(m, n, k, a, lda, b, ldb, c, ldc, add);
+}
+
+// --- packing ----------------------------------------------------------------------------------------------------------
+
+// Strided rows [rows, columns] of a tensor -> tile [all, wide], zeros around.
+template <typename T, typename M>
+MZ_INLINE void gather(int64_t rows, int64_t columns, const T* from, int64_t ld, M* to, int64_t all, int64_t wide) {
+  for (int64_t i = 0; i < rows; ++i, to += wide) {
+    const T* row = from + i * ld;
+    if constexpr (std::is_same<T, M>::value)
+      memcpy(to, row, columns * sizeof(M));
+    else
+      for (int64_t j = 0; j < columns; j += LANES) store(to + j, load(row + j, columns - j), columns - j);
+    memset(static_cast<void*>(to + columns), 0, (wide - columns) * sizeof(M));
+  }
+  memset(static_cast<void*>(to), 0, (all - rows) * wide * sizeof(M));
+}
+
+#ifdef __clang__
+#define MZ_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MZ_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, U{__VA_ARGS__})
+#endif
+
+// Sixteen vectors, transposed in place: in each of four rounds, pairs of vectors exchange every other 1, 2, 4, 8 lanes.
+MZ_INLINE void transpose(U (&v)[LANES]) {
+#define MZ_EXCHANGE(STEP, LOW, HIGH)                   \
+  for (int i = 0; i < LANES; ++i)                      \
+    if (!(i & STEP)) {                                 \
+      U low = MZ_SHUFFLE(v[i], v[i + STEP], LOW);      \
+      v[i + STEP] = MZ_SHUFFLE(v[i], v[i + STEP], HIGH); \
+      v[i] = low;                                      \
+    }
+#define MZ_LIST(...) __VA_ARGS__
+  MZ_EXCHANGE(1, MZ_LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30), MZ_LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+  MZ_EXCHANGE(2, MZ_LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29), MZ_LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+  MZ_EXCHANGE(4, MZ_LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27), MZ_LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+  MZ_EXCHANGE(8, MZ_LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), MZ_LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#undef MZ_LIST
+#undef MZ_EXCHANGE
+}
+
+// Calls put(column, words) for the transpose of 4-byte words [rows, columns]: words of sixteen rows, one column each.
+template <typename Put> MZ_INLINE void each_column(int64_t rows, int64_t columns, const void* from, int64_t ld, const Put& put) {
+  const uint32_t* words = static_cast<const uint32_t*>(from);
+  for (int64_t i = 0; i < rows; i += LANES)
+    for (int64_t j = 0; j < columns; j += LANES) {
+      U v[LANES];
+      for (int k = 0; k < LANES; ++k) memcpy(&v[k], words + (i + k) * ld + j, sizeof(U));
+      transpose(v);
+      for (int k = 0; k < LANES; ++k) put(i, j + k, v[k]);
+    }
+}
+
+// Tile [k, n] -> right operand [k, n].
+template <typename M> MZ_INLINE void to_right(int64_t k, int64_t n, const M* tile, M* to) {
+  if constexpr (sizeof(M) == 2)
+    pack_pairs(k, n, tile, n, to);
+  else
+    memcpy(to, tile, k * n * sizeof(M));
+}
+
+// Tile [n, k] -> right operand [k, n]: neighbours in a row are a pair, and a pair is a word.
+template <typename M> MZ_INLINE void to_right_transposed(int64_t k, int64_t n, const M* tile, M* to) {
+  uint32_t* words = reinterpret_cast<uint32_t*>(to);
+  each_column(n, k / pair<M>, tile, k / pair<M>, [&](int64_t i, int64_t j, U v) { memcpy(words + j * n + i, &v, sizeof v); });
+}
+
+// Tile [k, m] -> left operand [m, k]. A word of two 16-bit values gives a lane to each of two rows.
+template <typename M> MZ_INLINE void to_left_transposed(int64_t m, int64_t k, const M* tile, M* to) {
+  each_column(k, m / pair<M>, tile, m / pair<M>, [&](int64_t i, int64_t j, U v) {
+    if constexpr (sizeof(M) == 2) {
+      H low = __builtin_convertvector(v & 0xffffu, H), high = __builtin_convertvector(v >> 16, H);
+      memcpy(to + 2 * j * k + i, &low, sizeof low), memcpy(to + (2 * j + 1) * k + i, &high, sizeof high);
+    } else {
+      memcpy(to + j * k + i, &v, sizeof v);
+    }
+  });
+}
+
+}  // namespace mz
