@@ -149,7 +149,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     stages = build_stages(run, grid)
     state = ModelState(stages, grid, run.optimizer, run.parallel)
     optimizer = ShardedOptimizer(state, run.optimizer, grid)
-    channels = Channels(grid)
+    channels = Channels(grid, and_back=chunks_of(run).and_back)
     engine = build_engine(run, grid, stages, channels)
     probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
     token = new_token(grid.world, grid.device)

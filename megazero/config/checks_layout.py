@@ -90,6 +90,13 @@ def _schedule(f: Facts) -> Found:
     name = pipeline_schedule(p)
     if name == "interleaved" and p.virtual_stages < 2:
         yield f"--pipeline-schedule interleaved needs --virtual-stages 2 or more, not {p.virtual_stages}; with one, it is 1f1b"
+    if name == "zb-v" and p.virtual_stages != 2:
+        yield (
+            f"--pipeline-schedule zb-v lays two model chunks per rank in a V, not --virtual-stages {p.virtual_stages}; "
+            "nearest: --virtual-stages 2, or zb-h1 with one"
+        )
+    if name == "zb-h1" and p.virtual_stages > 1:
+        yield f"--pipeline-schedule zb-h1 has one model chunk per rank, not --virtual-stages {p.virtual_stages}; with 2 there is zb-v"
     if name == "1f1b" and p.virtual_stages > 1:
         yield (
             f"--pipeline-schedule 1f1b has one model chunk per rank, not --virtual-stages {p.virtual_stages}; "

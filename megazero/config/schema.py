@@ -74,8 +74,8 @@ class ParallelConfig:
     "Pipeline stages."
     zero_stage: int = option(0, metavar="{0,1,2}")
     "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients."
-    pipeline_schedule: str | None = option(None, choices=("gpipe", "1f1b", "interleaved"))
-    "Pipeline schedule; default 1f1b, interleaved with --virtual-stages > 1."
+    pipeline_schedule: str | None = option(None, choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"))
+    "Pipeline schedule; default 1f1b, interleaved with --virtual-stages > 1. zb-h1 and zb-v (with --virtual-stages 2) have the smallest bubbles."
     virtual_stages: int = option(1, "--num-virtual-stages-per-pipeline-rank", metavar="V")
     "Model chunks per pipeline rank."
     partition: tuple[int, ...] | None = option(None, many=True, metavar="LAYERS")

@@ -1,7 +1,7 @@
 """Messages between pipeline stages: asynchronous sends and receives of tensors whose shape both ends know.
 
-Every directed pair of neighbouring stages has two channels, one for hidden states (forward) and one for their gradients
-(backward), so that no message waits behind one that goes the other way.
+Every directed pair of neighbouring stages has a channel for hidden states (forward) and one for their gradients (backward),
+as far as the layout of the chunks needs them, so that no message waits behind one that goes the other way.
 
 NCCL runs the operations of a communicator in the order of issue, so each channel has a two-rank group of its own, and
 messages are matched by order, which `megazero.pipeline.simulate` proves equal at both ends. Other backends match by
@@ -59,18 +59,20 @@ class PeerError(RuntimeError):
 class Channels:
     """The messages of this rank's stage with its neighbours.
 
+    and_back  hidden states go there and back between neighbours (`mpu.chunks`), instead of around a ring of stages
+
     Creating it is collective over the pipeline group. A message may take as long as the grid's timeout. Raises PeerError
     out of any method once a message has failed.
     """
 
-    def __init__(self, grid: ProcessGrid) -> None:
+    def __init__(self, grid: ProcessGrid, and_back: bool = False) -> None:
         self.grid, self.timeout = grid, grid.timeout
         self._stage, stages = grid.pp.index, grid.pp.size
         self._by_tag = is_host_backend(grid.pp)
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sent: dict[Channel, _Sent] = {}
         if stages > 1 and not self._by_tag:
-            self._create_groups(stages)
+            self._create_groups(stages, and_back)
 
     def send(self, tensor: Tensor, stage: int, tag: Tag) -> None:
         """Start to send a contiguous tensor to a stage; it must not be written to any more."""
@@ -116,7 +118,7 @@ class Channels:
     def _is_staged(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._by_tag
 
-    def _create_groups(self, stages: int) -> None:
+    def _create_groups(self, stages: int, and_back: bool) -> None:
         """One two-rank group per channel of this rank, each with a first message now: that is when NCCL connects.
 
         The ring of stages is made in rounds (edges from even stages, from odd ones, and the wrap of an odd ring), in
@@ -126,11 +128,11 @@ class Channels:
             self._placeholder()  # for the tied group that the first and last stage have made
         for turn in range(2 + stages % 2):
             edges = [(i, (i + 1) % stages) for i in range(stages) if (2 if stages % 2 and i == stages - 1 else i % 2) == turn]
-            mine = [edge for edge in edges if self._stage in edge]
-            for backward in (False, True):
+            mine = [edge for edge in edges if self._stage in edge and not (and_back and edge[1] == 0)]
+            for against, backward in [(False, False), (True, True), *[(True, False), (False, True)] * and_back]:
                 if mine:
                     front, back = mine[0]
-                    self._connect((back, front, True) if backward else (front, back, False))
+                    self._connect((back, front, backward) if against else (front, back, backward))
                 else:
                     self._placeholder()
 

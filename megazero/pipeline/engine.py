@@ -4,7 +4,8 @@ Shapes: `hidden_shape` is what travels between stages, [s, b, h], or [s/t, b, h]
 states and their gradients travel; each stage takes tokens, labels and masks from its own copy of the micro-batch.
 
 Memory: a stage's output is dropped as soon as its message is sent, and its backward starts from the output's place in
-the graph (`GradientEdge`), which needs no output. A stage's input lives until its backward. Nothing here waits for the
+the graph (`GradientEdge`), which needs no output. A stage's input lives until its backward. What a split backward leaves for
+its second part (inputs of layers and gradients of their outputs) is the sink's until then. Nothing here waits for the
 device: losses are added up on it.
 """
 
@@ -26,13 +27,17 @@ from megazero.pipeline.schedule import forward_only
 
 
 class GradientSink(Protocol):
-    """Who gathers and reduces gradients. Both calls surround each backward of each chunk (own number)."""
+    """Who gathers and reduces gradients. The first two calls surround each backward of each chunk (own number)."""
 
-    def before_backward(self, chunk: int, reduce: bool) -> None:
-        """reduce: the gradients of this backward complete the chunk's sum, or are reduced at every micro-batch."""
+    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
+        """reduce: the gradients of this backward complete the chunk's sum, or are reduced at every micro-batch.
+        defer: this backward, of the micro-batch of that number, is for the input; gradients of weights can wait."""
 
     def after_backward(self, chunk: int) -> None:
-        """Every gradient of this backward has been accumulated."""
+        """Every gradient of this backward has been accumulated, or put off."""
+
+    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
+        """Accumulate what the backward of this micro-batch put off. reduce: as above."""
 
 
 Key = tuple[int, int]
@@ -116,6 +121,8 @@ class _Step:
         actions = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_FORWARD: self._send,
             Op.SEND_BACKWARD: self._send,
             Op.RECV_FORWARD: self._receive,
@@ -149,13 +156,17 @@ class _Step:
         edge = self.edges.pop(key)
         gradient = self._arrived(True, key)
         assert self.sink is not None
-        self.sink.before_backward(i.chunk, i.reduce)
+        self.sink.before_backward(i.chunk, i.reduce, i.micro_batch if i.op is Op.BACKWARD_INPUT else None)
         torch.autograd.backward([edge], [gradient])
         self.sink.after_backward(i.chunk)
         if i.model_chunk > 0:
             input_gradient = self.inputs.pop(key).grad
             assert input_gradient is not None, "a stage's output does not depend on its input"
             self._hand_on(True, i, input_gradient)
+
+    def _backward_weight(self, i: Instruction) -> None:
+        assert self.sink is not None
+        self.sink.run_deferred(i.chunk, i.micro_batch, i.reduce)
 
     def _arrived(self, backward: bool, key: Key) -> Tensor:
         tensor, pending = self.arriving.pop((backward, key))

@@ -20,6 +20,7 @@ from megazero.mpu import collectives
 from megazero.mpu.collectives import Pending
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
+from megazero.mpu.place import Kind
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
 IN_FLIGHT = 2
@@ -45,7 +46,14 @@ class _Target:
     entry: int
 
     def add(self, write: Write) -> None:
-        self.reducer.accumulate(self.index, self.entry, write)
+        self.reducer.take(self.index, self.entry, write)
+
+
+def _put(gradient: Tensor, into: Tensor, add: bool) -> None:
+    if add:
+        into.add_(gradient)
+    else:
+        into.copy_(gradient)
 
 
 class GradientReducer:
@@ -75,6 +83,9 @@ class GradientReducer:
         self._launched = [False] * len(buckets)
         self._landed = [False] * len(buckets)
         self._armed: int | None = None
+        self._deferred: dict[tuple[int, int], list[tuple[int, int, Write]]] = {}
+        """What backwards of (chunk, micro-batch) left for `run_deferred`: (bucket, entry, write), in the order of arrival."""
+        self._holding: list[tuple[int, int, Write]] | None = None
         self._missing: dict[int, Counter[int]] = {}
         self._queue: list[int] = []
         self._flights: list[_Flight] = []
@@ -91,13 +102,17 @@ class GradientReducer:
 
     # --- what the engine calls -------------------------------------------------------------------------------------
 
-    def before_backward(self, chunk: int, reduce: bool) -> None:
+    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
         """A backward of model chunk `chunk` begins. reduce: its buckets are reduced with what has arrived by its end.
+        defer: number of its micro-batch; what can wait does, for `run_deferred`.
 
         A bucket of the tied embedding that two stages hold is left for `finish`: the first stage's part is complete only
         with the step's last backward, and the last stage would hold one buffer per micro-batch that is under way.
         """
-        assert self._armed is None, "one backward at a time"
+        assert self._armed is None and self._holding is None, "one backward at a time"
+        if defer is not None:
+            assert not reduce, "a chunk is reduced with what was deferred"
+            self._holding = self._deferred.setdefault((chunk, defer), [])
         if reduce:
             self._armed = chunk
             self._queue = [i for i in reversed(range(len(self.buckets))) if self._is_in(i, chunk)]
@@ -105,14 +120,27 @@ class GradientReducer:
 
     def after_backward(self, chunk: int) -> None:
         """The backward is over: what is not reduced yet is now, parameters without a gradient counting as zero."""
+        self._holding = None
         if self._armed == chunk:
             while self._queue:
                 self._launch(self._queue.pop(0))
             self._armed = None
 
+    @torch.no_grad()
+    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
+        """Make and add the gradients that this backward left; each frees what it was made from. reduce: as in `before_backward`."""
+        held = self._deferred.pop((chunk, micro_batch))
+        self.before_backward(chunk, reduce)
+        if reduce:  # nothing else comes any more
+            self._missing = {i: Counter(entry for index, entry, _ in held if index == i) for i in self._queue}
+        held.reverse()
+        while held:
+            self.accumulate(*held.pop())
+        self.after_backward(chunk)
+
     def finish(self) -> None:
         """Wait until every gradient is reduced: the column's shards (or the replicated column) hold the sum over dp and tp."""
-        assert self._armed is None, "a backward is still under way"
+        assert self._armed is None and not self._deferred, "a backward is still under way"
         for index in reversed(range(len(self.buckets))):
             if self._arrived[index] or not self._launched[index]:
                 self._launch(index)
@@ -128,11 +156,23 @@ class GradientReducer:
     # --- one gradient ----------------------------------------------------------------------------------------------
 
     def _take_gradient(self, index: int, entry: int, parameter: Tensor) -> None:
-        """Autograd has finished `parameter.grad`."""
+        """Autograd has finished `parameter.grad`; None where a layer has handed the gradient to the target instead."""
         gradient = parameter.grad
-        assert gradient is not None
-        self.accumulate(index, entry, lambda into, add: into.add_(gradient) if add else into.copy_(gradient))
+        if gradient is None:
+            return
+        self.take(index, entry, partial(_put, gradient))
         parameter.grad = None
+
+    def take(self, index: int, entry: int, write: Write) -> None:
+        """A gradient can be made: it is made and added now, unless the backward defers and it can wait.
+
+        Those of an embedding or head cannot: they would hold a whole table, or the logits, of every micro-batch that waits.
+        Vectors could be added now, but they wait for the matrices of their bucket, whose buffer they would hold (ZeRO-2).
+        """
+        if self._holding is None or self.buckets[index].layout.entries[entry].place.kind is Kind.EMBEDDING:
+            self.accumulate(index, entry, write)
+        else:
+            self._holding.append((index, entry, write))
 
     def accumulate(self, index: int, entry: int, write: Write) -> None:
         """Add to the gradient of a bucket's parameter. One of another chunk than the armed one only accumulates."""

@@ -33,7 +33,7 @@ class ModelState:
             stay views of them. A parameter that two chunks share exists once
     grid    buckets are shared over `grid.dp`, the embedding that first and last stage tie over `grid.tied`
 
-    It is the engine's gradient sink (`before_backward`, `after_backward`). After construction all values are zero:
+    It is the engine's gradient sink (`before_backward`, `after_backward`, `run_deferred`). After construction all values are zero:
     `initialise` or a checkpoint gives them theirs. Communicates nothing at construction.
     """
 
@@ -104,13 +104,17 @@ class ModelState:
         """Bytes of each column on this rank, read from its memory; buffers that live for part of a step are not in it."""
         return {column.value: stored.nbytes for column, stored in self.columns.items()}
 
-    def before_backward(self, chunk: int, reduce: bool) -> None:
+    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
         """See `GradientReducer.before_backward`."""
-        self.reducer.before_backward(chunk, reduce)
+        self.reducer.before_backward(chunk, reduce, defer)
 
     def after_backward(self, chunk: int) -> None:
         """See `GradientReducer.after_backward`."""
         self.reducer.after_backward(chunk)
+
+    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
+        """See `GradientReducer.run_deferred`."""
+        self.reducer.run_deferred(chunk, micro_batch, reduce)
 
     def wait_parameters(self) -> None:
         """Until all parameters are those of the last step. The units' forward does it by itself; reading them otherwise needs it."""

@@ -28,6 +28,7 @@ CONTRACT = """
 --data-cache-path cache | --distributed-timeout-minutes 3 | --load folder --finetune | --load folder --no-load-optim
 --override-opt-param-scheduler | --data-path p --vocab-size 9 --eod-id 3 | --zero-stage 0 | --zero-stage 1 | --zero-stage 2
 --pipeline-schedule gpipe | --pipeline-schedule 1f1b | --virtual-stages 2 --pipeline-schedule interleaved | --virtual-stages 2
+--pipeline-schedule zb-h1 | --virtual-stages 2 --pipeline-schedule zb-v
 --position-embedding learned | --position-embedding alibi | --position-embedding rotary | --position-embedding none
 --embedding-layernorm | --activation gelu | --activation gelu-tanh | --activation relu | --activation swiglu | --norm layernorm
 --norm rmsnorm | --precision fp64 | --precision fp32 | --precision bf16 | --precision fp16 | --device auto | --device cpu | --device cuda

@@ -56,6 +56,8 @@ REFUSED = [
     ("--pp 2 --partition 6 6 --partition-by time", 2, "--partition-by time has no say", "--partition-by parameters"),
     ("--pp 2 --pipeline-schedule interleaved", 2, "interleaved needs --virtual-stages 2 or more, not 1", "--virtual-stages 2"),
     ("--pp 2 --pipeline-schedule 1f1b --virtual-stages 2", 2, "1f1b has one model chunk per rank", "--pipeline-schedule gpipe"),
+    ("--pp 2 --pipeline-schedule zb-v", 2, "zb-v lays two model chunks per rank in a V, not --virtual-stages 1", "--virtual-stages 2"),
+    ("--pp 2 --pipeline-schedule zb-h1 --virtual-stages 2", 2, "zb-h1 has one model chunk per rank", "--pipeline-schedule zb-v"),
     ("--recompute-num-layers 2", 1, "needs --recompute-granularity full", "--recompute-granularity full"),
     ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
     ("--zero-stage 3", 1, "--zero-stage 3 is not built yet", "--zero-stage 2"),

@@ -11,6 +11,7 @@ from torch import Tensor
 from megazero.config.schema import ModelConfig
 from megazero.model.generate import choose, generate, generate_on_grid
 from megazero.model.stage import Stage, StageSpec, build_stage
+from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.grid import Axes, build_grid
 from tests.model.cases import BLOOM, GPT, LLAMA, batch_of, load, stage_of, weights_of
 from tests.ranks import run_ranks
@@ -80,34 +81,51 @@ def test_refuses(arguments: dict[str, object]) -> None:
         generate(loaded(BLOOM), **{"ids": PROMPT, "max_new_tokens": 2, **arguments})  # type: ignore[arg-type]
 
 
-def on_grid(rank: int, axes: Axes, models: list[ModelConfig], sequence_parallel: bool, chunks: int) -> list[Tensor]:
+def on_grid(rank: int, axes: Axes, models: list[ModelConfig], sequence_parallel: bool, chunks: int, and_back: bool) -> list[Tensor]:
     """Three blocks over pp stages of `chunks` virtual stages each."""
-    grid = build_grid(axes)
+    grid, chunk_map = build_grid(axes), ChunkMap(axes.pp, chunks, and_back)
     parts = axes.pp * chunks
     bounds = [round(i * 3 / parts) for i in range(parts + 1)]
     results = []
     for model in models:
-        mine = []
-        for chunk in range(chunks):
-            number = chunk * axes.pp + grid.at.pp
+        mine: list[Stage] = []
+        for number in chunk_map.of(grid.at.pp):
             spec = StageSpec(range(bounds[number], bounds[number + 1]), number == 0, number == parts - 1)
-            across = not model.untie_embeddings_and_output_weights
-            mine.append(build_stage(model, "fp64", spec, tp=grid.tp, sequence_parallel=sequence_parallel, tied_across_stages=across))
+            tied, together = not model.untie_embeddings_and_output_weights, chunk_map.last_stage == 0
+            first = mine[0].embedding if tied and together and spec.has_head and mine else None
+            mine.append(
+                build_stage(
+                    model,
+                    "fp64",
+                    spec,
+                    tp=grid.tp,
+                    sequence_parallel=sequence_parallel,
+                    tied_across_stages=tied and not together,
+                    shared_embedding=None if first is None else first.word,
+                )
+            )
         load(mine, weights_of(model))
-        results.append(generate_on_grid(mine, grid, PROMPT, 9, temperature=1.2, top_k=50, seed=4))
+        results.append(generate_on_grid(mine, grid, PROMPT, 9, temperature=1.2, top_k=50, seed=4, chunk_map=chunk_map))
     return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axes", "sequence_parallel", "chunks"),
-    [(Axes(pp=2, tp=2), True, 1), (Axes(pp=3), False, 1), (Axes(pp=2), False, 2), (Axes(pp=2, dp=2), False, 1), (Axes(tp=3), True, 1)],
+    ("axes", "sequence_parallel", "chunks", "and_back"),
+    [
+        (Axes(pp=2, tp=2), True, 1, False),
+        (Axes(pp=3), False, 1, False),
+        (Axes(pp=2), False, 2, False),
+        (Axes(pp=2), False, 2, True),
+        (Axes(pp=2, dp=2), False, 1, False),
+        (Axes(tp=3), True, 1, False),
+    ],
 )
-def test_every_rank_of_every_layout_draws_the_same(axes: Axes, sequence_parallel: bool, chunks: int) -> None:
+def test_every_rank_of_every_layout_draws_the_same(axes: Axes, sequence_parallel: bool, chunks: int, and_back: bool) -> None:
     models = [BLOOM, GPT, LLAMA]
     if axes.pp == 1:
         models = [LLAMA]
-    ranks = run_ranks(axes.world_size, on_grid, axes, models, sequence_parallel, chunks)
+    ranks = run_ranks(axes.world_size, on_grid, axes, models, sequence_parallel, chunks, and_back)
     for index, model in enumerate(models):
         expected = generate(loaded(model), PROMPT, 9, temperature=1.2, top_k=50, seed=4)
         assert all(torch.equal(rank[index], expected) for rank in ranks)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 MAX_RANKS = 8
 SEQUENCE = 12
+CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-v": (2,)}
+"""Model chunks per rank that the cases have under each schedule."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def fits(case: Case) -> bool:
         and case.heads % case.tp == 0
         and (case.groups is None or (case.heads % case.groups == 0 and case.groups % case.tp == 0))
         and SEQUENCE % case.tp == 0
-        and (case.schedule == "interleaved") == (case.virtual > 1 and case.schedule != "gpipe")
+        and case.virtual in CHUNKS[case.schedule]
         and case.layers + 2 >= case.pp * case.virtual
         and (not case.sequence_parallel or case.tp > 1)
     )
@@ -137,7 +139,7 @@ def draw(random_: random.Random, **fixed: object) -> Case:
             "pp": pick((1, 2, 3, 4)),
             "dp": pick((1, 2, 3)),
             "zero": pick((0, 1, 2)),
-            "schedule": pick(("gpipe", "1f1b", "interleaved")),
+            "schedule": pick(tuple(CHUNKS)),
             "virtual": pick((1, 2)),
             "sequence_parallel": pick((True, False)),
             "recompute": pick(("none", "selective", "full")),
@@ -166,6 +168,12 @@ REQUIRED: tuple[dict[str, object], ...] = (
     {"pp": 1, "dp": 2, "virtual": 2, "tied": True, "zero": 2},
     {"pp": 2, "virtual": 2, "schedule": "gpipe", "zero": 2, "dp": 2, "accumulation": 3},
     {"layers": 2, "pp": 4, "virtual": 1, "dp": 2, "zero": 2, "tied": False},
+    {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2, "tied": True, "accumulation": 3},
+    {"pp": 4, "schedule": "zb-h1", "accumulation": 8, "layers": 7},
+    {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2, "tied": True, "accumulation": 8, "layers": 7},
+    {"pp": 3, "schedule": "zb-v", "tied": True, "accumulation": 3, "dp": 2, "zero": 1},
+    {"pp": 2, "tp": 2, "schedule": "zb-v", "tied": False, "sequence_parallel": True, "recompute": "full", "accumulation": 1},
+    {"pp": 1, "dp": 2, "schedule": "zb-v", "tied": True, "zero": 2, "accumulation": 3},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,6 @@ from megazero.mpu import p2p
 from megazero.mpu.grid import Axes, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine
-from megazero.pipeline.instruction import Op
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import CHUNKS, chunk_map, make_schedule, stage_schedule
 from megazero.pipeline.simulate import peak_activations
@@ -23,7 +23,7 @@ from tests.pipeline.toy import HIDDEN, LAYERS, SEQUENCE, ToyStage, gradients, mi
 from tests.ranks import run_ranks
 
 FACTOR = 0.37
-SCHEDULES = [name for name, chunks in CHUNKS.items() if chunks is None]
+SCHEDULES = tuple(CHUNKS)
 
 
 class Recorder:
@@ -33,11 +33,32 @@ class Recorder:
         self.stages = stages
         self.calls: list[tuple[int, bool]] = []
         self.open: int | None = None
+        self.deferred: dict[tuple[int, int], list] = {}
+        self.holding: list | None = None
+        for stage in stages:
+            for weight in stage.weights.values():
+                weight.target = partial(self.take, weight)
 
-    def before_backward(self, chunk: int, reduce: bool) -> None:
+    def take(self, weight: torch.Tensor, make) -> None:
+        if self.holding is None:
+            weight.grad = make() if weight.grad is None else weight.grad + make()
+        else:
+            self.holding.append((weight, make))
+
+    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
+        assert self.open is None
+        self.calls.append((chunk, reduce))
+        for weight, make in self.deferred.pop((chunk, micro_batch)):
+            self.take(weight, make)
+
+    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
         assert self.open is None
         self.open = chunk
-        self.calls.append((chunk, reduce))
+        if defer is None:
+            self.calls.append((chunk, reduce))
+        else:
+            assert not reduce and (chunk, defer) not in self.deferred
+            self.holding = self.deferred[chunk, defer] = []
         self.before = {i: gradients([stage]) for i, stage in enumerate(self.stages)}
         self.before = {i: {k: v.clone() for k, v in found.items()} for i, found in self.before.items()}
 
@@ -45,8 +66,13 @@ class Recorder:
         assert self.open == chunk
         self.open = None
         for i, stage in enumerate(self.stages):
-            same = all(torch.equal(v, self.before[i][k]) for k, v in gradients([stage]).items())
-            assert same == (i != chunk or not stage.weights), "gradients belong to the announced chunk"
+            changed = {name for name, value in gradients([stage]).items() if not torch.equal(value, self.before[i][name])}
+            assert not changed or i == chunk, "gradients belong to the announced chunk"
+            if self.holding is not None:
+                assert not any(name.endswith("_weight") for name in changed), "weights wait"
+            elif i == chunk:
+                assert changed or not stage.weights
+        self.holding = None
 
 
 def build_stages(
@@ -88,9 +114,9 @@ def run_case(
     return loss.item(), valid.item(), gradients(stages), sink.calls
 
 
-def body(rank: int, pp: int, cases: list[tuple], jitter: bool = False) -> list[tuple]:
+def body(rank: int, pp: int, cases: list[tuple], jitter: bool = False, and_back: bool = False) -> list[tuple]:
     grid = build_grid(Axes(pp=pp))
-    channels = Channels(grid) if pp > 1 else None
+    channels = Channels(grid, and_back) if pp > 1 else None
     return [
         run_case(grid, channels, name, virtual, [micro_batch(i) for i in range(m)], every, tied, jitter)
         for name, virtual, m, every, tied in cases
@@ -101,7 +127,8 @@ def body_matched_by_order(rank: int, pp: int, cases: list[tuple]) -> list[tuple]
     """As on NCCL: a group per channel, no tags, so that a message in the wrong place would be taken for another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(p2p, "is_host_backend", lambda group: False)
-        return body(rank, pp, cases, jitter=True)
+        groups = [[case for case in cases if (case[0] == "zb-v") == and_back] for and_back in (False, True)]
+        return [result for and_back, group in enumerate(groups) for result in body(rank, pp, group, jitter=True, and_back=bool(and_back))]
 
 
 def merge(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -131,11 +158,16 @@ def compare(results: list[list[tuple]], cases: list[tuple], pp: int) -> None:
             assert_equal(found[key], gradient, f"{cases[number]} {key}")
         for stage, (*_, calls) in enumerate(ranks):
             schedule = make_schedule(name, pp, m, virtual, reduce_every=every)[stage]
-            assert calls == [(i.chunk, i.reduce) for i in schedule if i.op is Op.BACKWARD]
+            assert calls == [(i.chunk, i.reduce) for i in schedule if i.ends_backward]
+
+
+def virtuals(name: str, *wanted: int) -> list[int]:
+    """Those of these numbers of chunks that a schedule can have."""
+    return [number for number in wanted if CHUNKS[name] in (None, number)]
 
 
 def all_cases(every: bool = False, tied: bool = False) -> list[tuple]:
-    return [(name, virtual, m, every, tied) for name in SCHEDULES for virtual in (1, 2, 3) for m in (1, 2, 3, 4, 7)]
+    return [(name, virtual, m, every, tied) for name in SCHEDULES for virtual in virtuals(name, 1, 2, 3) for m in (1, 2, 3, 4, 7)]
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
@@ -146,19 +178,22 @@ def test_every_schedule_gives_the_gradients_of_plain_autograd(pp):
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_tied_weights_and_reduction_at_every_micro_batch(pp):
-    cases = [(name, virtual, 3, True, True) for name in SCHEDULES for virtual in (1, 2)]
+    cases = [(name, virtual, 3, True, True) for name in SCHEDULES for virtual in virtuals(name, 1, 2)]
     compare(run_ranks(pp, body, pp, cases), cases, pp)
 
 
 def test_results_do_not_depend_on_who_gets_ahead():
     cases = [("1f1b", 1, 7, False, False), ("interleaved", 2, 7, False, False), ("gpipe", 3, 5, False, False)]
+    cases += [("zb-h1", 1, 7, False, False), ("zb-v", 2, 7, False, False)]
     compare(run_ranks(3, body, 3, cases, True), cases, 3)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_messages_matched_by_order_alone(pp):
     cases = [
-        (name, virtual, m, False, False) for name, virtual in (("1f1b", 1), ("interleaved", 2), ("gpipe", 2)) for m in (1, pp, 2 * pp + 1)
+        (name, virtual, m, False, False)
+        for name, virtual in (("1f1b", 1), ("interleaved", 2), ("gpipe", 2), ("zb-h1", 1), ("zb-v", 2))
+        for m in (1, pp, 2 * pp + 1)
     ]
     compare(run_ranks(pp, body_matched_by_order, pp, cases), cases, pp)
 
@@ -192,7 +227,7 @@ def label_body(rank: int, pp: int, virtual: int, swap: bool) -> dict[str, float]
             MicroBatch(batches[a].tokens, batches[b].labels, batches[a].loss_mask, batches[a].samples) for a, b in ((1, 3), (3, 1))
         )
     losses = {}
-    for name in SCHEDULES:
+    for name in (name for name in SCHEDULES if virtuals(name, virtual)):
         stages = build_stages(rank, pp, virtual, name=name)
         loss = build_engine(grid, stages, channels, name).train(batches, torch.tensor(1.0, dtype=torch.float64), Recorder(stages))
         dist.all_reduce(loss, group=grid.pp.handle)
@@ -204,29 +239,43 @@ def label_body(rank: int, pp: int, virtual: int, swap: bool) -> dict[str, float]
 def test_fault_20_every_output_meets_its_own_labels_and_every_rank_knows_the_loss(pp, virtual):
     right, _ = sequential([micro_batch(i) for i in range(5)], 1.0)
     for losses in run_ranks(pp, label_body, pp, virtual, False):
-        assert losses == {name: pytest.approx(right, rel=1e-13) for name in SCHEDULES}
+        assert losses == {name: pytest.approx(right, rel=1e-13) for name in SCHEDULES if virtuals(name, virtual)}
     for losses in run_ranks(pp, label_body, pp, virtual, True):
         assert all(abs(loss - right) > 1e-3 for loss in losses.values()), "swapped labels are noticed"
 
 
 class Watcher(Recorder):
-    """Looks at what is alive at each backward."""
+    """Looks at what is alive at each backward. handed_over: chunks whose outputs are another's input here, and not sent."""
 
-    def __init__(self, stages: list[ToyStage]) -> None:
+    def __init__(self, stages: list[ToyStage], handed_over: set[int]) -> None:
         super().__init__(stages)
-        self.done = [0] * len(stages)
+        self.handed_over = handed_over
+        self.begun = [0] * len(stages)
+        self.ended = [0] * len(stages)
         self.most_inputs = 0
 
-    def before_backward(self, chunk: int, reduce: bool) -> None:
-        stage = self.stages[chunk]
-        alive = [i for i, output in enumerate(stage.outputs[: self.done[chunk] + 1]) if not _soon_gone(output)]
-        assert not alive, f"outputs {alive} are alive although their gradient has arrived"
+    def look(self) -> None:
+        """What a first layer's weights wait for is the stage's input: it lives until both parts of a backward are over."""
         self.most_inputs = max(self.most_inputs, sum(ref() is not None for s in self.stages for ref in s.inputs))
-        freed = stage.inputs[: self.done[chunk]]
-        assert all(ref() is None for ref in freed), "an input outlives its backward"
+        for stage, ended in zip(self.stages, self.ended, strict=True):
+            assert all(ref() is None for ref in stage.inputs[:ended]), "an input outlives its backward"
+
+    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
+        self.look()
+        self.begun[chunk] += 1
+        sent = [] if chunk in self.handed_over else self.stages[chunk].outputs[: self.begun[chunk]]
+        alive = [i for i, output in enumerate(sent) if not _soon_gone(output)]
+        assert not alive, f"outputs {alive} are alive although their gradient has arrived"
+        self.holding = None if defer is None else self.deferred.setdefault((chunk, defer), [])
 
     def after_backward(self, chunk: int) -> None:
-        self.done[chunk] += 1
+        self.ended[chunk] += self.holding is None
+        self.holding = None
+
+    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
+        self.look()
+        super().run_deferred(chunk, micro_batch, reduce)
+        self.ended[chunk] += 1
 
 
 def _soon_gone(reference) -> bool:
@@ -241,10 +290,11 @@ def memory_body(rank: int, pp: int, virtual: int, m: int) -> dict[str, int]:
     grid = build_grid(Axes(pp=pp))
     channels = Channels(grid)
     found = {}
-    for name in SCHEDULES:
+    for name in (name for name in SCHEDULES if virtuals(name, virtual)):
         stages = build_stages(rank, pp, virtual, name=name)
         engine = build_engine(grid, stages, channels, name)
-        watcher = Watcher(stages)
+        numbers = chunk_map(name, pp, virtual).of(rank)
+        watcher = Watcher(stages, {chunk for chunk, number in enumerate(numbers) if number + 1 in numbers})
         engine.train([micro_batch(i) for i in range(m)], torch.tensor(1.0, dtype=torch.float64), watcher)
         assert all(_soon_gone(ref) for stage in stages for ref in stage.outputs)
         assert all(ref() is None for stage in stages for ref in stage.inputs)
@@ -255,7 +305,7 @@ def memory_body(rank: int, pp: int, virtual: int, m: int) -> dict[str, int]:
 @pytest.mark.parametrize(("pp", "virtual", "m"), [(3, 1, 6), (2, 2, 4), (2, 3, 5)])
 def test_outputs_go_after_the_send_and_inputs_after_the_backward(pp, virtual, m):
     found = run_ranks(pp, memory_body, pp, virtual, m)
-    for name in SCHEDULES:
+    for name in found[0]:
         for stage, instructions in enumerate(make_schedule(name, pp, m, virtual)):
             weights = [float(chunk > 0 or stage > 0) for chunk in range(virtual)]  # the embedding has no hidden input
             assert found[stage][name] == peak_activations(instructions, weights), (name, stage)

@@ -38,6 +38,30 @@ class _Copy(torch.autograd.Function):
         return gradient, None
 
 
+class _Linear(torch.autograd.Function):
+    """x [s, b, k] times a weight [n, k], whose gradient goes to the weight's `target`, if it has one: a callable that is handed
+    another one, which makes the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.target = getattr(weight, "target", None)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+
+        @torch.no_grad()
+        def make() -> Tensor:
+            return grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+        if ctx.target is None:
+            return grad @ weight, make()
+        ctx.target(make)
+        return grad @ weight, None
+
+
 class ToyStage(nn.Module):
     """Blocks `blocks` of the model, with embedding or head where asked. tied: the head's weight is the embedding's.
 
@@ -69,10 +93,10 @@ class ToyStage(nn.Module):
             assert hidden is not None
             self.inputs.append(weakref.ref(hidden))
         for i in self.blocks:
-            hidden = hidden + torch.tanh(F.linear(hidden, self.weights[f"block{i}_weight"], self.weights[f"block{i}_bias"]))
+            hidden = hidden + torch.tanh(_Linear.apply(hidden, self.weights[f"block{i}_weight"]) + self.weights[f"block{i}_bias"])
         if not self.head:
             return _Copy.apply(hidden, self.outputs)
-        logits = F.linear(hidden, self.weights[self.head_name]).transpose(0, 1)
+        logits = _Linear.apply(hidden, self.weights[self.head_name]).transpose(0, 1)
         losses = F.cross_entropy(logits.reshape(-1, VOCAB), batch.labels.reshape(-1), reduction="none")
         mask = 1.0 if batch.loss_mask is None else batch.loss_mask.reshape(-1)
         return (losses * mask).sum()

@@ -1,0 +1,84 @@
+"""Gradients that wait for the second part of a split backward: the same bits later, and nothing held that need not be."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.build import build_stages
+from megazero.config.parse import parse_run
+from megazero.config.schema import Run
+from megazero.model.stage import Stage
+from megazero.mpu.grid import single_process_grid
+from megazero.mpu.place import Kind
+from megazero.probe import probe_batches
+from megazero.zero.placement import Column
+from megazero.zero.state import ModelState
+
+FLAGS = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 12 --vocab-size 101 --make-vocab-size-divisible-by 1"
+
+
+def build(precision: str, zero_stage: int, tied: bool) -> tuple[Run, Stage, ModelState]:
+    words = [*FLAGS.split(), "--precision", precision, "--zero-stage", str(zero_stage), "--bucket-size", "4000"]
+    run = parse_run(words if tied else [*words, "--untie-embeddings-and-output-weights"], 1)
+    grid = single_process_grid()
+    stages = build_stages(run, grid)
+    state = ModelState(stages, grid, run.optimizer, run.parallel)
+    state.initialise(1)
+    return run, stages[0], state
+
+
+def backward(stage: Stage, state: ModelState, batch, reduce: bool, defer: int | None) -> None:
+    loss = stage(None, batch)
+    state.before_backward(0, reduce, defer)
+    loss.backward()
+    state.after_backward(0)
+
+
+def gradients(state: ModelState) -> list[torch.Tensor]:
+    state.reducer.finish()
+    column = state.columns[Column.GRADIENT]
+    return [column.view(i, 0, bucket.layout.used).clone() for i, bucket in enumerate(state.buckets)]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_same_bits_whenever_they_are_made(precision: str, zero_stage: int, tied: bool) -> None:
+    """Three micro-batches at once, and with the second part one or two behind; twice, as the sums start anew."""
+    found = []
+    for behind in (None, 1, 3):
+        run, stage, state = build(precision, zero_stage, tied)
+        batches = [replace(probe_batches(run, torch.device("cpu"))[n % 2], samples=torch.tensor([n])) for n in range(3)]
+        for _ in range(2):
+            for n, batch in enumerate(batches):
+                backward(stage, state, batch, reduce=behind is None and n == 2, defer=None if behind is None else n)
+                if behind is not None and n >= behind:
+                    state.run_deferred(0, n - behind, False)
+            for n in range(max(0, 3 - behind) if behind else 3, 3):
+                state.run_deferred(0, n, n == 2)
+            found.append(gradients(state))
+            state.reducer.reset()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert all(gradient.abs().sum() > 0 for gradient in found[0])
+
+
+def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() -> None:
+    run, stage, state = build("bf16", 2, tied=False)
+    reducer = state.reducer
+    backward(stage, state, probe_batches(run, torch.device("cpu"))[0], reduce=False, defer=0)
+    tables = {i for i, bucket in enumerate(state.buckets) if any(entry.place.kind is Kind.EMBEDDING for entry in bucket.layout.entries)}
+    assert set(reducer._borrowed) == tables != set(range(len(state.buckets))), "no buffer of a bucket without a table is held"
+    held = reducer._deferred[0, 0]
+    kinds = [reducer.buckets[index].layout.entries[entry].place.kind for index, entry, _ in held]
+    assert set(kinds) == {Kind.MATRIX, Kind.BIAS, Kind.NORM} and kinds.count(Kind.MATRIX) == 8
+    watched = [weakref.ref(write) for _, _, write in held]
+    del held
+    state.run_deferred(0, 0, True)
+    assert not any(ref() for ref in watched) and not reducer._deferred
+    with pytest.raises(KeyError):
+        state.run_deferred(0, 0, True)
