@@ -5,9 +5,13 @@ m rows (tokens), k inputs, n outputs; activations [..., k] and [..., n], weight 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fused_ops.native.library import Library, matrix_kernels, suffix
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -20,8 +24,17 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     return torch.matmul(grad, weight)
 
 
+@torch.no_grad()
 def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
-    """grad^T x, [m, n] and [m, k], written into (or added to) `into` [n, k], whose dtype may be wider than theirs."""
+    """grad^T x, [m, n] and [m, k], written into (or added to) `into` [n, k], whose dtype may be wider than theirs.
+
+    16-bit factors and an fp32 `into`: no 16-bit product comes between, where the processor has a kernel for it.
+    """
+    library = _library(grad, x, into)
+    if library is not None:
+        shape = grad.shape[0], grad.shape[1], x.shape[1]
+        library.call(f"weight_gradient_{suffix(grad.dtype)}", *shape, grad, grad.stride(0), x, x.stride(0), into, int(add))
+        return
     if into.dtype != grad.dtype:
         product = torch.mm(grad.t(), x)
         _ = into.add_(product) if add else into.copy_(product)
@@ -31,7 +44,25 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
         torch.mm(grad.t(), x, out=into)
 
 
+@torch.no_grad()
 def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
     """The sum of grad [m, n] over its rows, written into (or added to) `into` [n]; summed in the dtype of `into`."""
     total = grad.sum(0, dtype=into.dtype)
     _ = into.add_(total) if add else into.copy_(total)
+
+
+def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:
+    """The kernel, if it takes these: 16-bit factors whose rows are contiguous, at least one of them, and an fp32 result."""
+    if into.dtype != torch.float32 or grad.dtype == torch.float32 or not grad.numel() or not x.numel() or not into.is_contiguous():
+        return None
+    library = matrix_kernels(grad, x)
+    rows = grad.stride(1) == 1 and x.stride(1) == 1
+    return library if library is not None and rows and _multiplies(library, grad.dtype) else None
+
+
+@cache
+def _multiplies(library: Library, dtype: torch.dtype) -> bool:
+    """Whether this processor has products of the dtype."""
+    answer = torch.zeros((), dtype=torch.int64)
+    library.call(f"multiplies_{suffix(dtype)}", answer)
+    return bool(answer)

@@ -1,0 +1,80 @@
+// The weight gradient of a linear layer, into [n, k] (+)= grad [m, n]^T x [m, k], summed and stored in float.
+//
+// Both operands have the summed dimension outside, where the matrix units want it inside: x becomes pairs of rows once, a
+// panel of grad is transposed by the thread that multiplies it. Sums over rows are taken in one order, whatever the threads.
+#include "tile.h"
+
+using namespace mz;
+
+namespace {
+
+constexpr int64_t PANEL = 128;   // rows and columns of a block of the result
+constexpr int64_t DEPTH = 512;   // rows of grad and x in one product
+constexpr int64_t ROUND = 2048;  // rows for which a transposed panel stays in the second cache
+
+struct Shape { int64_t m, n, k, grad_ld, x_ld; };
+
+// Rows [row, row + ROUND) of x as right operands, [depth][panel] blocks of DEPTH x PANEL.
+template <typename T> void pack_x(int64_t threads, const Shape& s, int64_t row, const T* x, T* packed) {
+  int64_t panels = (s.k + PANEL - 1) / PANEL, depths = (std::min(s.m - row, ROUND) + DEPTH - 1) / DEPTH;
+  parallel_each(panels * depths, (int)threads, [&](int64_t block) {
+    static thread_local Buffer<T> kept;
+    int64_t first = row + block / panels * DEPTH, column = block % panels * PANEL;
+    T* tile = kept.of(DEPTH * PANEL);
+    gather(std::min(s.m - first, DEPTH), std::min(s.k - column, PANEL), x + first * s.x_ld + column, s.x_ld, tile, DEPTH, PANEL);
+    to_right(DEPTH, PANEL, tile, packed + block * DEPTH * PANEL);
+  });
+}
+
+// Columns [column, column + PANEL) of grad, rows as above, as left operands, blocks of PANEL x DEPTH.
+template <typename T> void pack_grad(const Shape& s, int64_t row, int64_t column, const T* grad, T* tile, T* packed) {
+  for (int64_t first = row; first < std::min(s.m, row + ROUND); first += DEPTH, packed += PANEL * DEPTH) {
+    gather(std::min(s.m - first, DEPTH), std::min(s.n - column, PANEL), grad + first * s.grad_ld + column, s.grad_ld, tile, DEPTH, PANEL);
+    to_left_transposed(PANEL, DEPTH, tile, packed);
+  }
+}
+
+MZ_INLINE void write_block(int64_t rows, int64_t columns, const float* from, float* into, int64_t ld, bool add) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; j += LANES) {
+      F value = load(from + i * PANEL + j);
+      store(into + i * ld + j, add ? load(into + i * ld + j, columns - j) + value : value, columns - j);
+    }
+}
+
+template <typename T> void panel_of_result(const Shape& s, int64_t row, int64_t column, const T* grad, const T* x, float* into, bool add) {
+  static thread_local Buffer<T> kept;
+  static thread_local Buffer<float> sums;
+  T* left = kept.of(PANEL * ROUND + PANEL * DEPTH);
+  float* block = sums.of(PANEL * PANEL);
+  pack_grad(s, row, column, grad, left + PANEL * ROUND, left);
+  int64_t panels = (s.k + PANEL - 1) / PANEL, depths = (std::min(s.m - row, ROUND) + DEPTH - 1) / DEPTH;
+  for (int64_t q = 0; q < panels; ++q) {
+    for (int64_t d = 0; d < depths; ++d)
+      product<T>(PANEL, PANEL, DEPTH, left + d * PANEL * DEPTH, DEPTH, x + (d * panels + q) * DEPTH * PANEL, PANEL, block, PANEL, d > 0);
+    write_block(std::min(s.n - column, PANEL), std::min(s.k - q * PANEL, PANEL), block, into + column * s.k + q * PANEL, s.k, add);
+  }
+  block_gemm_done<T>();
+}
+
+template <typename T> void weight_gradient(int64_t threads, const Shape& s, const T* grad, const T* x, float* into, bool add) {
+  static thread_local Buffer<T> kept;
+  T* packed = kept.of(round_up(s.k, PANEL) * ROUND);
+  for (int64_t row = 0; row < s.m; row += ROUND) {
+    pack_x(threads, s, row, x, packed);
+    parallel_each((s.n + PANEL - 1) / PANEL, (int)threads, [&](int64_t p) {
+      panel_of_result(s, row, p * PANEL, grad, packed, into, add || row > 0);
+    });
+  }
+}
+
+}  // namespace
+
+#define MZ_KERNEL(SUFFIX, T)                                                                                                   \
+  MZ_API void weight_gradient_##SUFFIX(int64_t threads, int64_t m, int64_t n, int64_t k, const T* grad, int64_t grad_ld,       \
+                                       const T* x, int64_t x_ld, float* into, int64_t add) {                                   \
+    weight_gradient(threads, {m, n, k, grad_ld, x_ld}, grad, x, into, add != 0);                                               \
+  }                                                                                                                            \
+  MZ_API void multiplies_##SUFFIX(int64_t, int64_t* answer) { *answer = multiplies<T>(); }
+MZ_KERNEL(bf16, bf16)
+MZ_KERNEL(fp16, fp16)
