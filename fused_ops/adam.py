@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD on flat tensors, reference bodies.
+"""Adam, AdamW and SGD on flat tensors.
 
 Flat tensors of one length n: `master` (fp32 or fp64), moments of its dtype, `grad` of any floating dtype, `param_out`
 16-bit or None, where the master is the parameter itself. Blocks keep every temporary in the cache. `multiplier`
@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fused_ops.blocks import block_elements
+from fused_ops.native.library import SUFFIXES, Library, kernels, suffix
 
 
 def _blocks(n: int, device: torch.device) -> Iterator[slice]:
@@ -24,6 +26,16 @@ def _blocks(n: int, device: torch.device) -> Iterator[slice]:
 def _is_readable(scalar: Tensor) -> bool:
     """Whether the host may read a scalar without waiting for a device."""
     return scalar.device.type == "cpu"
+
+
+def _library(param_out: Tensor | None, grad: Tensor, *state: Tensor) -> tuple[Library | None, str]:
+    """The kernels, if they can take the fp32 state, with the end of the kernel's name: of the gradient and of the output."""
+    library = kernels(*state) if state[0].dtype == torch.float32 else None
+    out = torch.float32 if param_out is None else param_out.dtype
+    flat = all(tensor.is_contiguous() for tensor in (grad, *state)) and (param_out is None or param_out.is_contiguous())
+    if library is None or not flat or grad.dtype not in SUFFIXES or out not in SUFFIXES:
+        return None, ""
+    return library, f"{suffix(grad.dtype)}_{suffix(out)}"
 
 
 def _scaled(grad: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,6 +73,13 @@ def adam_step(
     step_size = lr / (1 - beta1**step)
     root = (1 - beta2**step).sqrt()
     shrink = 1 - lr * weight_decay if decoupled else 1.0
+    library, name = _library(param_out, grad, master, exp_avg, exp_avg_sq) if on_host else (None, "")
+    if library is not None:
+        decay = 0.0 if decoupled else weight_decay
+        numbers = float(step_size), float(root), shrink, decay, 1 - beta1, beta2, 1 - beta2, eps, float(multiplier)
+        library.call(f"adam_{name}", master.numel(), param_out, master, grad, exp_avg, exp_avg_sq, *map(float, numbers))
+        increment_version([tensor for tensor in (param_out, master, exp_avg, exp_avg_sq) if tensor is not None])
+        return
     for at in _blocks(master.numel(), master.device):
         w, m, v = master[at], exp_avg[at], exp_avg_sq[at]
         g = _scaled(grad[at], multiplier, master.dtype)
@@ -100,6 +119,12 @@ def sgd_step(
     """One step in place, of torch.optim.SGD: g = grad * multiplier + weight_decay * w; u = momentum * u + g; w -= lr * u."""
     on_host = _is_readable(skip)
     if on_host and bool(skip):
+        return
+    library, name = _library(param_out, grad, master, momentum_buffer) if on_host else (None, "")
+    if library is not None:
+        numbers = float(lr), float(momentum), float(weight_decay), float(multiplier)
+        library.call(f"sgd_{name}", master.numel(), param_out, master, grad, momentum_buffer, *numbers)
+        increment_version([tensor for tensor in (param_out, master, momentum_buffer) if tensor is not None])
         return
     for at in _blocks(master.numel(), master.device):
         w, u = master[at], momentum_buffer[at]
