@@ -1,4 +1,4 @@
-"""Non-linearities of the feed-forward layer, reference bodies. Elementwise; 16-bit inputs are computed in fp32."""
+"""Non-linearities of the feed-forward layer, each with an optional bias added first. 16-bit inputs are computed in fp32."""
 
 from __future__ import annotations
 
@@ -10,55 +10,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_ops.blocks import wide
+from fused_ops.native.library import Library, kernels, suffix
 
 
-def gelu(x: Tensor) -> Tensor:
-    """x * Phi(x), Phi the normal distribution function."""
-    return F.gelu(x)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) (GPT-2, BLOOM; Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def bias_gelu_tanh(x: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu_tanh(x + bias); x [..., f], bias [f] or None."""
-    return gelu_tanh(x if bias is None else x + bias)
+_REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu})
 
 
-def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
-    return F.relu(x)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Saves its two inputs only; silu(gate) is computed again in backward."""
+class _Activation(torch.autograd.Function):
+    """The kernels: saves x and the bias, and computes x + bias again in backward. A bias gradient is summed in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate.to(wide(gate.dtype))).mul_(up).to(gate.dtype)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str, library: Library) -> Tensor:
+        x, bias = x.contiguous(), bias if bias is None else bias.contiguous()
+        ctx.save_for_backward(x, bias)
+        ctx.name, ctx.library = name, library
+        y = torch.empty_like(x)
+        library.call(f"{name}_{suffix(x.dtype)}", *_shape(x), y, x, bias)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        gate, up = ctx.saved_tensors
-        dtype = wide(gate.dtype)
-        grad, value = grads[0].to(dtype), gate.to(dtype)
-        sigmoid = torch.sigmoid(value)
-        grad_up = (value * sigmoid).mul_(grad)
-        # d silu(x)/dx = s + x s (1 - s), s = sigmoid(x)
-        slope = (1 - sigmoid).mul_(value).add_(1).mul_(sigmoid)
-        return slope.mul_(grad).mul_(up).to(gate.dtype), grad_up.to(up.dtype)
+        x, bias = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        sums = None if bias is None else torch.empty(bias.shape, dtype=torch.float32)
+        ctx.library.call(f"{ctx.name}_backward_{suffix(x.dtype)}", *_shape(x), dx, sums, grads[0].contiguous(), x, bias)
+        return dx, None if bias is None else sums.to(bias.dtype), None, None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [..., f] (Shazeer 2020, arXiv:2002.05202); rounded once for 16-bit inputs."""
-    result: Tensor = _SwiGLU.apply(gate, up)
+def _shape(x: Tensor) -> tuple[int, int]:
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def _activated(name: str, x: Tensor, bias: Tensor | None) -> Tensor:
+    library = kernels(x) if bias is None else kernels(x, bias)
+    if library is None or not x.numel() or not x.dim():
+        return _REFERENCES[name](x if bias is None else x + bias)
+    result: Tensor = _Activation.apply(x, bias, name, library)
     return result
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"gelu": gelu, "gelu-tanh": gelu_tanh, "relu": relu})
-"""Activations of one input, by the name that the configuration uses."""
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """v * Phi(v) of v = x + bias, Phi the normal distribution function; x [..., f], bias [f] or None."""
+    return _activated("gelu", x, bias)
+
+
+def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """v/2 * (1 + tanh(sqrt(2/pi) * (v + 0.044715 v^3))) of v = x + bias; x [..., f], bias [f] or None.
+
+    (GPT-2, BLOOM; Hendrycks and Gimpel 2016, arXiv:1606.08415.)
+    """
+    return _activated("gelu_tanh", x, bias)
+
+
+def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """max(x + bias, 0); x [..., f], bias [f] or None."""
+    return _activated("relu", x, bias)
+
+
+ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"gelu": gelu, "gelu-tanh": gelu_tanh, "relu": relu})
+"""Activations of one input, (x, bias=None) -> y, by the name that the configuration uses."""

@@ -48,9 +48,9 @@ class Target:
         return sorted((SOURCES / self.folder).glob("*.cpp"))
 
     def digest(self, compiler: str) -> str:
-        """Of everything that decides what the library is: sources, headers, flags, compiler."""
+        """Of everything that decides what the library is: its sources, all headers, flags, compiler."""
         text = hashlib.sha256(json.dumps([self.name, self.flags, self.includes, self.links, compiler]).encode())
-        for path in sorted(SOURCES.rglob("*.[ch]*")):
+        for path in sorted([*SOURCES.rglob("*.h"), *self.sources]):
             text.update(path.name.encode() + path.read_bytes())
         return text.hexdigest()[:20]
 

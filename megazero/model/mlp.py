@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fused_ops.activation import ACTIVATIONS, swiglu
+from fused_ops.activation import ACTIVATIONS
+from fused_ops.swiglu import swiglu
 from megazero.config.derive import ffn_width
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair

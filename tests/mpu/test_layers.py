@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_ops.activation import swiglu
+from fused_ops.swiglu import swiglu
 from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.functional import split_sequence

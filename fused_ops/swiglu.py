@@ -1,0 +1,104 @@
+"""SwiGLU: silu(gate) * up (Shazeer 2020, arXiv:2002.05202), rounded once for 16-bit inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_ops.blocks import wide
+from fused_ops.native.library import Library, kernels, suffix
+
+
+class _Reference(torch.autograd.Function):
+    """Saves its two inputs only; silu(gate) is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate.to(wide(gate.dtype))).mul_(up).to(gate.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        dtype = wide(gate.dtype)
+        grad, value = grads[0].to(dtype), gate.to(dtype)
+        sigmoid = torch.sigmoid(value)
+        grad_up = (value * sigmoid).mul_(grad)
+        # d silu(x)/dx = s + x s (1 - s), s = sigmoid(x)
+        slope = (1 - sigmoid).mul_(value).add_(1).mul_(sigmoid)
+        return slope.mul_(grad).mul_(up).to(gate.dtype), grad_up.to(up.dtype)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x as rows of neighbouring elements, and their stride; a view wherever x is a slice of wider rows."""
+    flat = x.reshape(-1, x.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    return flat, flat.stride(0)
+
+
+def _forward(library: Library, gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    columns = gate.shape[-1]
+    library.call(f"swiglu_{suffix(gate.dtype)}", gate.numel() // columns, columns, out, *_rows(gate), *_rows(up))
+    return out
+
+
+def _backward(library: Library, grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, stride: int) -> None:
+    shape = gate.numel() // gate.shape[-1], gate.shape[-1]
+    name = f"swiglu_backward_{suffix(gate.dtype)}"
+    library.call(name, *shape, grad_gate, grad_up, stride, grad.contiguous(), *_rows(gate), *_rows(up))
+
+
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, library: Library) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.library = library
+        return _forward(library, gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        both = [torch.empty(gate.shape, dtype=gate.dtype) for _ in range(2)]
+        _backward(ctx.library, grads[0], gate, up, both[0], both[1], gate.shape[-1])
+        return both[0], both[1], None
+
+
+class _MergedKernel(torch.autograd.Function):
+    """The gradients of both halves come in one tensor, without a copy that joins them."""
+
+    @staticmethod
+    def forward(ctx: Any, merged: Tensor, library: Library) -> Tensor:
+        ctx.save_for_backward(merged)
+        ctx.library = library
+        return _forward(library, *merged.chunk(2, dim=-1))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (merged,) = ctx.saved_tensors
+        result = torch.empty(merged.shape, dtype=merged.dtype)
+        _backward(ctx.library, grads[0], *merged.chunk(2, dim=-1), *result.chunk(2, dim=-1), merged.shape[-1])
+        return result, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [..., f]."""
+    library = kernels(gate, up)
+    apply = _Reference.apply if library is None or not gate.numel() else lambda *both: _Kernel.apply(*both, library)
+    result: Tensor = apply(gate, up)
+    return result
+
+
+def merged_swiglu(merged: Tensor) -> Tensor:
+    """swiglu of the halves of merged [..., 2f], the gate first: [..., f]. Their gradient comes in one piece."""
+    library = kernels(merged)
+    if library is None or not merged.numel():
+        return swiglu(*merged.chunk(2, dim=-1))
+    result: Tensor = _MergedKernel.apply(merged, library)
+    return result

@@ -1,0 +1,124 @@
+"""The kernels of activations and SwiGLU against float64, on every instruction set level."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fused_ops.activation import ACTIVATIONS
+from fused_ops.native import library
+from fused_ops.swiglu import merged_swiglu, swiglu
+from tests.fused_ops.levels import DTYPES, assert_close, drawn, level, same_kind
+
+__all__ = ["level"]
+SHAPES = [(1, 1), (3, 16), (5, 17), (2, 3, 33), (70, 1), (300, 250), (1, 9001)]
+
+
+def run(function, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
+    """Output and gradients of all inputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    y.backward(weight.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def compare(function, inputs: list[Tensor], weight: Tensor) -> None:
+    for found, exact in zip(run(function, inputs, weight), run(function, [x.double() for x in inputs], weight.double()), strict=True):
+        assert found.dtype == inputs[0].dtype
+        assert_close(found, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_float64(level, name, shape, dtype):
+    x, weight = drawn(*shape, dtype=dtype) * 3, drawn(*shape, seed=3, dtype=dtype)
+    compare(ACTIVATIONS[name], [x], weight)
+    compare(ACTIVATIONS[name], [x, drawn(shape[-1], seed=2, dtype=dtype)], weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu_equals_float64(level, shape, dtype):
+    weight = drawn(*shape, seed=3, dtype=dtype)
+    compare(swiglu, [drawn(*shape, dtype=dtype) * 3, drawn(*shape, seed=2, dtype=dtype)], weight)
+    compare(merged_swiglu, [drawn(*shape[:-1], 2 * shape[-1], dtype=dtype) * 3], weight)
+    # Halves of one tensor, and a transposed input.
+    compare(lambda both: swiglu(*both.chunk(2, dim=-1)), [drawn(*shape[:-1], 2 * shape[-1], dtype=dtype)], weight)
+    compare(lambda x, y: swiglu(x.transpose(0, -1), y), [drawn(*shape, dtype=dtype).transpose(0, -1), weight], weight)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_value_of_bfloat16(level, name):
+    """All 65,536 of them, NaN and inf included, forward and backward, against the reference body."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    found = run(ACTIVATIONS[name], [x], torch.ones_like(x))
+    exact = run(ACTIVATIONS[name], [x.double()], torch.ones_like(x))
+    single = run(ACTIVATIONS[name], [x.double().float()], torch.ones_like(x).float())
+    for ours, theirs in zip(found, exact, strict=True):
+        normal = theirs.isfinite() & (theirs.abs() > 1e-30) & (x.abs() < 1e18)
+        error = (ours.double() - theirs)[normal].abs() / theirs[normal].abs().clamp(min=1e-6)
+        assert error.max() < 0.00393
+    for ours, theirs in zip(single, run(ACTIVATIONS[name], [x], torch.ones_like(x)), strict=True):
+        assert same_kind(ours.bfloat16(), theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_nan_and_inf_as_in_the_reference(level, name, dtype):
+    x = drawn(4, 37, dtype=dtype)
+    x[0, ::5], x[1, 3], x[2, 36] = math.inf, -math.inf, math.nan
+    bias, weight = drawn(37, seed=2, dtype=dtype), drawn(4, 37, seed=3, dtype=dtype)
+    weight[3, 0], weight[3, 1] = math.inf, math.nan
+    bias[7] = math.nan
+    # In fp64: torch's erf of an infinite fp32 is NaN.
+    cases = [(ACTIVATIONS[name], [x], weight), (ACTIVATIONS[name], [x, bias], weight), (swiglu, [x, weight], x)]
+    for function, inputs, grad in cases:
+        exact = run(function, [value.double() for value in inputs], grad)
+        assert all(same_kind(ours, theirs) for ours, theirs in zip(run(function, inputs, grad), exact, strict=True))
+
+
+def test_bias_gradient_does_not_depend_on_the_threads(level):
+    x, bias, weight = drawn(1000, 70, dtype=torch.float32), drawn(70, dtype=torch.float32), drawn(1000, 70, seed=2, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        every = []
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            every.append(run(ACTIVATIONS["gelu"], [x, bias], weight))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in every[1:] for a, b in zip(every[0], other, strict=True))
+
+
+def test_output_buffers_are_fully_written(level):
+    kernels = library.cpu_library(level)
+    assert kernels is not None
+    for rows, columns in ((1, 1), (3, 15), (65, 33)):
+        x, bias = drawn(rows, columns, dtype=torch.bfloat16), drawn(columns, dtype=torch.bfloat16)
+        out, sums = torch.full_like(x, math.nan), torch.full((columns,), math.nan)
+        kernels.call("gelu_tanh_bf16", rows, columns, out, x, bias)
+        assert not out.isnan().any()
+        out.fill_(math.nan)
+        kernels.call("gelu_tanh_backward_bf16", rows, columns, out, sums, x, x, bias)
+        assert not out.isnan().any() and not sums.isnan().any()
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from([*ACTIVATIONS, "swiglu"]),
+    shape=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    scale=st.sampled_from([1e-3, 1.0, 30.0, 1e4]),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_size(name, shape, scale, dtype, biased, seed):
+    x, weight = (drawn(*shape, seed=seed) * scale).to(dtype), drawn(*shape, seed=seed + 1, dtype=dtype)
+    if name == "swiglu":
+        compare(swiglu, [x, weight], weight)
+    else:
+        compare(ACTIVATIONS[name], [x, drawn(shape[-1], seed=seed + 2, dtype=dtype)] if biased else [x], weight)
