@@ -21,6 +21,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp3": (3, ["--pp", "3", "--zero-stage", "1"]),
     "tp2-dp3-z2": (6, ["--tp", "2", "--zero-stage", "2", "--bucket-size", "700"]),
     "pp2-dp2-z1": (4, ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"]),
+    "pp2-dp2-zb-v": (
+        4,
+        ["--pp", "2", "--zero-stage", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", "--micro-batch-size", "1"],
+    ),
     "tp3-pp2": (6, ["--tp", "3", "--pp", "2", "--pipeline-schedule", "gpipe", "--recompute-granularity", "full"]),
 }
 

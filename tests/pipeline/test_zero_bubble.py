@@ -92,6 +92,15 @@ def test_bubbles_at_the_published_profiles():
         assert max(reports["zb-v"].peak_activations) == 2 * p, "chunks of half a stage"
 
 
+def test_the_same_order_of_bubbles_at_any_likely_profile():
+    source = random.Random(5)
+    for _ in range(20):
+        p = source.choice((4, 8))
+        m, profile = p * source.choice((1, 2, 3, 4)), (1.0, source.uniform(0.8, 2.2), source.uniform(0.3, 1.2), source.uniform(0, 0.15))
+        bubbles = [run(name, p, m, *profile).bubble for name in ("1f1b", "zb-h1", "zb-v")]
+        assert bubbles == sorted(bubbles, reverse=True), (p, m, profile)
+
+
 def test_uneven_chunks_and_long_messages_are_no_deadlock():
     source = random.Random(3)
     for name, p, m in source.sample(SIZES, 30):
