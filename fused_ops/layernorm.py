@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, reference bodies."""
+"""LayerNorm and RMSNorm over the last dimension, alone or of a sum; 16-bit inputs are computed in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_ops.blocks import wide
+from fused_ops.native.library import Library, kernels, suffix
 
 
 class _WideLayerNorm(torch.autograd.Function):
-    """16-bit LayerNorm in fp32 throughout; saves the 16-bit x and two statistics per row.
+    """Reference of 16-bit LayerNorm: fp32 throughout; saves the 16-bit x and two statistics per row.
 
     torch's own op on the CPU adds up the 16-bit weight and bias gradients row by row in 16 bit: over 4,096 rows they
     came out wrong by 10%.
@@ -34,19 +35,8 @@ class _WideLayerNorm(torch.autograd.Function):
         return (*(gradient if gradient is None else gradient.to(x.dtype) for gradient in found), None)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias; x [..., h], weight and bias [h].
-
-    16-bit: computed in fp32, result and gradients rounded once; fp32 and fp64: torch's own op.
-    """
-    if wide(x.dtype) == x.dtype:
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-    result: Tensor = _WideLayerNorm.apply(x, weight, bias, eps)
-    return result
-
-
 class _RMSNorm(torch.autograd.Function):
-    """Saves x and one reciprocal root per row."""
+    """Reference: saves x and one reciprocal root per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,10 +57,82 @@ class _RMSNorm(torch.autograd.Function):
         return (grad - unit.mul_(inner)).mul_(scale).to(x.dtype), grad_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; x [..., h], weight [h]; computed in fp32 for 16-bit x, rounded once.
-
-    (Zhang and Sennrich 2019, arXiv:1910.07467.)
-    """
-    result: Tensor = _RMSNorm.apply(x, weight, eps)
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm, or RMSNorm where there is no bias. fp32 and fp64 LayerNorm: torch's own op."""
+    if bias is not None and wide(x.dtype) == x.dtype:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    result: Tensor = _RMSNorm.apply(x, weight, eps) if bias is None else _WideLayerNorm.apply(x, weight, bias, eps)
     return result
+
+
+class _Norm(torch.autograd.Function):
+    """The kernels: (x, residual, weight, bias) -> (normalised, sum), the sum only where there is a residual.
+
+    Saves what was normalised and its statistics. The gradients of weight and bias are summed in fp32 over fixed blocks
+    of rows, so they do not depend on the number of threads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, library: Library) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.name, ctx.library = "rms_norm" if bias is None else "layer_norm", library
+        x, h = x.contiguous(), x.shape[-1]
+        rows = x.numel() // h
+        y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        mean, scale = None if bias is None else torch.empty(rows), torch.empty(rows)
+        added = residual if residual is None else residual.contiguous()
+        parameters = weight.contiguous(), bias if bias is None else bias.contiguous()
+        library.call(f"{ctx.name}_{suffix(x.dtype)}", rows, h, y, total, x, added, *parameters, mean, scale, float(eps))
+        ctx.save_for_backward(total, weight, mean, scale)
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        grad, passed = grads[0], grads[1] if len(grads) > 1 else None
+        if grad is None:
+            return passed, passed, None, None, None, None
+        h, dx = x.shape[-1], torch.empty_like(x)
+        sums = torch.empty((1 if mean is None else 2, h))
+        incoming = grad.contiguous(), None if passed is None else passed.contiguous()
+        name = f"{ctx.name}_backward_{suffix(x.dtype)}"
+        ctx.library.call(name, scale.numel(), h, dx, sums, *incoming, x, weight.contiguous(), mean, scale)
+        of_weight, of_bias = sums[0].to(weight.dtype), None if mean is None else sums[1].to(weight.dtype)
+        return dx, dx if len(grads) > 1 else None, of_weight, of_bias, None, None
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """(normalised, what was normalised)."""
+    library = kernels(*(tensor for tensor in (x, residual, weight, bias) if tensor is not None))
+    same_shape = residual is None or residual.shape == x.shape
+    if library is None or not x.numel() or not same_shape or weight.shape != x.shape[-1:]:
+        total = x if residual is None else x + residual
+        return _reference(total, weight, bias, eps), total
+    result = _Norm.apply(x, residual, weight, bias, eps, library)
+    return (result, x) if residual is None else result
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias; x [..., h], weight and bias [h]."""
+    return _norm(x, None, weight, bias, eps)[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; x [..., h], weight [h] (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    return _norm(x, None, weight, None, eps)[0]
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + residual, layer_norm of that sum as rounded to the tensors' dtype), all [..., h].
+
+    Backward adds the gradient of the sum itself in the same pass; x and residual get one tensor as their gradient.
+    """
+    normalised, total = _norm(x, residual, weight, bias, eps)
+    return total, normalised
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `add_layer_norm`, with RMSNorm."""
+    normalised, total = _norm(x, residual, weight, None, eps)
+    return total, normalised

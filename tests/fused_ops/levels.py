@@ -26,10 +26,13 @@ def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def assert_close(found: Tensor, exact: Tensor, slack: float = 1.0) -> None:
-    """Within one rounding of the dtype plus `slack` times fp32's error of a short computation, relative to the largest value."""
+def assert_close(found: Tensor, exact: Tensor, slack: float = 1.0, size: float = 0.0) -> None:
+    """Within one rounding of the dtype plus `slack` times fp32's error of a short computation, relative to the largest value.
+
+    size: that of the terms, where they cancel.
+    """
     assert found.shape == exact.shape
-    size = exact.abs().max().item() if exact.numel() else 0.0
+    size = max(size, exact.abs().max().item() if exact.numel() else 0.0)
     own = torch.finfo(found.dtype).eps / 2 if found.dtype != torch.float32 else 0.0
     smallest = torch.finfo(found.dtype).smallest_normal if found.dtype == torch.float16 else 0.0
     error = (found.double() - exact).abs() - own * 1.01 * exact.abs() - smallest * torch.finfo(found.dtype).eps
