@@ -1,78 +1,91 @@
 """Cross-entropy of logits whose vocabulary is shared out over tp, without a second copy of the logits.
 
-N tokens, v padded vocabulary, t = tp size; rank r holds columns [r*v/t, (r+1)*v/t). Temporaries exist for a block of
-rows at a time. Backward writes the gradient over the logits, whose producer (the head's product) does not need them.
+N tokens, v padded vocabulary, t = tp size; rank r holds columns [r*v/t, (r+1)*v/t). Backward writes
+the gradient over the logits, whose producer (the head's product) does not need them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_ops.blocks import rows_of, wide
+from fused_ops.cross_entropy import row_statistics, write_gradient
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group, vocab: int, label_smoothing: float, z_loss: float) -> Tensor:
-        count, width = logits.shape
-        start = group.index * width
-        real = min(max(vocab - start, 0), width)
-        dtype = wide(logits.dtype)
+class LossRows(NamedTuple):
+    """Some rows of logits: their losses [N], and what their gradient needs: label columns and log of the normalisers, [N]."""
+
+    losses: Tensor
+    target: Tensor
+    log_normaliser: Tensor
+
+
+@dataclass(frozen=True)
+class VocabularyLoss:
+    """Cross-entropy over a vocabulary shared out over `group`, as rows of logits come by.
+
+    vocab: real size of the vocabulary; columns of the logits from there on are padding. Label smoothing e and z-loss z:
+    see `vocab_parallel_cross_entropy`.
+    """
+
+    group: Group
+    vocab: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def of(self, logits: Tensor, labels: Tensor) -> LossRows:
+        """Losses of rows of logits [N, v/t] with labels int64 [N], replicated. Communicates: all-reduce of N maxima and of 2N (3N) sums."""
+        real, start = self._columns(logits)
         target = labels - start
         target = target.masked_fill((target < 0) | (target >= real), -1)
-        largest = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
-        # Rows: sum of exponentials, logit of the label, and sum of all logits where label smoothing needs it.
-        sums = torch.zeros((3 if label_smoothing else 2, count), dtype=dtype, device=logits.device)
-        rows = rows_of(logits, width)
-        for row in (slice(i, i + rows) for i in range(0, count if real else 0, rows)):
-            values = logits[row, :real].to(dtype)
-            torch.amax(values, dim=1, out=largest[row])
-            picked = values.gather(1, target[row, None].clamp(min=0)).squeeze(1)
-            sums[1, row] = picked.masked_fill_(target[row] < 0, 0.0)
-            if label_smoothing:
-                sums[2, row] = values.sum(1)
-            # A row of -inf only has no largest value to subtract; its sum of exponentials is 0.
-            sums[0, row] = (values - largest[row, None].clamp(min=torch.finfo(dtype).min)).exp_().sum(1)
-        if group.size > 1:
+        largest, sums = row_statistics(logits, target, real, summed=bool(self.label_smoothing))
+        if self.group.size > 1:
             own = largest.clone()
-            all_reduce(largest, group, "max").wait()
+            all_reduce(largest, self.group, "max").wait()
             sums[0] *= torch.where(own == -torch.inf, 0.0, (own - largest).exp())
-            all_reduce(sums, group).wait()
+            all_reduce(sums, self.group).wait()
         log_normaliser = sums[0].log().add_(largest)
-        loss = log_normaliser - (1.0 - label_smoothing) * sums[1]
-        if label_smoothing:
-            loss -= (label_smoothing / vocab) * sums[2]
-        if z_loss:
-            loss += z_loss * log_normaliser.square()
-        ctx.save_for_backward(logits, target, log_normaliser)
-        ctx.numbers = real, vocab, label_smoothing, z_loss
-        return loss
+        losses = log_normaliser - (1.0 - self.label_smoothing) * sums[1]
+        if self.label_smoothing:
+            losses -= (self.label_smoothing / self.vocab) * sums[2]
+        if self.z_loss:
+            losses += self.z_loss * log_normaliser.square()
+        return LossRows(losses, target, log_normaliser)
+
+    def write_gradient(self, logits: Tensor, rows: LossRows, grad: Tensor) -> None:
+        """Write the gradient over the logits; grad [N]: that of the losses."""
+        real, _ = self._columns(logits)
+        weight = grad * (1.0 + 2.0 * self.z_loss * rows.log_normaliser) if self.z_loss else grad
+        hit = grad * (self.label_smoothing - 1.0)
+        smooth = (self.label_smoothing / self.vocab) * grad if self.label_smoothing else None
+        write_gradient(logits, rows.target, real, rows.log_normaliser, weight, hit, smooth)
+
+    def _columns(self, logits: Tensor) -> tuple[int, int]:
+        """How many of this rank's columns are real, and the number of the first."""
+        width = logits.shape[1]
+        start = self.group.index * width
+        return min(max(self.vocab - start, 0), width), start
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: VocabularyLoss) -> Tensor:
+        rows = loss.of(logits, labels)
+        ctx.save_for_backward(logits, rows.target, rows.log_normaliser)
+        ctx.loss = loss
+        return rows.losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         logits, target, log_normaliser = ctx.saved_tensors
-        real, vocab, label_smoothing, z_loss = ctx.numbers
-        grad = grads[0]
-        weight = grad * (1.0 + 2.0 * z_loss * log_normaliser) if z_loss else grad
-        hit = torch.where(target >= 0, grad * (label_smoothing - 1.0), 0.0)
-        rows = rows_of(logits, logits.shape[1])
-        for row in (slice(i, i + rows) for i in range(0, logits.shape[0] if real else 0, rows)):
-            block = logits[row, :real]
-            values = (block.to(grad.dtype) - log_normaliser[row, None]).exp_().mul_(weight[row, None])
-            if label_smoothing:
-                values -= (label_smoothing / vocab) * grad[row, None]
-            # One element per row, by index: scatter_add_ has no deterministic kernel on CUDA.
-            own = torch.arange(values.shape[0], device=values.device), target[row].clamp(min=0)
-            values[own] += hit[row]
-            block.copy_(values)
-        logits[:, real:] = 0
-        return logits, None, None, None, None, None
+        ctx.loss.write_gradient(logits, LossRows(grads[0], target, log_normaliser), grads[0])
+        return logits, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -88,5 +101,5 @@ def vocab_parallel_cross_entropy(
     The logits are destroyed in backward: nothing may read them after, and a graph runs backward once.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1] and logits.shape[1] * group.size >= vocab
-    result: Tensor = _CrossEntropy.apply(logits, labels, group, vocab, label_smoothing, z_loss)
+    result: Tensor = _CrossEntropy.apply(logits, labels, VocabularyLoss(group, vocab, label_smoothing, z_loss))
     return result
