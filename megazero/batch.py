@@ -16,6 +16,7 @@ class MicroBatch:
     loss_mask    bool [b, s] or None: which predictions count; None means all
     samples      int64 [b] on the CPU: number of each sample in the run's order, which keys its dropout
     documents    int64 [b, s] or None: number of each token's document within its sample; None: one document
+    loss_factor  0-dim or None: what the backward of the micro-batch's summed loss starts from, where that is known ahead
     """
 
     tokens: Tensor
@@ -23,3 +24,4 @@ class MicroBatch:
     loss_mask: Tensor | None
     samples: Tensor
     documents: Tensor | None = None
+    loss_factor: Tensor | None = None

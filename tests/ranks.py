@@ -10,6 +10,7 @@ is raised here with that rank's traceback, and the pool is discarded (its peers 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import tempfile
 import traceback
@@ -29,6 +30,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             job = pipe.recv()
@@ -40,6 +42,9 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
             result = function(rank, *args)
             dist.barrier()
+            # What the function leaves in reference cycles would keep its process groups, whose threads turn in a busy loop
+            # once the other end of their connections is closed.
+            gc.collect()
             dist.destroy_process_group()
             pipe.send((True, result))
         except BaseException:

@@ -5,7 +5,6 @@ s sequence, b micro-batch, h hidden, v vocabulary, t = tp size.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,9 +12,9 @@ from megazero.batch import MicroBatch
 from megazero.config.derive import padded_vocab
 from megazero.model.embedding import WORD_EMBEDDING
 from megazero.model.layout import ModelLayout
-from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
-from megazero.mpu.linear import column_parallel_linear
+from megazero.mpu.head_loss import head_loss
 from megazero.mpu.place import Kind, Parameter, shard
 
 
@@ -51,18 +50,18 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         """[s(/t), b, h] -> sum of the token losses that count, 0-dim (float32 for 16-bit, else the model's dtype)."""
         layout = self.layout
-        local = column_parallel_linear(self.norm(hidden), self.weight, None, layout.tp, layout.sequence_parallel)
-        losses = vocab_parallel_cross_entropy(
-            local.view(-1, local.shape[-1]),
+        enter = gather_sequence if layout.sequence_parallel else copy_to_tp
+        x = enter(self.norm(hidden), layout.tp)
+        smoothing, z_loss = (layout.label_smoothing, layout.z_loss) if self.training else (0.0, 0.0)
+        counted = None if batch.loss_mask is None else batch.loss_mask.t().reshape(-1)
+        return head_loss(
+            x.view(-1, x.shape[-1]),
+            self.weight,
             batch.labels.t().reshape(-1),
-            layout.tp,
-            vocab=self.vocabulary,
-            label_smoothing=layout.label_smoothing if self.training else 0.0,
-            z_loss=layout.z_loss if self.training else 0.0,
+            counted,
+            VocabularyLoss(layout.tp, self.vocabulary, smoothing, z_loss),
+            batch.loss_factor,
         )
-        if batch.loss_mask is not None:
-            losses = torch.where(batch.loss_mask.t().reshape(-1), losses, 0.0)
-        return losses.sum()
 
     def logits(self, hidden: Tensor, position: int | None = None) -> Tensor:
         """[s(/t), b, h] -> the whole logits [s, b, v] without padding, all-gathered over tp; with `position` only its row, [1, b, v]."""

@@ -12,6 +12,7 @@ device: losses are added up on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -117,6 +118,8 @@ class _Step:
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
         self.loss_factor = loss_factor
+        if loss_factor is not None:
+            self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
         self.own = {i.model_chunk: i.chunk for i in instructions}
         actions = {
             Op.FORWARD: self._forward,

@@ -8,6 +8,7 @@ launched, whatever arrives when.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,16 +38,28 @@ class _Flight:
     borrowed: Tensor | None
 
 
-@dataclass(frozen=True)
 class _Target:
-    """The gradient target of one parameter."""
+    """The gradient target of one parameter.
 
-    reducer: GradientReducer
-    index: int
-    entry: int
+    It does not keep the reducer alive: torch's hooks are invisible to the garbage collector, so the ring of parameter, hook,
+    reducer, bucket and parameter would never be freed, nor the process groups in it.
+    """
+
+    def __init__(self, reducer: GradientReducer, index: int, entry: int) -> None:
+        self._reducer, self._at = weakref.ref(reducer), (index, entry)
 
     def add(self, write: Write) -> None:
-        self.reducer.take(self.index, self.entry, write)
+        """See `mpu.gradient.GradientTarget`."""
+        reducer = self._reducer()
+        assert reducer is not None, "the model state of this parameter is gone"
+        reducer.take(*self._at, write)
+
+    def take_from(self, parameter: Tensor) -> None:
+        """Autograd has finished `parameter.grad`; None where a layer has handed the gradient to the target instead."""
+        gradient = parameter.grad
+        if gradient is not None:
+            self.add(partial(_put, gradient))
+            parameter.grad = None
 
 
 def _put(gradient: Tensor, into: Tensor, add: bool) -> None:
@@ -91,8 +104,8 @@ class GradientReducer:
         self._flights: list[_Flight] = []
         for index, bucket in enumerate(buckets):
             for entry, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index, entry))
-                parameter.gradient_target = _Target(self, index, entry)
+                parameter.gradient_target = target = _Target(self, index, entry)
+                parameter.register_post_accumulate_grad_hook(target.take_from)
         self._partials = [
             column.view(index, piece.offset, piece.offset + piece.numel)
             for index, bucket in enumerate(buckets)
@@ -154,14 +167,6 @@ class GradientReducer:
         self._landed = [False] * len(self.buckets)
 
     # --- one gradient ----------------------------------------------------------------------------------------------
-
-    def _take_gradient(self, index: int, entry: int, parameter: Tensor) -> None:
-        """Autograd has finished `parameter.grad`; None where a layer has handed the gradient to the target instead."""
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        self.take(index, entry, partial(_put, gradient))
-        parameter.grad = None
 
     def take(self, index: int, entry: int, write: Write) -> None:
         """A gradient can be made: it is made and added now, unless the backward defers and it can wait.

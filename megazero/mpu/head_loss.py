@@ -1,0 +1,108 @@
+"""The head's product and the loss together, in blocks of rows: whole logits never exist.
+
+N tokens, h hidden, v padded vocabulary, t = tp size. The gradient of a block's logits is written over them as soon as their
+losses are known, and goes into the gradients of the input and the weight at once; nothing waits for backward but the
+input's gradient [N, h]. It needs to know what the loss will be multiplied by (16-bit gradients would underflow without
+the loss scale): where the caller does not say, the weight's gradient waits in a buffer of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.blocks import wide
+from fused_ops.linear import add_weight_gradient, input_gradient, linear
+from megazero.mpu.cross_entropy import VocabularyLoss
+from megazero.mpu.gradient import hand_over, target_of
+
+BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+"""Logits that exist at once: on the CPU about what its caches hold, on a GPU enough for its products to fill it."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    """(x, weight, labels, counted, loss, factor, with gradients) -> 0-dim sum of the losses that count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        counted: Tensor | None,
+        loss: VocabularyLoss,
+        factor: Tensor | None,
+        with_gradients: bool,
+    ) -> Tensor:
+        dtype = wide(x.dtype)
+        total = torch.zeros((), dtype=dtype, device=x.device)
+        grad_x = torch.empty_like(x) if with_gradients else None
+        share = torch.ones((), dtype=dtype, device=x.device) if factor is None else factor.to(dtype)
+        target = target_of(weight) if factor is not None else None
+        buffer = torch.empty(weight.shape, dtype=dtype, device=x.device) if with_gradients and target is None else None
+        for row in _blocks(x, weight):
+            logits = linear(x[row], weight, None)
+            rows = loss.of(logits, labels[row])
+            total += (rows.losses if counted is None else torch.where(counted[row], rows.losses, 0.0)).sum()
+            if grad_x is None:
+                continue
+            shares = share.expand_as(rows.losses) if counted is None else torch.where(counted[row], share, 0.0)
+            loss.write_gradient(logits, rows, shares)
+            grad_x[row] = input_gradient(logits, weight)
+            write = partial(add_weight_gradient, logits, x[row])
+            if target is not None:
+                target.add(write)
+            else:
+                assert buffer is not None
+                write(buffer, row.start > 0)
+        ctx.save_for_backward(grad_x, weight, buffer, factor)
+        ctx.in_target, ctx.target = target is not None, target_of(weight)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad_x, weight, buffer, factor = ctx.saved_tensors
+        rest: tuple[None, ...] = (None,) * 5
+        if factor is not None:
+            assert grads[0].is_cuda or bool(grads[0] == factor.to(grads[0].dtype)), (
+                "the loss was multiplied by another factor than announced"
+            )
+        else:
+            grad_x = (grad_x * grads[0]).to(grad_x.dtype)
+            buffer.mul_(grads[0])
+        if ctx.in_target or not ctx.needs_input_grad[1]:
+            return grad_x, None, *rest
+
+        def write(into: Tensor, add: bool) -> None:
+            _ = into.add_(buffer) if add else into.copy_(buffer)
+
+        return grad_x, hand_over(weight, ctx.target, write), *rest
+
+
+def _blocks(x: Tensor, weight: Tensor) -> list[slice]:
+    """Rows of x whose logits exist together: blocks of nearly equal size."""
+    most = max(1, BLOCK_BYTES.get(x.device.type, BLOCK_BYTES["cuda"]) // (weight.shape[0] * x.element_size()))
+    count = -(-x.shape[0] // most)
+    bounds = [x.shape[0] * i // count for i in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor | None, loss: VocabularyLoss, factor: Tensor | None) -> Tensor:
+    """Sum of the losses of the tokens that count, 0-dim, replicated; fp32 for 16-bit x, else of x's dtype.
+
+    x        [N, h], replicated, whose gradient is a partial sum of each tp rank (`copy_to_tp`, `gather_sequence`)
+    weight   [v/t, h], this rank's rows of the vocabulary
+    labels   int64 [N]; counted: bool [N], or None for all
+    factor   0-dim: what the loss's backward will start from, if that is known; the weight's gradient then goes to its
+             target during forward. A backward from anything else fails
+
+    Communication: per block of rows that of `VocabularyLoss.of`; backward none.
+    """
+    with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    result: Tensor = _HeadLoss.apply(x, weight, labels, counted, loss, factor, with_gradients)
+    return result
