@@ -2,6 +2,7 @@
 # make test       install into .venv and run all tests
 # make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
 # make gpu-test   the tests that need an NVIDIA GPU
+# make bench      ops, a training step by its parts, and megazero beside its peers (BENCH=--quick for a smoke test)
 # make lint       ruff and mypy
 # make clean      remove caches and builds (.venv, runs and data stay)
 
@@ -11,7 +12,7 @@ LAYOUTS ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain test parity gpu-test lint clean
+.PHONY: help install pretrain test parity gpu-test bench lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -24,6 +25,10 @@ $(VENV)/.installed: $(INSTALL_FROM)
 
 $(VENV)/.installed-test: $(INSTALL_FROM)
 	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" test
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: $(INSTALL_FROM)
+	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" bench
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed
@@ -41,6 +46,12 @@ gpu-test: $(VENV)/.installed-test
 	@$(VENV)/bin/python -c 'from megazero.device import cuda_available as there; raise SystemExit(0 if there() else \
 	  "make gpu-test: torch finds no NVIDIA GPU on this machine; nothing was tested")'
 	$(VENV)/bin/python -m pytest -ra -m gpu $(PYTEST)
+
+# DeepSpeed takes part where it is installed: its own pip package would otherwise be built here for one table.
+bench: $(VENV)/.installed-bench
+	$(VENV)/bin/python bench/ops.py $(BENCH)
+	$(VENV)/bin/python bench/train.py $(BENCH)
+	$(VENV)/bin/python bench/peers.py $(BENCH)
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,130 @@
+"""The process of one rank of a contestant: does what the harness asks over a pipe, and sleeps otherwise.
+
+    python bench/child.py COMMANDS REPLIES WORKLOAD ENTRY          (two file descriptors, two JSON texts)
+
+A command is one line of JSON, and so is its reply. Standard output and error go where the harness put them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.workload import Entry, Workload, entry_from, workload_from
+
+MIB = 1 << 20
+
+
+class Rank:
+    """Answers the commands: each is a method of its name."""
+
+    def __init__(self, work: Workload, entry: Entry) -> None:
+        self.work, self.entry = work, entry
+        self.step: Callable[[], float] | None = None
+        self.imports = 0
+
+    def load(self) -> dict[str, Any]:
+        """Import what the contestant needs; its memory is what every later figure is taken above."""
+        import torch
+
+        torch.set_num_threads(self.work.threads)
+        self.module = importlib.import_module(f"bench.contestants.{self.entry.module}")
+        if self.entry.settings.get("compile"):
+            importlib.import_module("torch._inductor.compile_fx")
+        self.imports = resident("VmRSS")
+        return {"versions": versions()}
+
+    def build(self) -> dict[str, Any]:
+        self.step = self.module.build(self.work, **self.entry.settings)
+        return {}
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Seconds of each of `count` optimizer steps, and the last loss."""
+        assert self.step is not None
+        seconds, loss = [], float("nan")
+        for _ in range(count):
+            began = time.perf_counter()
+            loss = self.step()
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": seconds, "loss": loss}
+
+    def report(self) -> dict[str, Any]:
+        """What the contestant's step knows about itself since it was last asked."""
+        assert self.step is not None
+        ask: Callable[[], dict[str, Any]] = getattr(self.step, "report", dict)
+        return ask()
+
+    def forget_peak(self) -> dict[str, Any]:
+        """Start the peak anew: building and compiling are over. Where the kernel forbids it, they count."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return {"reset": False}
+        return {"reset": True}
+
+    def memory(self) -> dict[str, Any]:
+        """Peak resident MiB above the imports."""
+        return {"peak": (resident("VmHWM") - self.imports) / MIB, "imports": self.imports / MIB}
+
+
+def resident(field: str) -> int:
+    """Bytes that /proc/self/status tells under this name."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that are loaded."""
+    names = ("torch", "transformers", "deepspeed", "numpy")
+    return {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
+
+
+@contextmanager
+def caught(replies: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300], "missing": isinstance(error, ImportError)}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def listen(commands: TextIO, waiting: SimpleQueue[str]) -> None:
+    """Take commands as they come. When nobody can send any more, end, even in the middle of a step that waits for a peer."""
+    for line in commands:
+        waiting.put(line)
+    leave()
+
+
+def leave() -> None:
+    """No library gets to wait for its threads or its neighbours."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    commands, replies = open(int(sys.argv[1])), open(int(sys.argv[2]), "w")  # noqa: SIM115 - they live as long as the process
+    rank, waiting = Rank(workload_from(sys.argv[3]), entry_from(sys.argv[4])), SimpleQueue[str]()
+    Thread(target=listen, args=(commands, waiting), daemon=True).start()
+    while True:
+        command = json.loads(waiting.get())
+        with caught(replies):
+            reply = getattr(rank, command.pop("do"))(**command)
+            print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

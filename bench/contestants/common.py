@@ -1,0 +1,86 @@
+"""What peers share: the loss, and AdamW with fp32 master weights around bf16 parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.workload import Workload
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in fp32, as transformers and nanoGPT compute it; logits [b, s, v], labels [b, s]."""
+    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def decayed(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices and embeddings decay, norms and biases do not."""
+    held = list(parameters)
+    matrices = [p for p in held if p.dim() > 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": [p for p in held if p.dim() < 2], "weight_decay": 0.0}]
+
+
+def adamw(parameters: Iterable[Tensor], work: Workload) -> torch.optim.AdamW:
+    """torch's fused AdamW."""
+    return torch.optim.AdamW(decayed(parameters, work.weight_decay), lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+
+
+class MasterAdamW:
+    """bf16 parameters with fp32 masters: widen the gradients, clip, fused AdamW, round back. Every pass is a foreach of torch.
+
+    split: the model is shared out over the ranks, so the norm's squares are summed over them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], work: Workload, *, split: bool = False) -> None:
+        self.split = split
+        self.parameters: list[Tensor] = [p for p in parameters if p.requires_grad]
+        self.masters = [p.detach().float().clone() for p in self.parameters]
+        self.gradients = [torch.zeros_like(master) for master in self.masters]
+        for master, gradient in zip(self.masters, self.gradients, strict=True):
+            master.grad = gradient
+        self.adam, self.clip = adamw(self.masters, work), work.clip
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self.gradients, [p.grad for p in self.parameters if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(self.gradients, foreach=True)
+        if self.split:
+            squares = norm.square()
+            dist.all_reduce(squares)
+            norm = squares.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.clip, norm, foreach=True)
+        self.adam.step()
+        torch._foreach_copy_(self.parameters, self.masters)
+        for p in self.parameters:
+            p.grad = None
+
+
+class AutocastAdamW:
+    """fp32 parameters, cast to bf16 by autocast where they are used."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], work: Workload) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.adam, self.clip = adamw(self.parameters, work), work.clip
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+
+
+def compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+    """`function`, compiled for fixed shapes where wanted."""
+    if not wanted:
+        return function
+    result: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return result
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])

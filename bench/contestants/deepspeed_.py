@@ -1,0 +1,56 @@
+"""DeepSpeed ZeRO-1, 2 and 3 around transformers' BLOOM: its bf16 engine with fp32 masters, its own CPU Adam where that builds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+
+from bench.contestants.common import decayed, loss_of, rank
+from bench.contestants.transformers_ import model_of
+from bench.workload import Batches, Workload
+
+
+def optimizer_of(kind: str, parameters: Any, work: Workload) -> Any:
+    """kind: "deepspeed" is its CPU Adam, "torch" the fused AdamW."""
+    groups = decayed(parameters, work.weight_decay)
+    if kind == "torch":
+        return torch.optim.AdamW(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, lr=work.lr, betas=work.betas, eps=work.eps, adamw_mode=True)
+
+
+def build(work: Workload, stage: int, compile: bool = False, adam: str = "deepspeed", reduce: str = "") -> Callable[[], float]:
+    """reduce: dtype in which gradients travel, as its `communication_data_type`; "" is its default."""
+    torch.manual_seed(1234)
+    model, batches = model_of(work, "bloom", "eager"), Batches(work, rank())
+    config = {
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": work.micro_batches,
+        "gradient_clipping": work.clip,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        **({"communication_data_type": reduce} if reduce else {}),
+    }
+    if compile:
+        for block in model.get_submodule("transformer.h").children():
+            block.compile(dynamic=False)
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(adam, model.parameters(), work), config=config)
+
+    def step() -> float:
+        tokens, labels = batches()
+        loss = loss_of(engine(input_ids=tokens, use_cache=False).logits, labels)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step

@@ -1,0 +1,84 @@
+"""megazero as its program runs it: the same flags, job and loop, without checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.workload import Workload, random_tokens
+from megazero.config.parse import parse_run
+from megazero.data.indexed import dtype_for
+from megazero.data.progress import silent
+from megazero.data.writer import PairWriter
+from megazero.job import Job, build_job
+from megazero.launch import Environment, launch
+from megazero.prepare import prepare
+from megazero.telemetry.record import StepValues
+
+
+def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
+    """The workload in the program's own words; flags that say nothing here have the value that BLOOM has."""
+    values = {
+        "--num-layers": work.layers,
+        "--hidden-size": work.hidden,
+        "--num-attention-heads": work.heads,
+        "--seq-length": work.sequence,
+        "--vocab-size": work.vocabulary,
+        "--micro-batch-size": work.micro_batch,
+        "--global-batch-size": work.samples * replicas,
+        "--lr": work.lr,
+        "--lr-decay-style": "constant",
+        "--clip-grad": work.clip,
+        "--adam-beta1": work.betas[0],
+        "--adam-beta2": work.betas[1],
+        "--adam-eps": work.eps,
+        "--weight-decay": work.weight_decay,
+        "--precision": "bf16",
+        "--device": "cpu",
+        "--train-iters": 20_000,
+        "--eval-iters": 0,
+        "--split": "1,0,0",
+        "--data-path": folder / "words",
+        "--data-cache-path": folder / "cache",
+    }
+    return [word for name, value in values.items() for word in (name, str(value))]
+
+
+def write_words(work: Workload, folder: Path) -> None:
+    """64 documents of random ids, one sample long each."""
+    if (folder / "words.idx").exists():
+        return
+    with PairWriter(folder / "words", dtype_for(work.vocabulary)) as writer:
+        for sample in random_tokens(work, 64, seed=17).numpy():
+            writer.write(sample.astype(writer.dtype), [len(sample)])
+
+
+def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
+    """The job of this rank. Its process groups live as long as the process."""
+    environment = Environment.read()
+    folder = Path(tempfile.mkdtemp(prefix="megazero-bench-"))
+    write_words(work, folder)
+    run = parse_run([*flags_of(work, folder, replicas), *layout], environment.world_size)
+    prepared = prepare(run, environment.world_size, silent)
+    return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))
+
+
+def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Callable[[], float]:
+    trainer = build_megazero(work, list(layout), replicas).trainer
+    losses: list[float] = []
+    write = trainer.log.step
+
+    def keep(values: StepValues) -> None:
+        losses[:] = [float(values.loss)]
+        write(values)
+
+    trainer.log.step = keep  # type: ignore[method-assign]
+
+    def step() -> float:
+        trainer.train_step(stop=False)
+        trainer.after_step()
+        return losses[0]
+
+    return step

@@ -1,0 +1,117 @@
+"""Who meets whom: the tables of `bench/peers.py`. A new contestant is a row here and a `build` in `bench/contestants`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.workload import TUNED, Entry, Workload
+
+W1 = Workload("W1")
+W2 = replace(W1, name="W2", vocabulary=50304)
+TWO = replace(W1, name="W1 on two ranks", ranks=2, threads=1)
+PIPELINE = replace(TWO, micro_batches=4)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One contestant of ours against several rivals on one workload."""
+
+    name: str
+    title: str
+    work: Workload
+    ours: Entry
+    rivals: tuple[Entry, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def tiny(self) -> Table:
+        """The same on a model that takes no time, without compilation."""
+        work = replace(self.work, layers=2, hidden=64, heads=2, sequence=32, vocabulary=256, micro_batch=2, threads=1)
+        rivals = tuple(replace(rival, settings={**rival.settings, "compile": False}) for rival in self.rivals)
+        return replace(self, work=work, rivals=rivals)
+
+
+def megazero(name: str, *layout: str, replicas: int = 1) -> Entry:
+    return Entry(name, "megazero_", {"layout": list(layout), "replicas": replicas}, replicas=replicas)
+
+
+def bloom(name: str, note: str = "", tuned: bool = True, **settings: Any) -> Entry:
+    return Entry(name, "transformers_", {"shape": "bloom", **settings}, TUNED if tuned else {}, note=note)
+
+
+def gpt2(name: str, note: str = "", **settings: Any) -> Entry:
+    return Entry(name, "transformers_", {"shape": "gpt2", **settings}, note=note)
+
+
+def plain(name: str, note: str = "", **settings: Any) -> Entry:
+    return Entry(name, "plain_gpt", settings, note=note)
+
+
+def deepspeed(stage: int, name: str = "", note: str = "", **settings: Any) -> Entry:
+    return Entry(name or f"DeepSpeed ZeRO-{stage}", "deepspeed_", {"stage": stage, **settings}, replicas=2, note=note)
+
+
+def torch_parallel(name: str, kind: str, note: str = "", replicas: int = 1, **settings: Any) -> Entry:
+    return Entry(name, "torch_parallel", {"kind": kind, **settings}, replicas=replicas, note=note)
+
+
+# Settings are those that were fastest of the ones tried: precision "master" (bf16 parameters, fp32 masters beside them) or
+# "autocast" (fp32 parameters), attention "sdpa" or "eager" (written out, which the compiler then fuses).
+ONE_PROCESS = (
+    bloom("BLOOM of transformers", "eager, tuned allocator, fused AdamW", precision="autocast"),
+    bloom("BLOOM compiled", "the same under torch.compile", precision="autocast", compile=True),
+    gpt2("GPT-2 sdpa", "of transformers, not compiled", precision="master"),
+    gpt2(
+        "GPT-2 compiled", "written-out attention, which is faster compiled than sdpa", precision="autocast", compile=True, attention="eager"
+    ),
+    plain("plain GPT compiled", "in nanoGPT's manner, written-out attention", precision="master", compile=True, attention="eager"),
+)
+TABLES = (
+    Table(
+        "W1",
+        "one process, 2 threads, 8 layers of 512, 4 x 512 tokens, vocabulary 8192",
+        W1,
+        megazero("megazero"),
+        (bloom("BLOOM as it comes", "eager, glibc's own settings", tuned=False, precision="autocast"), *ONE_PROCESS),
+    ),
+    Table("W2", "the same with vocabulary 50304", W2, megazero("megazero"), ONE_PROCESS),
+    Table(
+        "ZeRO-1",
+        "two ranks with one thread each, BLOOM, 2 x 4 x 512 tokens",
+        TWO,
+        megazero("megazero ZeRO-1", "--zero-stage", "1", replicas=2),
+        (
+            deepspeed(1),
+            torch_parallel("DDP", "ddp", replicas=2),
+            torch_parallel("DDP compiled", "ddp", replicas=2, compile=True),
+            torch_parallel("FSDP2", "fsdp2", replicas=2),
+            torch_parallel("FSDP2 compiled", "fsdp2", replicas=2, compile=True),
+        ),
+    ),
+    Table(
+        "ZeRO-2",
+        "the same",
+        TWO,
+        megazero("megazero ZeRO-2", "--zero-stage", "2", replicas=2),
+        (deepspeed(2), deepspeed(3, note="shards parameters as well")),
+    ),
+    Table(
+        "tp",
+        "tensor parallelism over two ranks with one thread each, 4 x 512 tokens",
+        TWO,
+        megazero("megazero tp 2", "--tp", "2"),
+        (torch_parallel("DTensor", "tp"), torch_parallel("DTensor compiled", "tp", compile=True)),
+    ),
+    Table(
+        "pp",
+        "1F1B over two ranks with one thread each, 4 micro-batches of 4 x 512 tokens, head not tied",
+        PIPELINE,
+        megazero("megazero pp 2", "--pp", "2", "--untie-embeddings-and-output-weights"),
+        (
+            torch_parallel("torch pipelining", "pp"),
+            torch_parallel("torch pipelining compiled", "pp", compile=True),
+        ),
+    ),
+)

@@ -1,0 +1,173 @@
+"""Contestants as child processes that take turns: A runs k steps while B sleeps, then B while A sleeps.
+
+What drifts on a shared machine (clock, neighbours, page cache) then meets both alike, and the ratio of neighbouring
+turns says more than two separate runs. A contestant's processes stay alive, so a turn costs no imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.workload import Entry, Workload, to_json
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 240
+"""Seconds until a contestant that does not answer is given up; compiling takes one or two minutes."""
+
+
+class Unavailable(Exception):
+    """A contestant cannot run here; the message says why."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Contestant:
+    """The processes of one entry, one per rank. Raises Unavailable wherever they cannot go on."""
+
+    def __init__(self, work: Workload, entry: Entry) -> None:
+        self.work, self.entry = work, entry
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(work.ranks)}
+        environment |= {"OMP_NUM_THREADS": str(work.threads), "LOCAL_WORLD_SIZE": str(work.ranks), "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {name: value for name, value in entry.environment.items() if value}
+        self.ranks = [self._start(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(work.ranks)]
+        self.versions: dict[str, str] = {}
+
+    def _start(self, environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], Any, Any]:
+        commands_in, commands_out = os.pipe()
+        replies_in, replies_out = os.pipe()
+        arguments = [str(commands_in), str(replies_out), to_json(self.work), to_json(self.entry)]
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "bench" / "child.py"), *arguments],
+            env=environment,
+            pass_fds=(commands_in, replies_out),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+        )
+        os.close(commands_in)
+        os.close(replies_out)
+        return process, os.fdopen(commands_out, "w"), os.fdopen(replies_in)
+
+    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """The reply of every rank."""
+        try:
+            for _, commands, _ in self.ranks:
+                print(json.dumps({"do": do, **arguments}), file=commands, flush=True)
+        except BrokenPipeError as error:
+            raise Unavailable(f"{do}: its process died; {self.last_words()}") from error
+        found = []
+        for _, _, replies in self.ranks:
+            if not select.select([replies], [], [], PATIENCE)[0]:
+                raise Unavailable(f"{do}: no answer in {PATIENCE} s; {self.last_words()}")
+            line = replies.readline()
+            if not line:
+                raise Unavailable(f"{do}: its process died; {self.last_words()}")
+            found.append(json.loads(line))
+            if "error" in found[-1]:
+                raise Unavailable(f"{do}: {found[-1]['error']}" + ("" if found[-1]["missing"] else f"\n{self.last_words(12)}"))
+        return found
+
+    def prepare(self, warm_up: int) -> None:
+        """Import, build, and run the steps that compile and touch memory for the first time."""
+        self.versions = self.ask("load")[0]["versions"]
+        self.ask("build")
+        self.ask("steps", count=warm_up)
+        self.ask("forget_peak")
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each step, of the slowest rank."""
+        replies = self.ask("steps", count=count)
+        return [max(times) for times in zip(*(reply["seconds"] for reply in replies), strict=True)]
+
+    def memory(self) -> float:
+        """Peak resident MiB of a rank above its imports since the warm-up, of the largest rank."""
+        return max(float(reply["peak"]) for reply in self.ask("memory"))
+
+    def last_words(self, lines: int = 1) -> str:
+        self.log.flush()
+        self.log.seek(0)
+        return "\n".join(self.log.read().strip().splitlines()[-lines:])
+
+    def stop(self) -> None:
+        for process, commands, replies in self.ranks:
+            process.kill()
+            process.wait()
+            for pipe in (commands, replies):
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self.log.close()
+
+
+@dataclass
+class Samples:
+    """Seconds of steps by turn."""
+
+    turns: list[list[float]] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[float]:
+        return [seconds for turn in self.turns for seconds in turn]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.all)
+
+
+@dataclass
+class Match:
+    """Two contestants that took turns. ratio: median over the turns of (their seconds per token / ours)."""
+
+    ours: Samples
+    theirs: Samples
+    tokens: tuple[int, int]
+    memory: tuple[float, float]
+    versions: dict[str, str]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        pairs = zip(self.ours.turns, self.theirs.turns, strict=True)
+        our_tokens, their_tokens = self.tokens
+        return [(statistics.median(b) / their_tokens) / (statistics.median(a) / our_tokens) for a, b in pairs]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long is measured: rounds of one turn each, and steps of a turn."""
+
+    rounds: int = 5
+    steps: int = 3
+    warm_up: int = 4
+
+
+def play(ours: Contestant, theirs: Contestant, plan: Plan, say: Callable[[str], None]) -> Match:
+    """A B A B ... between two prepared contestants."""
+    match = Match(Samples(), Samples(), (ours.entry.tokens(ours.work), theirs.entry.tokens(theirs.work)), (0.0, 0.0), theirs.versions)
+    for number in range(plan.rounds):
+        for contestant, samples in ((ours, match.ours), (theirs, match.theirs)):
+            samples.turns.append(contestant.steps(plan.steps))
+        shown = [statistics.median(samples.turns[-1]) * 1e3 for samples in (match.ours, match.theirs)]
+        say(f"    round {number + 1}/{plan.rounds}: {shown[0]:.0f} ms, {shown[1]:.0f} ms")
+    match.memory = ours.memory(), theirs.memory()
+    return match

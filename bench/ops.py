@@ -1,0 +1,172 @@
+"""Every op of fused_ops against torch's and against what this machine allows.
+
+    python bench/ops.py                      # every op
+    python bench/ops.py --only attention     # some
+    python bench/ops.py --quick              # tiny tensors: does everything run?
+
+Forward and backward together where an op has both; ours and torch's in turns. The limit of an op is the larger of two
+times: the bytes it has to read and write at the rate of a large copy, and its products at the rate of the best large
+matrix product, both measured in the same run. Tensors of a few MiB live in the cache and may beat a limit of bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from bench import results
+from bench.op_cases import CASES, Case, Sizes
+from bench.workload import TUNED
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes per second of a large copy, reads and writes counted; FLOP/s of the best large product by dtype."""
+
+    copy: float
+    matmul: dict[str, float]
+
+    def seconds(self, case: Case) -> float:
+        return max(case.bytes / self.copy, case.flops / self.matmul[case.dtype])
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every repetition; `error` where ours or theirs does not exist here."""
+
+    ours: list[float]
+    theirs: list[float]
+    limit: float
+    error: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.theirs) / statistics.median(self.ours)
+
+
+def seconds_of(prepare: Callable[[], tuple[Tensor, ...]], run: Callable[..., object], least: float, fewest: int = 3) -> list[float]:
+    """Repetitions until they add up to `least` seconds; what `prepare` makes for each is not timed."""
+    taken: list[float] = []
+    while len(taken) < fewest or sum(taken) < least:
+        tensors = prepare()
+        began = time.perf_counter()
+        run(*tensors)
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def best_rate(amount: float, run: Callable[[], object], least: float) -> float:
+    """Amount per second of the fastest repetition."""
+    run()
+    return amount / min(seconds_of(tuple, lambda: run(), least))
+
+
+def measure_limits(quick: bool) -> Limits:
+    least, elements, widths = (0.0, 1 << 20, (128,)) if quick else (0.3, 1 << 26, (1024, 2048, 4096))
+    source = torch.ones(elements)
+    target = torch.empty_like(source)
+    copy = best_rate(2 * source.nbytes, lambda: target.copy_(source), least)
+    matmul = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        squares = [torch.randn(width, width).to(dtype) for width in widths]
+        rates = [best_rate(2 * len(x) ** 3, lambda x=x: x @ x, least) for x in squares]  # type: ignore[misc]
+        matmul[str(dtype).removeprefix("torch.")] = max(rates)
+    return Limits(copy, matmul)
+
+
+def measure(make: Callable[[Sizes], Case], sizes: Sizes, limits: Limits, rounds: int, least: float) -> tuple[Case | None, Timing]:
+    """Ours and theirs in turns, `least` seconds each."""
+    try:
+        case = make(sizes)
+        for run in (case.ours, case.theirs):
+            run(*case.prepare())
+    except (ImportError, AttributeError) as reason:
+        return None, Timing([], [], 0.0, f"{type(reason).__name__}: {reason}")
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        ours += seconds_of(case.prepare, case.ours, least)
+        theirs += seconds_of(case.prepare, case.theirs, least)
+    return case, Timing(ours, theirs, limits.seconds(case))
+
+
+HEADINGS = ("op", "shape", "ms", "torch ms", "times faster", "limit ms", "of the limit")
+
+
+def row(case: Case, timing: Timing) -> list[str]:
+    ours, theirs = statistics.median(timing.ours), statistics.median(timing.theirs)
+    ratios = (f"{timing.ratio:.2f}", f"{timing.limit * 1e3:.2f}", f"{timing.limit / ours:.0%}")
+    return [case.name, case.shape, f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", *ratios]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="ops whose name contains this")
+    parser.add_argument("--threads", type=int, default=len(results.cores()), help="of torch and the kernels (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of a turn (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="tiny tensors, one repetition: a smoke test")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    return parser.parse_args()
+
+
+def with_tuned_allocator() -> None:
+    """Start this program again where the allocator is not set: it is read when a process begins."""
+    if any(name not in os.environ for name in TUNED):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | TUNED)
+
+
+def main() -> None:
+    args = arguments()
+    with_tuned_allocator()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1)
+    sizes, rounds, least = (Sizes.tiny(), 1, 0.0) if args.quick else (Sizes(), args.rounds, args.seconds)
+    limits = measure_limits(args.quick)
+    rates = ", ".join(f"{dtype} {rate / 1e12:.2f} TFLOP/s" for dtype, rate in limits.matmul.items())
+    say(f"{json.dumps(results.machine())}\nlimits with {args.threads} threads: copy {limits.copy / 1e9:.1f} GB/s, {rates}")
+    found: list[tuple[Case, Timing]] = []
+    skipped: dict[str, str] = {}
+    for name, make in CASES.items():
+        if args.only not in name:
+            continue
+        case, timing = measure(make, sizes, limits, rounds, least)
+        if case is None:
+            skipped[name] = timing.error
+            say(f"{name}: skipped, {timing.error}")
+            continue
+        found.append((case, timing))
+        say("  ".join(row(case, timing)))
+    finish(args, limits, found, skipped)
+
+
+def finish(args: argparse.Namespace, limits: Limits, found: Sequence[tuple[Case, Timing]], skipped: dict[str, str]) -> None:
+    """Write the JSON, the table and the plot."""
+    rows = [{"name": c.name, "shape": c.shape, "bytes": c.bytes, "flops": c.flops, **asdict(t), "ratio": t.ratio} for c, t in found]
+    settings = {"threads": args.threads, "rounds": args.rounds, "seconds": args.seconds}
+    contents = {"limits": asdict(limits), "ops": rows, "skipped": skipped}
+    path = results.write("ops-quick" if args.quick else "ops", settings, contents, args.results)
+    text = results.table(HEADINGS, [row(case, timing) for case, timing in found])
+    path.with_suffix(".md").write_text(text + "\n")
+    results.plot(path.with_suffix(".png"), "Ops: torch's time over ours", "times faster", {"": [(c.name, t.ratio) for c, t in found]})
+    say(f"\n{text}\n\n{path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Where a training step of megazero spends its time, in one process and on every two-rank layout.
+
+    python bench/train.py                     # every layout
+    python bench/train.py --layouts W1,tp     # some
+    python bench/train.py --quick             # a tiny model: does everything start?
+
+Time is the median over turns of a rank's mean step; with several ranks, of the rank that spends most outside communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import results
+from bench.field import TABLES, Table
+from bench.harness import Contestant, Plan, Unavailable
+
+PARTS = ("forward", "backward", "loss", "optimizer", "communication", "other")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def split(table: Table, plan: Plan) -> dict[str, Any]:
+    """The time of each part by turn and rank, tokens/s and memory; {"skipped": why} where it does not run."""
+    contestant = Contestant(table.work, replace(table.ours, module="megazero_split"))
+    try:
+        say(f"{table.name}: starting")
+        contestant.prepare(plan.warm_up)
+        contestant.ask("report")
+        seconds, reports = [], []
+        for number in range(plan.rounds):
+            seconds.append(contestant.steps(plan.steps))
+            reports.append(contestant.ask("report"))
+            say(f"  turn {number + 1}/{plan.rounds}: {statistics.median(seconds[-1]) * 1e3:.0f} ms")
+        ranks = [[report[rank]["parts"] for report in reports] for rank in range(table.work.ranks)]
+        parts = [{part: statistics.median(turn[part] for turn in turns) / plan.steps for part in PARTS} for turns in ranks]
+        median = statistics.median(s for turn in seconds for s in turn)
+        return {
+            "seconds": seconds,
+            "median_seconds": median,
+            "tokens_per_second": table.ours.tokens(table.work) / median,
+            "parts_by_rank": parts,
+            "peak_mib_above_imports": contestant.memory(),
+            "state_mib": sum(reports[-1][0]["state_bytes"].values()) / 2**20,
+        }
+    except Unavailable as reason:
+        say(f"  skipped: {reason}")
+        return {"skipped": str(reason)}
+    finally:
+        contestant.stop()
+
+
+def busiest(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Of the rank that computes most."""
+    return max(parts, key=lambda rank: sum(rank.values()) - rank["communication"])
+
+
+def row(name: str, found: dict[str, Any]) -> list[str]:
+    if "skipped" in found:
+        return [name, "skipped", *[""] * (len(PARTS) + 3)]
+    parts = busiest(found["parts_by_rank"])
+    shown = [f"{parts[part] * 1e3:,.0f}" for part in PARTS]
+    memory = (f"{found['peak_mib_above_imports']:,.0f}", f"{found['state_mib']:,.0f}")
+    return [name, f"{found['median_seconds'] * 1e3:,.0f}", *shown, f"{found['tokens_per_second']:,.0f}", *memory]
+
+
+HEADINGS = ("milliseconds", "step", *PARTS, "tokens/s", "peak MiB", "of it state")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default=",".join(table.name for table in TABLES), help="tables of peers.py: %(default)s")
+    parser.add_argument("--rounds", type=int, default=4, help="turns (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one turn: a smoke test")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    plan = Plan(1, 1, 1) if args.quick else Plan(args.rounds, args.steps)
+    tables = [table.tiny() if args.quick else table for table in TABLES if table.name in args.layouts.split(",")]
+    say(json.dumps(results.machine()))
+    found = {table.name: split(table, plan) for table in tables}
+    text = results.table(HEADINGS, [row(name, values) for name, values in found.items()])
+    settings = asdict(plan) | {"layouts": {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}}
+    path = results.write("train-quick" if args.quick else "train", settings, {"layouts": found}, args.results)
+    path.with_suffix(".md").write_text(text + "\n")
+    bars = {
+        f"{name}: {values['tokens_per_second']:,.0f} tokens/s": [(part, busiest(values["parts_by_rank"])[part] * 1e3) for part in PARTS]
+        for name, values in found.items()
+        if "skipped" not in values
+    }
+    results.plot(path.with_suffix(".png"), "A training step of megazero by parts", "milliseconds", bars)
+    say(f"\n{text}\n\n{path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The benchmark scripts start, measure something and write it down. How fast anything is, is not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import results
+from bench.contestants.megazero_split import PARTS, Clock
+from bench.field import TABLES
+from bench.harness import Contestant, Match, Samples, Unavailable
+from bench.op_cases import CASES, Sizes
+from bench.train import PARTS as SHOWN_PARTS
+from bench.workload import Entry, Workload, entry_from, to_json, workload_from
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Workload("tiny", layers=1, hidden=16, heads=2, sequence=8, vocabulary=64, micro_batch=1, threads=1)
+
+
+def run_quick(script: str, folder: Path, *words: str) -> dict[str, Any]:
+    """What the script wrote."""
+    command = [sys.executable, str(ROOT / "bench" / script), "--quick", "--results", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.json")
+    assert path.with_suffix(".md").read_text().startswith("|") or "\n|" in path.with_suffix(".md").read_text()
+    found: dict[str, Any] = json.loads(path.read_text())
+    assert found["machine"]["cores"] >= 1 and found["versions"]["torch"] and found["date"]
+    return found
+
+
+@pytest.mark.slow
+def test_peers(tmp_path: Path) -> None:
+    """One table with one rival: turns of both, a ratio, memory above the imports."""
+    found = run_quick("peers.py", tmp_path, "--tables", "W1", "--only", "plain")
+    (rival,) = found["tables"]["W1"]["rivals"]
+    assert "skipped" not in rival, rival
+    assert rival["ratio"] > 0 and len(rival["seconds"]["megazero"]) == len(rival["seconds"]["rival"]) == 1
+    assert all(value > 0 for value in rival["peak_mib_above_imports"].values())
+
+
+@pytest.mark.slow
+def test_train(tmp_path: Path) -> None:
+    """The parts add up to the step, on one process and on a pipeline whose ranks wait for each other."""
+    found = run_quick("train.py", tmp_path, "--layouts", "W1,pp")
+    for name, ranks in (("W1", 1), ("pp", 2)):
+        layout = found["layouts"][name]
+        assert "skipped" not in layout, layout
+        assert len(layout["parts_by_rank"]) == ranks
+        assert all(parts["forward"] > 0 and parts["backward"] > 0 and parts["optimizer"] > 0 for parts in layout["parts_by_rank"])
+        assert layout["parts_by_rank"][-1]["loss"] > 0, "the head is on the last rank"
+
+
+@pytest.mark.slow
+def test_ops(tmp_path: Path) -> None:
+    found = run_quick("ops.py", tmp_path, "--only", "gelu")
+    assert [row["name"] for row in found["ops"]] == [name for name in CASES if "gelu" in name]
+    assert all(row["ours"] and row["theirs"] for row in found["ops"])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "DeepSpeed" not in name])
+def test_an_op_and_its_rival_run(name: str) -> None:
+    torch.manual_seed(3)
+    case = CASES[name](Sizes.tiny())
+    assert case.name == name and case.bytes > 0
+    for run in (case.ours, case.theirs):
+        run(*case.prepare())
+
+
+def test_a_contestant_that_is_not_there_says_why() -> None:
+    contestant = Contestant(TINY, Entry("nobody", "nobody"))
+    try:
+        with pytest.raises(Unavailable, match=r"load: ModuleNotFoundError: .*nobody"):
+            contestant.prepare(1)
+    finally:
+        contestant.stop()
+
+
+def test_the_ratio_is_of_neighbouring_turns() -> None:
+    """A machine that becomes three times slower halfway does not change it."""
+    ours, theirs = Samples([[1.0, 1.1, 1.0], [3.0, 3.0, 9.0]]), Samples([[2.0, 2.0, 2.0], [6.0, 6.0, 6.0]])
+    assert Match(ours, theirs, (10, 10), (1, 1), {}).ratio == 2.0
+    assert Match(ours, theirs, (20, 10), (1, 1), {}).ratio == 4.0
+
+
+def test_the_clock_gives_every_second_to_one_part() -> None:
+    clock = Clock()
+    began = time.perf_counter()
+    wait = clock.around("communication", time.sleep)
+
+    def backward() -> None:
+        time.sleep(0.01)
+        wait(0.02)
+
+    clock.around("backward", backward)()
+    clock.switch("other")
+    assert clock.seconds["communication"] >= 0.02 and clock.seconds["backward"] >= 0.01
+    assert sum(clock.seconds.values()) == pytest.approx(time.perf_counter() - began, abs=0.01)
+    assert PARTS == SHOWN_PARTS
+
+
+def test_entries_travel_as_json() -> None:
+    for table in TABLES:
+        for entry in (table.ours, *table.rivals):
+            assert entry_from(to_json(entry)) == entry
+        assert workload_from(to_json(table.work)).samples == table.work.samples
+
+
+def test_everybody_of_a_table_trains_as_many_tokens() -> None:
+    for table in TABLES:
+        assert {entry.tokens(table.work) for entry in (table.ours, *table.rivals)} == {table.ours.tokens(table.work)}
+
+
+def test_a_table_is_aligned() -> None:
+    lines = results.table(("name", "ms"), [["a", "1"], ["longer", "1,234"]]).splitlines()
+    assert len({len(line) for line in lines}) == 1 and lines[2] == "| a      |     1 |"
