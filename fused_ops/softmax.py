@@ -1,7 +1,7 @@
-"""Scaled causal softmax with ALiBi, reference body.
+"""Scaled causal softmax with ALiBi.
 
-b micro-batch, n heads of this rank, sq queries, sk keys. Works in blocks of rows in place on the scores: neither a bias
-nor a mask nor an fp32 copy of [b, n, sq, sk] exists.
+b micro-batch, n heads of this rank, sq queries, sk keys. The kernel works in place row by row, the reference body in blocks of
+rows: neither a bias nor a mask nor an fp32 copy of [b, n, sq, sk] exists.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fused_ops.blocks import block_elements, wide
+from fused_ops.native.library import kernels, suffix
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -43,36 +45,61 @@ def _blocks(planes: int, queries: int, keys: int, device: torch.device) -> Itera
             yield slice(plane, min(plane + together, planes)), slice(row, stop), keys - queries + stop
 
 
+def _forward(probs: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> None:
+    """Reference body: probabilities over the scores."""
+    b, n, queries, keys = probs.shape
+    planes = probs.view(b * n, queries, keys)
+    dtype = wide(probs.dtype)
+    if slopes is not None:
+        slopes = slopes.to(device=probs.device, dtype=dtype).repeat(b).view(-1, 1, 1)
+        key = torch.arange(keys, device=probs.device, dtype=dtype)
+    if documents is not None:
+        documents = documents.repeat_interleave(n, dim=0)
+    for plane, row, seen in _blocks(b * n, queries, keys, probs.device):
+        whole = planes[plane, row]
+        values = torch.mul(whole[..., :seen].to(dtype), scale)
+        if slopes is not None:
+            values += slopes[plane] * key[:seen]
+        # The block's first row sees all but the last height - 1 keys, so the mask is a triangle at its end.
+        height = whole.shape[1]
+        future = torch.ones((height, height), dtype=torch.bool, device=probs.device).triu_(1)
+        values[..., seen - height :].masked_fill_(future, -math.inf)
+        if documents is not None:
+            own = documents[plane, keys - queries :][:, row, None]
+            values.masked_fill_(documents[plane, None, :seen] != own, -math.inf)
+        whole[..., :seen] = torch.softmax(values, dim=-1)
+        whole[..., seen:] = 0
+
+
+def _backward(probs: Tensor, grad: Tensor, scale: float) -> None:
+    """Reference body: the scores' gradient over the probabilities."""
+    b, n, queries, keys = probs.shape
+    planes, grad = probs.view(b * n, queries, keys), grad.reshape(b * n, queries, keys)
+    dtype = wide(probs.dtype)
+    for plane, row, seen in _blocks(b * n, queries, keys, probs.device):
+        p = planes[plane, row, :seen]
+        value = p.to(dtype)
+        weighted = value * grad[plane, row, :seen]
+        total = weighted.sum(-1, keepdim=True)
+        p.copy_(weighted.sub_(value * total).mul_(scale))
+
+
 class _Softmax(torch.autograd.Function):
     """Saves the probabilities only, which live in the scores' storage; backward writes the gradient over them."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
-        b, n, queries, keys = scores.shape
         # An alias and not `mark_dirty`: that would copy the gradient three times where the scores are a view. It shares
         # the version counter, so whoever saved the scores for its own backward is told.
         probs = scores.detach()
-        planes = probs.view(b * n, queries, keys)
-        dtype = wide(scores.dtype)
-        if slopes is not None:
-            slopes = slopes.to(device=scores.device, dtype=dtype).repeat(b).view(-1, 1, 1)
-            key = torch.arange(keys, device=scores.device, dtype=dtype)
-        if documents is not None:
-            documents = documents.repeat_interleave(n, dim=0)
-        for plane, row, seen in _blocks(b * n, queries, keys, scores.device):
-            whole = planes[plane, row]
-            values = torch.mul(whole[..., :seen].to(dtype), scale)
-            if slopes is not None:
-                values += slopes[plane] * key[:seen]
-            # The block's first row sees all but the last height - 1 keys, so the mask is a triangle at its end.
-            height = whole.shape[1]
-            future = torch.ones((height, height), dtype=torch.bool, device=scores.device).triu_(1)
-            values[..., seen - height :].masked_fill_(future, -math.inf)
-            if documents is not None:
-                own = documents[plane, keys - queries :][:, row, None]
-                values.masked_fill_(documents[plane, None, :seen] != own, -math.inf)
-            whole[..., :seen] = torch.softmax(values, dim=-1)
-            whole[..., seen:] = 0
+        ctx.library = kernels(scores) if scores.numel() else None
+        if ctx.library is None:
+            _forward(probs, scale, slopes, documents)
+        else:
+            bias = None if slopes is None else slopes.to(torch.float32).contiguous()
+            own = None if documents is None else documents.to(torch.int64).contiguous()
+            ctx.library.call(f"softmax_{suffix(scores.dtype)}", *scores.shape, probs, bias, own, float(scale))
+            increment_version(probs)
         ctx.save_for_backward(probs)
         ctx.scale = scale
         return probs
@@ -81,17 +108,14 @@ class _Softmax(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (probs,) = ctx.saved_tensors
-        b, n, queries, keys = probs.shape
-        planes, grad = probs.view(b * n, queries, keys), grads[0].reshape(b * n, queries, keys)
-        dtype = wide(probs.dtype)
-        for plane, row, seen in _blocks(b * n, queries, keys, probs.device):
-            # Over the probabilities and not over the incoming gradient, which another consumer may share: every
-            # consumer of the probabilities has run by now, and one that has not is told so by the version counter.
-            p = planes[plane, row, :seen]
-            value = p.to(dtype)
-            weighted = value * grad[plane, row, :seen]
-            total = weighted.sum(-1, keepdim=True)
-            p.copy_(weighted.sub_(value * total).mul_(ctx.scale))
+        # Over the probabilities and not over the incoming gradient, which another consumer may share: every consumer of
+        # the probabilities has run by now, and one that has not is told so by the version counter.
+        if ctx.library is None:
+            _backward(probs, grads[0], ctx.scale)
+        else:
+            name = f"softmax_backward_{suffix(probs.dtype)}"
+            ctx.library.call(name, *probs.shape, probs, grads[0].contiguous(), float(ctx.scale))
+            increment_version(probs)
         return probs, None, None, None
 
 
