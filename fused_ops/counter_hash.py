@@ -1,0 +1,54 @@
+"""Random bits that are a pure function of a key and a counter, reference body.
+
+A counter-based hash (the finaliser of SplitMix64: Steele et al. 2014, doi 10.1145/2660193.2660195, keyed twice per row)
+in wrapping int64. csrc/cpu/dropout.cpp computes the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def signed(value: int) -> int:
+    """The int64 with the bits of value mod 2^64."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+GOLDEN = signed(0x9E3779B97F4A7C15)
+MULTIPLIER_1 = signed(0xBF58476D1CE4E5B9)
+MULTIPLIER_2 = signed(0x94D049BB133111EB)
+
+
+def _fold(x: Tensor, bits: int, scratch: Tensor) -> Tensor:
+    """x ^= x >>> bits, in place. torch shifts arithmetically: the copies of the sign are masked out."""
+    torch.bitwise_right_shift(x, bits, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (64 - bits)) - 1))
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, in place on int64."""
+    scratch = torch.empty_like(x)
+    _fold(x, 30, scratch).mul_(MULTIPLIER_1)
+    _fold(x, 27, scratch).mul_(MULTIPLIER_2)
+    return _fold(x, 31, scratch)
+
+
+def words(keys: Tensor, first: int, count: int) -> Tensor:
+    """int64 [R, count]: hash of (key of the row, counter first + j). keys int64 [R]."""
+    second = mix(keys + GOLDEN).unsqueeze(1)
+    counters = torch.arange(first, first + count, device=keys.device).mul_(GOLDEN)
+    x = keys.unsqueeze(1) + counters
+    scratch = torch.empty_like(x)
+    # A second key inside: rows whose first keys happen to be near each other still have unrelated streams.
+    _fold(x, 30, scratch).mul_(MULTIPLIER_1).bitwise_xor_(second)
+    _fold(x, 27, scratch).mul_(MULTIPLIER_2)
+    return _fold(x, 31, scratch)
+
+
+def halves(keys: Tensor, first: int, stop: int) -> tuple[Tensor, int]:
+    """int32 [R, 2P] uniform over all int32, of which columns [first, stop) start at the returned offset."""
+    start = first // 2
+    found = words(keys, start, (stop + 1) // 2 - start)
+    return found.view(torch.int32), first - 2 * start

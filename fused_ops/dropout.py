@@ -1,0 +1,98 @@
+"""Dropout whose mask is a hash of a key per row and the column, alone and with the bias and the residual around it.
+
+x [..., k], keys int64 [...]: one per row. The mask is drawn again in backward, so nothing but the keys is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.blocks import rows_of
+from fused_ops.counter_hash import halves
+from fused_ops.native.library import Library, kernels, suffix
+
+
+def _threshold(p: float) -> int:
+    """A half-word below it drops its element."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def _arguments(keys: Tensor | None, p: float) -> tuple[Tensor | None, float, int]:
+    return (None if keys is None else keys.contiguous()), 1.0 / (1.0 - p), _threshold(p)
+
+
+def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    library = kernels(x) if x.numel() else None
+    if library is not None:
+        return _forward(library, x, None, None, keys, p)
+    out = torch.mul(x, 1.0 / (1.0 - p)).contiguous()
+    rows, keys = out.view(-1, x.shape[-1]), keys.reshape(-1)
+    block = rows_of(x, x.shape[-1])
+    for start in range(0, rows.shape[0], block):
+        bits, _ = halves(keys[start : start + block], 0, x.shape[-1])
+        rows[start : start + block].masked_fill_(bits[:, : x.shape[-1]] < _threshold(p), 0.0)
+    return out
+
+
+def _forward(library: Library, x: Tensor, bias: Tensor | None, residual: Tensor | None, keys: Tensor | None, p: float) -> Tensor:
+    columns = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    given = x.contiguous(), bias if bias is None else bias.contiguous(), residual if residual is None else residual.contiguous()
+    library.call(f"bias_dropout_residual_{suffix(x.dtype)}", x.numel() // columns, columns, out, *given, *_arguments(keys, p))
+    return out
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.p = p
+        return _dropped(x, keys, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (keys,) = ctx.saved_tensors
+        return _Dropout.apply(grads[0], keys, ctx.p), None, None
+
+
+class _BiasDropoutResidual(torch.autograd.Function):
+    """The kernels; the bias gradient is summed in fp32 over fixed blocks of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor | None, p: float, library: Library) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.p, ctx.library, ctx.biased = p, library, bias is not None
+        return _forward(library, x, bias, residual, keys, p)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (keys,) = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        if not ctx.biased:
+            return grad if keys is None else _dropped(grad, keys, ctx.p), None, grad, None, None, None
+        columns = grad.shape[-1]
+        dx, sums = grad if keys is None else torch.empty_like(grad), torch.empty(columns)
+        name = f"bias_dropout_backward_{suffix(grad.dtype)}"
+        ctx.library.call(name, grad.numel() // columns, columns, dx, sums, grad, *_arguments(keys, ctx.p))
+        return dx, sums.to(grad.dtype), grad, None, None, None
+
+
+def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """Zero each element of x with probability p, scale the rest by 1/(1-p)."""
+    result: Tensor = _Dropout.apply(x, keys, p)
+    return result
+
+
+def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor | None, p: float) -> Tensor:
+    """residual + dropout(x + bias), bias [k] or None, in one pass. keys None (p = 0): without dropout."""
+    assert keys is not None or p == 0.0
+    library = kernels(x, residual) if bias is None else kernels(x, residual, bias)
+    if library is not None and x.numel() and residual.shape == x.shape:
+        result: Tensor = _BiasDropoutResidual.apply(x, bias, residual, keys, p, library)
+        return result
+    biased = x if bias is None else x + bias
+    return residual + (biased if keys is None else dropout(biased, keys, p))
