@@ -1,4 +1,4 @@
-"""Row lookup, reference body."""
+"""Row lookup, and the sum of its gradient rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fused_ops.blocks import wide
+from fused_ops.native.library import kernels, suffix
+
+
+@torch.no_grad()
+def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool = True) -> None:
+    """into[id] += the gradient rows of that id, summed in fp32; not accumulate: `into` is zeroed before.
+
+    ids int64 of any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64) and contiguous. The order of the additions is that of
+    the tokens, whatever the number of threads.
+    """
+    if not accumulate:
+        into.zero_()
+    ids, rows = ids.reshape(-1), grad.reshape(-1, into.shape[1])
+    library = kernels(rows) if into.dtype == torch.float32 and into.is_contiguous() else None
+    if library is None:
+        into.index_add_(0, ids, rows.to(into.dtype))
+    elif rows.numel():
+        _check(ids, into.shape[0])
+        library.call(f"embedding_gradient_{suffix(rows.dtype)}", *rows.shape, into, ids.contiguous(), rows.contiguous())
+        increment_version(into)
+
+
+def _check(ids: Tensor, rows: int) -> None:
+    """The kernel writes where it is told to."""
+    first, last = (int(bound) for bound in torch.aminmax(ids))
+    if first < 0 or last >= rows:
+        raise IndexError(f"ids {first} to {last} in a table of {rows} rows")
 
 
 class _WideEmbedding(torch.autograd.Function):
@@ -28,11 +56,10 @@ class _WideEmbedding(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (ids,) = ctx.saved_tensors
-        grad = grads[0].reshape(-1, ctx.shape[1])
         found, which = torch.unique(ids.reshape(-1), return_inverse=True)
-        sums = torch.zeros((found.numel(), ctx.shape[1]), dtype=torch.float32, device=grad.device)
-        sums.index_add_(0, which, grad.float())
-        result = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        sums = torch.zeros((found.numel(), ctx.shape[1]), dtype=torch.float32)
+        embedding_gradient(which, grads[0], sums)
+        result = torch.zeros(ctx.shape, dtype=ctx.dtype)
         result[found] = sums.to(ctx.dtype)
         return None, result
 

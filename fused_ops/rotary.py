@@ -1,4 +1,4 @@
-"""Rotary positions, reference body (Su et al. 2021, arXiv:2104.09864), in the half-split order of LLaMA."""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), in the half-split order of LLaMA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.blocks import wide
+from fused_ops.native.library import kernels, suffix
 
 
 def rotary_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -31,6 +32,20 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, turned: int) -> Tensor:
+    """x [s, b, groups, heads, d] with the first `turned` heads of each group rotated, tables [s, d/2]; sign -1: back."""
+    library = kernels(x) if x.numel() and cos.dtype == torch.float32 else None
+    if library is None:
+        shape = cos.shape[0], 1, 1, 1, cos.shape[1]
+        angles = cos.view(shape), sin.view(shape) * sign
+        return torch.cat([_rotated(x[..., :turned, :], *angles), x[..., turned:, :]], dim=-2)
+    s, b, groups, heads, d = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype)
+    tables = cos.contiguous(), sin.contiguous()
+    library.call(f"rotate_{suffix(x.dtype)}", s, b, groups, heads, turned, d // 2, out, x.contiguous(), *tables, sign)
+    return out
+
+
 class _Rotary(torch.autograd.Function):
     """Saves the tables only; the adjoint of a rotation is the rotation back."""
 
@@ -46,10 +61,42 @@ class _Rotary(torch.autograd.Function):
         return _rotated(grads[0], cos, -sin), None, None
 
 
+class _RotaryHeads(torch.autograd.Function):
+    """The same for heads in groups of which some are rotated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.turned = turned
+        return _turned(x, cos, sin, 1.0, turned)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin, -1.0, ctx.turned), None, None, None
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[..., i], x[..., i + d/2]) of x [..., d]; cos and sin [..., d/2] broadcast against x.
 
     For x [s, b, n, d] pass tables of shape [s, 1, 1, d/2]. 16-bit x is rotated in fp32 and rounded once.
     """
+    if x.dim() == 4 and cos.shape == sin.shape == (x.shape[0], 1, 1, x.shape[3] // 2):
+        tables = cos[:, 0, 0], sin[:, 0, 0]
+        heads: Tensor = _RotaryHeads.apply(x.unsqueeze(2), *tables, x.shape[2])
+        return heads.squeeze(2)
     result: Tensor = _Rotary.apply(x, cos, sin)
     return result
+
+
+def rotate_mixed(mixed: Tensor, groups: int, repeats: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries and keys of the mixed projection rotated, values as they are: [s, b, groups * (repeats + 2) * d] -> the same.
+
+    A group is `repeats` query heads, a key head and a value head. cos and sin: tables of [s, d/2], dimensions of 1 between.
+    """
+    s, b, width = mixed.shape
+    heads = mixed.view(s, b, groups, repeats + 2, width // (groups * (repeats + 2)))
+    half = heads.shape[-1] // 2
+    result: Tensor = _RotaryHeads.apply(heads, cos.view(s, half), sin.view(s, half), repeats + 1)
+    return result.view(s, b, width)
