@@ -1,5 +1,7 @@
 """What the tests of the kernels share: every instruction set level of the machine, drawn numbers, and bounds."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,14 +14,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=HERE)
-def level(request, monkeypatch) -> str:
-    """The kernels of one level; skipped where there is no compiler."""
+def level(request, monkeypatch) -> Iterator[str]:
+    """The kernels of one level; skipped where there is no compiler.
+
+    One thread: what a kernel does with more is a test of its own, and threads that wait for each other on a busy machine take long.
+    """
+    threads = torch.get_num_threads()
     monkeypatch.setenv("MEGAZERO_FUSED", request.param)
     found = library.cpu_library(request.param)
     if found is None:
         pytest.skip("no compiler, no kernels")
     assert found.level == request.param
-    return request.param
+    torch.set_num_threads(1)
+    yield request.param
+    torch.set_num_threads(threads)
 
 
 def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
