@@ -49,8 +49,9 @@ def plain(name: str, note: str = "", **settings: Any) -> Entry:
     return Entry(name, "plain_gpt", settings, note=note)
 
 
-def deepspeed(stage: int, name: str = "", note: str = "", **settings: Any) -> Entry:
-    return Entry(name or f"DeepSpeed ZeRO-{stage}", "deepspeed_", {"stage": stage, **settings}, replicas=2, note=note)
+def deepspeed(stage: int, note: str = "", **settings: Any) -> Entry:
+    note = f"blocks compiled, its own CPU Adam{note}"
+    return Entry(f"DeepSpeed ZeRO-{stage}", "deepspeed_", {"stage": stage, "compile": True, **settings}, replicas=2, note=note)
 
 
 def torch_parallel(name: str, kind: str, note: str = "", replicas: int = 1, **settings: Any) -> Entry:
@@ -76,7 +77,7 @@ TABLES = (
         megazero("megazero"),
         (bloom("BLOOM as it comes", "eager, glibc's own settings", tuned=False, precision="autocast"), *ONE_PROCESS),
     ),
-    Table("W2", "the same with vocabulary 50304", W2, megazero("megazero"), ONE_PROCESS),
+    Table("W2", "the same with vocabulary 50304", W2, megazero("megazero"), (ONE_PROCESS[0], ONE_PROCESS[1], ONE_PROCESS[-1])),
     Table(
         "ZeRO-1",
         "two ranks with one thread each, BLOOM, 2 x 4 x 512 tokens",
@@ -84,10 +85,8 @@ TABLES = (
         megazero("megazero ZeRO-1", "--zero-stage", "1", replicas=2),
         (
             deepspeed(1),
-            torch_parallel("DDP", "ddp", replicas=2),
-            torch_parallel("DDP compiled", "ddp", replicas=2, compile=True),
-            torch_parallel("FSDP2", "fsdp2", replicas=2),
-            torch_parallel("FSDP2 compiled", "fsdp2", replicas=2, compile=True),
+            torch_parallel("DDP", "ddp", "blocks compiled; gradients travel in bf16", replicas=2, precision="master", compile=True),
+            torch_parallel("FSDP2", "fsdp2", "blocks compiled; gradients travel in fp32", replicas=2, compile=True),
         ),
     ),
     Table(
@@ -95,23 +94,20 @@ TABLES = (
         "the same",
         TWO,
         megazero("megazero ZeRO-2", "--zero-stage", "2", replicas=2),
-        (deepspeed(2), deepspeed(3, note="shards parameters as well")),
+        (deepspeed(2), deepspeed(3, "; shards the parameters as well")),
     ),
     Table(
         "tp",
         "tensor parallelism over two ranks with one thread each, 4 x 512 tokens",
         TWO,
         megazero("megazero tp 2", "--tp", "2"),
-        (torch_parallel("DTensor", "tp"), torch_parallel("DTensor compiled", "tp", compile=True)),
+        (torch_parallel("DTensor", "tp", "plain GPT, blocks compiled", compile=True, attention="eager"),),
     ),
     Table(
         "pp",
         "1F1B over two ranks with one thread each, 4 micro-batches of 4 x 512 tokens, head not tied",
         PIPELINE,
         megazero("megazero pp 2", "--pp", "2", "--untie-embeddings-and-output-weights"),
-        (
-            torch_parallel("torch pipelining", "pp"),
-            torch_parallel("torch pipelining compiled", "pp", compile=True),
-        ),
+        (torch_parallel("torch pipelining", "pp", "plain GPT, blocks compiled", compile=True, attention="eager"),),
     ),
 )

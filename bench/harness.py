@@ -49,6 +49,8 @@ class Contestant:
         environment |= {name: value for name, value in entry.environment.items() if value}
         self.ranks = [self._start(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(work.ranks)]
         self.versions: dict[str, str] = {}
+        self.pace = 1.0
+        """Seconds of the last step of the warm-up."""
 
     def _start(self, environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], Any, Any]:
         commands_in, commands_out = os.pipe()
@@ -89,8 +91,12 @@ class Contestant:
         """Import, build, and run the steps that compile and touch memory for the first time."""
         self.versions = self.ask("load")[0]["versions"]
         self.ask("build")
-        self.ask("steps", count=warm_up)
+        self.pace = self.steps(warm_up)[-1]
         self.ask("forget_peak")
+
+    def turn(self, seconds: float) -> list[float]:
+        """Seconds of each step of one turn: as many steps as fill `seconds`, at least one."""
+        return self.steps(max(1, round(seconds / self.pace)))
 
     def steps(self, count: int) -> list[float]:
         """Seconds of each step, of the slowest rank."""
@@ -154,11 +160,11 @@ class Match:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long is measured: rounds of one turn each, and steps of a turn."""
+    """How long is measured: rounds of one turn each, the seconds that a turn's steps fill, steps before any is timed."""
 
     rounds: int = 5
-    steps: int = 3
-    warm_up: int = 4
+    seconds: float = 1.5
+    warm_up: int = 3
 
 
 def play(ours: Contestant, theirs: Contestant, plan: Plan, say: Callable[[str], None]) -> Match:
@@ -166,7 +172,7 @@ def play(ours: Contestant, theirs: Contestant, plan: Plan, say: Callable[[str], 
     match = Match(Samples(), Samples(), (ours.entry.tokens(ours.work), theirs.entry.tokens(theirs.work)), (0.0, 0.0), theirs.versions)
     for number in range(plan.rounds):
         for contestant, samples in ((ours, match.ours), (theirs, match.theirs)):
-            samples.turns.append(contestant.steps(plan.steps))
+            samples.turns.append(contestant.turn(plan.seconds))
         shown = [statistics.median(samples.turns[-1]) * 1e3 for samples in (match.ours, match.theirs)]
         say(f"    round {number + 1}/{plan.rounds}: {shown[0]:.0f} ms, {shown[1]:.0f} ms")
     match.memory = ours.memory(), theirs.memory()

@@ -5,8 +5,8 @@
     python bench/ops.py --quick              # tiny tensors: does everything run?
 
 Forward and backward together where an op has both; ours and torch's in turns. The limit of an op is the larger of two
-times: the bytes it has to read and write at the rate of a large copy, and its products at the rate of the best large
-matrix product, both measured in the same run. Tensors of a few MiB live in the cache and may beat a limit of bytes.
+times: the bytes it has to read and write at the rate of memory, and its products at the rate of the best large matrix
+product, both measured in the same run. Tensors of a few MiB live in the cache and may beat a limit of bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ from bench.workload import TUNED
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per second of a large copy, reads and writes counted; FLOP/s of the best large product by dtype."""
+    """Bytes per second, reads and writes counted; FLOP/s of the best large product by dtype.
+
+    memory is the better of copy, and of a large tensor changed in place: a copy also fetches the lines that it overwrites.
+    """
 
     copy: float
+    memory: float
     matmul: dict[str, float]
 
     def seconds(self, case: Case) -> float:
-        return max(case.bytes / self.copy, case.flops / self.matmul[case.dtype])
+        return max(case.bytes / self.memory, case.flops / self.matmul[case.dtype])
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,13 @@ def measure_limits(quick: bool) -> Limits:
     source = torch.ones(elements)
     target = torch.empty_like(source)
     copy = best_rate(2 * source.nbytes, lambda: target.copy_(source), least)
+    in_place = best_rate(2 * source.nbytes, lambda: source.mul_(1.0), least)
     matmul = {}
     for dtype in (torch.bfloat16, torch.float32):
         squares = [torch.randn(width, width).to(dtype) for width in widths]
         rates = [best_rate(2 * len(x) ** 3, lambda x=x: x @ x, least) for x in squares]  # type: ignore[misc]
         matmul[str(dtype).removeprefix("torch.")] = max(rates)
-    return Limits(copy, matmul)
+    return Limits(copy, max(copy, in_place), matmul)
 
 
 def measure(make: Callable[[Sizes], Case], sizes: Sizes, limits: Limits, rounds: int, least: float) -> tuple[Case | None, Timing]:
@@ -140,7 +145,9 @@ def main() -> None:
     sizes, rounds, least = (Sizes.tiny(), 1, 0.0) if args.quick else (Sizes(), args.rounds, args.seconds)
     limits = measure_limits(args.quick)
     rates = ", ".join(f"{dtype} {rate / 1e12:.2f} TFLOP/s" for dtype, rate in limits.matmul.items())
-    say(f"{json.dumps(results.machine())}\nlimits with {args.threads} threads: copy {limits.copy / 1e9:.1f} GB/s, {rates}")
+    say(
+        f"{json.dumps(results.machine())}\nlimits with {args.threads} threads: copy {limits.copy / 1e9:.1f} GB/s, memory {limits.memory / 1e9:.1f} GB/s, {rates}"
+    )
     found: list[tuple[Case, Timing]] = []
     skipped: dict[str, str] = {}
     for name, make in CASES.items():

@@ -137,7 +137,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tables", default=",".join(table.name for table in TABLES), help="names, with commas: %(default)s")
     parser.add_argument("--only", default="", help="rivals whose name contains this")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no compilation: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
@@ -154,7 +154,7 @@ def chosen(args: argparse.Namespace) -> list[Table]:
 
 def main() -> None:
     args = arguments()
-    plan = Plan(1, 1, 1) if args.quick else Plan(args.rounds, args.steps)
+    plan = Plan(1, 0.0, 1) if args.quick else Plan(args.rounds, args.seconds)
     say(json.dumps(results.machine()))
     found = {table: run_table(table, plan) for table in chosen(args)}
     text = as_text(found)

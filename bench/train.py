@@ -39,11 +39,12 @@ def split(table: Table, plan: Plan) -> dict[str, Any]:
         contestant.ask("report")
         seconds, reports = [], []
         for number in range(plan.rounds):
-            seconds.append(contestant.steps(plan.steps))
+            seconds.append(contestant.turn(plan.seconds))
             reports.append(contestant.ask("report"))
             say(f"  turn {number + 1}/{plan.rounds}: {statistics.median(seconds[-1]) * 1e3:.0f} ms")
         ranks = [[report[rank]["parts"] for report in reports] for rank in range(table.work.ranks)]
-        parts = [{part: statistics.median(turn[part] for turn in turns) / plan.steps for part in PARTS} for turns in ranks]
+        steps = len(seconds[0])
+        parts = [{part: statistics.median(turn[part] for turn in turns) / steps for part in PARTS} for turns in ranks]
         median = statistics.median(s for turn in seconds for s in turn)
         return {
             "seconds": seconds,
@@ -81,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=",".join(table.name for table in TABLES), help="tables of peers.py: %(default)s")
     parser.add_argument("--rounds", type=int, default=4, help="turns (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one turn: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
@@ -89,7 +90,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    plan = Plan(1, 1, 1) if args.quick else Plan(args.rounds, args.steps)
+    plan = Plan(1, 0.0, 1) if args.quick else Plan(args.rounds, args.seconds)
     tables = [table.tiny() if args.quick else table for table in TABLES if table.name in args.layouts.split(",")]
     say(json.dumps(results.machine()))
     found = {table.name: split(table, plan) for table in tables}
