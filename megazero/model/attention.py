@@ -8,14 +8,15 @@ is stored behind its query heads j*r .. j*r + r - 1.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fused_ops.attention import causal_attention
+from fused_ops.attention_reference import reference_attention
 from fused_ops.rotary import apply_rotary
-from fused_ops.softmax import scaled_causal_alibi_softmax
 from megazero.batch import MicroBatch
 from megazero.config.derive import head_dim, query_groups
 from megazero.model.dropout import AttentionDropout
@@ -47,48 +48,29 @@ class Attention(nn.Module):
         self.recompute_core = layout.recompute == "selective"
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        query, key, value = self.split(self.qkv(hidden))
+        mixed = self.qkv(hidden)
         if self.angles is not None:
-            cos, sin = self.angles(query)
-            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+            mixed = self.rotated(mixed, self.angles)
         if self.recompute_core:
-            context = checkpoint(self.core, query, key, value, batch, use_reentrant=False, preserve_rng_state=False)
+            context = checkpoint(self.core, mixed, batch, use_reentrant=False, preserve_rng_state=False)
         else:
-            context = self.core(query, key, value, batch)
+            context = self.core(mixed, batch)
         return self.output(context)
 
-    def split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, g(r + 2)d/t] -> query [s, b, n/t, d], key and value [s, b, g/t, d]."""
-        s, b, _ = mixed.shape
+    def rotated(self, mixed: Tensor, angles: RotaryAngles) -> Tensor:
+        """[s, b, g(r + 2)d/t] -> the same, its queries and keys turned by their positions."""
+        s, b, width = mixed.shape
         grouped = mixed.view(s, b, self.groups, self.repeats + 2, self.size)
-        query, key, value = grouped.split([self.repeats, 1, 1], dim=3)
-        return query.reshape(s, b, self.groups * self.repeats, self.size), key.squeeze(3), value.squeeze(3)
+        cos, sin = (table.unsqueeze(1) for table in angles(grouped))
+        turned = apply_rotary(grouped[..., :-1, :], cos, sin)
+        return torch.cat([turned, grouped[..., -1:, :]], dim=3).view(s, b, width)
 
-    def core(self, query: Tensor, key: Tensor, value: Tensor, batch: MicroBatch) -> Tensor:
-        """softmax(query key^T / sqrt(d) + bias) value, causal: -> [s, b, nd/t]."""
-        plain = self.slopes is None and batch.documents is None and not self.dropout.is_active
-        return self.fused_core(query, key, value) if plain else self.scored_core(query, key, value, batch)
-
-    def fused_core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Without biases, documents or dropout: torch's own kernel, which keeps no scores."""
-        s, b, heads, size = query.shape
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.repeats > 1)
-        return context.permute(2, 0, 1, 3).reshape(s, b, heads * size)
-
-    def scored_core(self, query: Tensor, key: Tensor, value: Tensor, batch: MicroBatch) -> Tensor:
-        """Scores, softmax in their place, context. A group's query heads are rows of one product, so keys and values are never repeated.
-
-        1/sqrt(d) is applied inside the product: 16-bit scores would overflow before it.
-        """
-        s, b, heads, size = query.shape
-        rows = query.view(s, b, self.groups, self.repeats, size).permute(1, 2, 3, 0, 4).reshape(b * self.groups, self.repeats * s, size)
-        keys = key.permute(1, 2, 3, 0).reshape(b * self.groups, size, s)
-        values = value.permute(1, 2, 0, 3).reshape(b * self.groups, s, size)
-        nothing = query.new_empty(()).expand(b * self.groups, self.repeats * s, s)
-        scores = torch.baddbmm(nothing, rows, keys, beta=0, alpha=1 / math.sqrt(size)).view(b, heads, s, s)
-        slopes = None if self.slopes is None else self.slopes(query)
-        probabilities = scaled_causal_alibi_softmax(scores, 1.0, slopes, documents=batch.documents)
-        probabilities = self.dropout(probabilities, batch.samples)
-        context = torch.bmm(probabilities.view(b * self.groups, self.repeats * s, s), values)
-        return context.view(b, self.groups, self.repeats, s, size).permute(3, 0, 1, 2, 4).reshape(s, b, heads * size)
+    def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
+        """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t]."""
+        heads = self.groups, self.repeats, self.size
+        slopes = None if self.slopes is None else self.slopes(mixed)
+        scale = 1 / math.sqrt(self.size)
+        if self.dropout.is_active:
+            dropout = partial(self.dropout, samples=batch.samples)
+            return reference_attention(mixed, *heads, scale=scale, slopes=slopes, documents=batch.documents, dropout=dropout)
+        return causal_attention(mixed, *heads, scale=scale, slopes=slopes, documents=batch.documents)

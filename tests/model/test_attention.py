@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fused_ops import attention_reference
 from megazero.model.attention import Attention
 from megazero.model.position import AlibiSlopes, RotaryAngles
 from megazero.mpu.grid import Group
@@ -50,11 +51,11 @@ def test_both_ways_through_attention_agree(model: Any) -> None:
     attention = stage.blocks["0"].attention
     assert isinstance(attention, Attention)
     generator = torch.Generator().manual_seed(0)
-    heads, size = model.num_attention_heads, attention.size
-    groups = model.num_query_groups or heads
-    shapes = ((12, 2, heads, size), (12, 2, groups, size), (12, 2, groups, size))
+    groups, repeats, size = attention.groups, attention.repeats, attention.size
+    shapes = ((12, 2, groups, repeats, size), (12, 2, groups, 1, size), (12, 2, groups, 1, size))
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    fused, scored = attention.fused_core(query, key, value), attention.scored_core(query, key, value, batch)
+    fused = attention_reference._fused(query, key, value, 0.3).reshape(12, 2, -1)
+    scored = attention_reference._scored(query, key, value, 0.3, None, batch.documents, None).reshape(12, 2, -1)
     torch.testing.assert_close(fused, scored, rtol=1e-12, atol=1e-13)
     weight = torch.randn(fused.shape, generator=generator, dtype=torch.float64)
     ours = torch.autograd.grad((fused * weight).sum(), (query, key, value))
