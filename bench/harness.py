@@ -162,9 +162,9 @@ class Match:
 class Plan:
     """How long is measured: rounds of one turn each, the seconds that a turn's steps fill, steps before any is timed."""
 
-    rounds: int = 5
+    rounds: int = 4
     seconds: float = 1.5
-    warm_up: int = 3
+    warm_up: int = 2
 
 
 def play(ours: Contestant, theirs: Contestant, plan: Plan, say: Callable[[str], None]) -> Match:

@@ -136,7 +136,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", default=",".join(table.name for table in TABLES), help="names, with commas: %(default)s")
     parser.add_argument("--only", default="", help="rivals whose name contains this")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each contestant (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no compilation: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
@@ -160,7 +160,7 @@ def main() -> None:
     text = as_text(found)
     path = results.write("peers-quick" if args.quick else "peers", asdict(plan), as_json(found), args.results)
     path.with_suffix(".md").write_text(text + "\n")
-    results.plot(path.with_suffix(".png"), "megazero and its peers on one machine", "tokens per second", bars(found))
+    results.plot(path.with_suffix(".png"), "megazero and its peers on one machine", "tokens per second", bars(found), first="tab:blue")
     say(f"\n{text}\n\n{path}")
 
 

@@ -83,8 +83,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([show(headings), rule, *(show(row) for row in rows)])
 
 
-def plot(path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, float]]]) -> bool:
-    """Horizontal bars, one panel per group of (name, value), the first bar of a panel in another colour. False without matplotlib."""
+def plot(path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, float]]], *, first: str = "tab:gray") -> bool:
+    """Horizontal bars, one panel per group of (name, value), its first bar in a colour of its own. False without matplotlib."""
     try:
         import matplotlib
 
@@ -95,10 +95,10 @@ def plot(path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, fl
         return False
     heights = [len(bars) for bars in groups.values()]
     size = (9, 0.34 * sum(heights) + 0.75 * len(groups) + 0.4)
-    figure, panels = pyplot.subplots(len(groups), 1, figsize=size, squeeze=False, height_ratios=heights)
+    figure, panels = pyplot.subplots(len(groups), 1, figsize=size, squeeze=False, height_ratios=heights, layout="constrained")
     for panel, (name, bars) in zip(panels[:, 0], groups.items(), strict=True):
         labels, values = [label for label, _ in bars], [value for _, value in bars]
-        drawn = panel.barh(labels, values, color=["tab:blue", *["tab:gray"] * (len(bars) - 1)])
+        drawn = panel.barh(labels, values, color=[first, *["tab:gray"] * (len(bars) - 1)])
         panel.bar_label(drawn, fmt=" {:,.4g}", fontsize=8)
         panel.invert_yaxis()
         panel.margins(x=0.12)
@@ -107,7 +107,6 @@ def plot(path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, fl
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1, 0].set_xlabel(unit, fontsize=8)
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return True

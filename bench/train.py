@@ -20,10 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import results
+from bench.contestants.megazero_split import PARTS
 from bench.field import TABLES, Table
 from bench.harness import Contestant, Plan, Unavailable
-
-PARTS = ("forward", "backward", "loss", "optimizer", "communication", "other")
 
 
 def say(text: str) -> None:
@@ -81,7 +80,7 @@ HEADINGS = ("milliseconds", "step", *PARTS, "tokens/s", "peak MiB", "of it state
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=",".join(table.name for table in TABLES), help="tables of peers.py: %(default)s")
-    parser.add_argument("--rounds", type=int, default=4, help="turns (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one turn: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
