@@ -25,5 +25,6 @@ class Block(nn.Module):
         self.mlp_dropout = HiddenDropout(number, Site.MLP_OUTPUT, layout)
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        hidden = hidden + self.attention_dropout(self.attention(self.attention_norm(hidden), batch), batch.samples)
-        return hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), batch.samples)
+        attended = self.attention_dropout(self.attention(self.attention_norm(hidden), batch), batch.samples)
+        hidden, normalised = self.mlp_norm.of_sum(attended, hidden)
+        return hidden + self.mlp_dropout(self.mlp(normalised), batch.samples)

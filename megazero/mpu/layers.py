@@ -7,11 +7,16 @@ In a group of one every layer is torch's own function.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_ops.embedding import embedding
+from fused_ops.embedding import embedding, embedding_gradient
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
+from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear
 from megazero.mpu.place import Kind, Parameter, place_of, shard
@@ -102,6 +107,30 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class _Lookup(torch.autograd.Function):
+    """Rows of a table whose gradient target takes their gradients one by one: no gradient of the table's size is made."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.target = target_of(weight)
+        ctx.save_for_backward(ids, weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ids, weight = ctx.saved_tensors
+        return None, hand_over(weight, ctx.target, partial(embedding_gradient, ids, grads[0]))
+
+
+def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
+    """weight[ids]: [...] -> [..., h]."""
+    if target_of(weight) is None:
+        return embedding(ids, weight)
+    rows: Tensor = _Lookup.apply(ids, weight)
+    return rows
+
+
 class VocabParallelEmbedding(nn.Module):
     """Rows of the token table shared out over tp: tokens int64 [b, s] -> [s(/t), b, h].
 
@@ -142,9 +171,9 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
         if self.group.size == 1:
-            return embedding(tokens, self.weight)
+            return _lookup(tokens, self.weight)
         start, stop = place_of(self.weight).box[0]
         elsewhere = (tokens < start) | (tokens >= stop)
-        rows = embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)
+        rows = _lookup((tokens - start).masked_fill(elsewhere, 0), self.weight)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(rows, self.group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fused_ops.layernorm import layer_norm, rms_norm
+from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megazero.mpu.grid import Group
 from megazero.mpu.place import Kind, Parameter, Place, shard
 
@@ -32,6 +32,10 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + residual, its normalisation), in one pass over both."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [..., h] -> [..., h]; dtypes as LayerNorm's."""
@@ -45,3 +49,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + residual, its normalisation), in one pass over both."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
