@@ -44,8 +44,9 @@ class Contestant:
     def __init__(self, work: Workload, entry: Entry) -> None:
         self.work, self.entry = work, entry
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
+        self.folder = tempfile.TemporaryDirectory(prefix="bench-")
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(work.ranks)}
-        environment |= {"OMP_NUM_THREADS": str(work.threads), "LOCAL_WORLD_SIZE": str(work.ranks), "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"OMP_NUM_THREADS": str(work.threads), "LOCAL_WORLD_SIZE": str(work.ranks), "BENCH_FOLDER": self.folder.name}
         environment |= {name: value for name, value in entry.environment.items() if value}
         self.ranks = [self._start(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(work.ranks)]
         self.versions: dict[str, str] = {}
@@ -120,6 +121,7 @@ class Contestant:
                 with suppress(BrokenPipeError):
                     pipe.close()
         self.log.close()
+        self.folder.cleanup()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,8 +48,6 @@ def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
 
 def write_words(work: Workload, folder: Path) -> None:
     """64 documents of random ids, one sample long each."""
-    if (folder / "words.idx").exists():
-        return
     with PairWriter(folder / "words", dtype_for(work.vocabulary)) as writer:
         for sample in random_tokens(work, 64, seed=17).numpy():
             writer.write(sample.astype(writer.dtype), [len(sample)])
@@ -58,7 +56,8 @@ def write_words(work: Workload, folder: Path) -> None:
 def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
     """The job of this rank. Its process groups live as long as the process."""
     environment = Environment.read()
-    folder = Path(tempfile.mkdtemp(prefix="megazero-bench-"))
+    folder = Path(os.environ["BENCH_FOLDER"]) / f"rank-{environment.rank}"
+    folder.mkdir()
     write_words(work, folder)
     run = parse_run([*flags_of(work, folder, replicas), *layout], environment.world_size)
     prepared = prepare(run, environment.world_size, silent)
