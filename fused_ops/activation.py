@@ -39,7 +39,7 @@ class _Activation(torch.autograd.Function):
         dx = torch.empty_like(x)
         sums = None if bias is None else torch.empty(bias.shape, dtype=torch.float32)
         ctx.library.call(f"{ctx.name}_backward_{suffix(x.dtype)}", *_shape(x), dx, sums, grads[0].contiguous(), x, bias)
-        return dx, None if bias is None else sums.to(bias.dtype), None, None
+        return dx, None if sums is None else sums.to(x.dtype), None, None
 
 
 def _shape(x: Tensor) -> tuple[int, int]:

@@ -83,7 +83,8 @@ class _MergedKernel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (merged,) = ctx.saved_tensors
         result = torch.empty(merged.shape, dtype=merged.dtype)
-        _backward(ctx.library, grads[0], *merged.chunk(2, dim=-1), *result.chunk(2, dim=-1), merged.shape[-1])
+        (gate, up), (grad_gate, grad_up) = merged.chunk(2, dim=-1), result.chunk(2, dim=-1)
+        _backward(ctx.library, grads[0], gate, up, grad_gate, grad_up, merged.shape[-1])
         return result, None
 
 

@@ -1,7 +1,9 @@
 """The kernels of LayerNorm and RMSNorm, alone and of a sum, against float64, on every instruction set level."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +24,14 @@ def run(centred: bool, added: bool, x: Tensor, residual: Tensor, parameters: lis
     """Outputs and gradients of every input."""
     inputs = [x, *([residual] if added else []), *parameters[: 2 if centred else 1]]
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    name = {(0, 0): rms_norm, (0, 1): add_rms_norm, (1, 0): layer_norm, (1, 1): add_layer_norm}[centred, added]
-    found = name(*leaves, EPS)
+    norms: dict[tuple[bool, bool], Callable[..., Any]] = {
+        (False, False): rms_norm,
+        (False, True): add_rms_norm,
+        (True, False): layer_norm,
+        (True, True): add_layer_norm,
+    }
+    norm = norms[centred, added]
+    found = norm(*leaves, EPS)
     outputs = list(found) if added else [found]
     torch.autograd.backward(outputs, [weight.to(outputs[0].dtype) for weight in weights[-len(outputs) :]])
     return [*(y.detach() for y in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -46,7 +54,7 @@ def compare(centred: bool, added: bool, shape: tuple[int, ...], dtype: torch.dty
         x, residual = x.clamp(-8, 8), residual.clamp(-8, 8)
     found = run(centred, added, x, residual, parameters, weights)
     wide = [[tensor.double() for tensor in group] for group in ([x, residual], parameters, weights)]
-    exact = run(centred, added, *wide[0], *wide[1:])
+    exact = run(centred, added, wide[0][0], wide[0][1], wide[1], wide[2])
     # A row of little spread magnifies what its values are rounded by; the terms of a gradient of x may cancel.
     values = wide[0][0] + wide[0][1] if added else wide[0][0]
     if values.numel():
@@ -78,7 +86,7 @@ def test_only_one_of_the_two_outputs_is_used(level):
     x, residual, (weight, bias), (grad, _) = inputs_of((6, 40), torch.float32)
     for which in (0, 1):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, residual)]
-        add_layer_norm(*leaves, weight, bias, EPS)[which].backward(grad)
+        add_layer_norm(leaves[0], leaves[1], weight, bias, EPS)[which].backward(grad)
         again = [tensor.clone().requires_grad_() for tensor in (x, residual)]
         total = again[0] + again[1]
         (total if which == 0 else torch.nn.functional.layer_norm(total, (40,), weight, bias, EPS)).backward(grad)

@@ -1,6 +1,7 @@
 """Kernels of rotary positions, the embedding's gradient, the optimizers and the sum of squares, on every level."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -88,9 +89,9 @@ def test_steps_equal_float64(level, decoupled, grad_dtype, out_dtype):
         for number in range(1, 21 if n < 100 else 4):
             grad = drawn(n, seed=10 + number, dtype=grad_dtype)
             for w, sgd_w, m, v, u in (fp32, fp64):
-                scalars = {"multiplier": torch.tensor(0.3, dtype=torch.float64), "skip": torch.tensor(False)}
+                scalars: dict[str, Any] = {"multiplier": torch.tensor(0.3, dtype=torch.float64), "skip": torch.tensor(False)}
                 written = out if w.dtype == torch.float32 else None
-                adam = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.9999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
+                adam: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.9999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
                 adam_step(written, w, grad, m, v, step=torch.tensor(float(number), dtype=torch.float64), **adam, **scalars)
                 sgd_step(None, sgd_w, grad, u, lr=1e-2, momentum=0.9, weight_decay=0.1, **scalars)
         for ours, theirs in zip(fp32, fp64, strict=True):
