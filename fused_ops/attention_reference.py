@@ -38,8 +38,8 @@ def reference_attention(
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Without biases, documents or dropout: torch's own kernel, which keeps no scores. [s, b, g, r or 1, d] -> [s, b, n, d]."""
-    heads = [tensor.flatten(2, 3).permute(1, 2, 0, 3) for tensor in (query, key, value)]
-    context = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=query.shape[3] > 1)
+    q, k, v = (tensor.flatten(2, 3).permute(1, 2, 0, 3) for tensor in (query, key, value))
+    context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[3] > 1)
     return context.permute(2, 0, 1, 3)
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_ops.native.library import Library, matrix_kernels, suffix
+from fused_ops.blocks import wide
+from fused_ops.native.library import Library, kernels, matrix_kernels, suffix
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,8 +47,13 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
 
 @torch.no_grad()
 def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
-    """The sum of grad [m, n] over its rows, written into (or added to) `into` [n]; summed in the dtype of `into`."""
-    total = grad.sum(0, dtype=into.dtype)
+    """The sum of grad [m, n] over its rows, written into (or added to) `into` [n]; summed in fp32 (fp64 of fp64)."""
+    library = kernels(grad) if grad.numel() and grad.stride(1) == 1 else None
+    if library is None:
+        total = grad.sum(0, dtype=wide(grad.dtype))
+    else:
+        total = torch.empty(grad.shape[1], dtype=torch.float32)
+        library.call(f"column_sums_{suffix(grad.dtype)}", *grad.shape, grad.stride(0), grad, total)
     _ = into.add_(total) if add else into.copy_(total)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_ops.native.library import choice, cpu_library
+from fused_ops.native.library import choice, cpu_library, torch_library
 
 REFERENCE = "torch reference"
 OPS = (
@@ -21,11 +21,16 @@ OPS = (
     "embedding",
     "cross_entropy",
 )
+MATRIX_OPS = ("attention", "weight_gradient")
+"""Those that rest on torch's block products, which are compiled at first use."""
 
 
 def describe(device: torch.device | str = "cpu") -> dict[str, str]:
     """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always takes)."""
     kind = str(device).partition(":")[0]
     on_cpu = kind == "cpu" or (kind == "auto" and not torch.cuda.is_available())
-    library = cpu_library(choice()) if on_cpu else None
-    return dict.fromkeys(OPS, REFERENCE if library is None else f"{library.level} kernel")
+    bodies: dict[str, str] = {}
+    for ops, load in ((OPS, cpu_library), (MATRIX_OPS, torch_library)):
+        library = load(choice()) if on_cpu else None
+        bodies |= dict.fromkeys(ops, REFERENCE if library is None else f"{library.level} kernel")
+    return bodies

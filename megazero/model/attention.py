@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention import causal_attention
 from fused_ops.attention_reference import reference_attention
-from fused_ops.rotary import apply_rotary
+from fused_ops.rotary import rotate_mixed
 from megazero.batch import MicroBatch
 from megazero.config.derive import head_dim, query_groups
 from megazero.model.dropout import AttentionDropout
@@ -50,20 +49,12 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         mixed = self.qkv(hidden)
         if self.angles is not None:
-            mixed = self.rotated(mixed, self.angles)
+            mixed = rotate_mixed(mixed, self.groups, self.repeats, *self.angles(mixed))
         if self.recompute_core:
             context = checkpoint(self.core, mixed, batch, use_reentrant=False, preserve_rng_state=False)
         else:
             context = self.core(mixed, batch)
         return self.output(context)
-
-    def rotated(self, mixed: Tensor, angles: RotaryAngles) -> Tensor:
-        """[s, b, g(r + 2)d/t] -> the same, its queries and keys turned by their positions."""
-        s, b, width = mixed.shape
-        grouped = mixed.view(s, b, self.groups, self.repeats + 2, self.size)
-        cos, sin = (table.unsqueeze(1) for table in angles(grouped))
-        turned = apply_rotary(grouped[..., :-1, :], cos, sin)
-        return torch.cat([turned, grouped[..., -1:, :]], dim=3).view(s, b, width)
 
     def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
         """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t]."""

@@ -27,4 +27,4 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         attended = self.attention_dropout(self.attention(self.attention_norm(hidden), batch), batch.samples)
         hidden, normalised = self.mlp_norm.of_sum(attended, hidden)
-        return hidden + self.mlp_dropout(self.mlp(normalised), batch.samples)
+        return self.mlp_dropout.add(self.mlp(normalised), hidden, batch.samples)

@@ -10,7 +10,7 @@ from enum import IntEnum
 from torch import Tensor, nn
 
 from megazero.model.layout import ModelLayout
-from megazero.mpu.random import DropoutKey, attention_dropout, hidden_dropout
+from megazero.mpu.random import DropoutKey, add_hidden_dropout, attention_dropout, hidden_dropout
 
 
 class Site(IntEnum):
@@ -36,6 +36,11 @@ class HiddenDropout(nn.Module):
         if self.p == 0.0 or not self.training:
             return hidden
         return hidden_dropout(hidden, self.p, self.key, samples, self.layout.sequence_offset(hidden.shape[0]))
+
+    def add(self, hidden: Tensor, residual: Tensor, samples: Tensor) -> Tensor:
+        """residual + dropout(hidden), in one pass."""
+        p = self.p if self.training else 0.0
+        return add_hidden_dropout(hidden, None, residual, p, self.key, samples, self.layout.sequence_offset(hidden.shape[0]))
 
 
 class AttentionDropout(nn.Module):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from megazero.config.schema import ModelConfig
 from megazero.mpu.grid import Group
@@ -69,7 +68,7 @@ class ModelLayout:
         """Global position of the first of `local_length` positions that this rank holds outside the tensor-parallel regions."""
         return sequence_offset(local_length, self.tp, self.sequence_parallel)
 
-    def norm(self, name: str) -> nn.Module:
+    def norm(self, name: str) -> LayerNorm | RMSNorm:
         """The configured normalisation over h: [s(/t), b, h] -> the same."""
         kind = RMSNorm if self.model.norm == "rmsnorm" else LayerNorm
         return kind(name, self.model.hidden_size, self.model.norm_epsilon, self.tp, self.sequence_parallel, self.dtype, self.device)

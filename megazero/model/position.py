@@ -39,7 +39,7 @@ class RotaryAngles:
         self.tables: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """For `like` [s, b, n, d]: cos and sin [s, 1, 1, d/2] on its device, float64 for float64, else float32."""
+        """For `like` [s, ...]: cos and sin [s, 1, 1, d/2] on its device, float64 for float64, else float32."""
         length, kept = like.shape[0], self.tables
         dtype = torch.promote_types(like.dtype, torch.float32)
         if kept is None or kept[0].shape[0] < length or kept[0].device != like.device or kept[0].dtype != dtype:

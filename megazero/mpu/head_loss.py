@@ -20,8 +20,8 @@ from fused_ops.linear import add_weight_gradient, input_gradient, linear
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.gradient import hand_over, target_of
 
-BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Logits that exist at once: on the CPU about what its caches hold, on a GPU enough for its products to fill it."""
+BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+"""Logits that exist at once: on the CPU few enough blocks that packing the weight for each costs little, on a GPU enough for its products to fill it."""
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.collectives import all_reduce
-from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.functional import (
     copy_to_tp,
@@ -23,6 +22,7 @@ from megazero.mpu.functional import (
     split_sequence,
 )
 from megazero.mpu.grid import Axes, Group, build_grid
+from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair
 from tests.ranks import run_ranks
 
 

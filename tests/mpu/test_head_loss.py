@@ -40,7 +40,8 @@ def dense(x: Tensor, weight: Tensor, mask: Tensor | None, smoothing: float, z_lo
 def expected(mask: Tensor | None, smoothing: float, z_loss: float, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = drawn(N, H, seed=1).requires_grad_(), drawn(V, H, seed=2).requires_grad_()
     loss = dense(x, weight, mask, smoothing, z_loss)
-    return loss.detach(), *torch.autograd.grad(loss * factor, (x, weight))
+    grad_x, grad_weight = torch.autograd.grad(loss * factor, (x, weight))
+    return loss.detach(), grad_x, grad_weight
 
 
 def of_a_rank(rank: int, tp: int, padded: int, block_rows: int, known: bool, masked: bool, kept: bool) -> list[Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.swiglu import swiglu
-from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.functional import split_sequence
 from megazero.mpu.grid import Axes, Group, build_grid, solo
@@ -26,6 +25,7 @@ from megazero.mpu.layers import (
     column_parallel_pair,
     padded_vocab_size,
 )
+from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.place import Kind, place_of
 from megazero.mpu.random import initialise

@@ -1,0 +1,88 @@
+"""Products of a linear layer against float64, on every level of instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_ops import linear
+from fused_ops.linear import add_bias_gradient, add_weight_gradient
+from fused_ops.native.library import CHOICES, kernels
+
+SHAPES = [(1, 1, 1), (2, 3, 5), (7, 129, 33), (513, 40, 257), (2049, 130, 31), (4100, 17, 16)]
+
+
+@pytest.fixture(params=CHOICES, autouse=True)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each body in turn."""
+    monkeypatch.setenv("MEGAZERO_FUSED", request.param)
+    return str(request.param)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_weight_gradient_into_a_wide_sum(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Operands that are columns of wider tensors; what was in the buffer is overwritten, then added to."""
+    m, n, k = shape
+    grad, x = drawn(m, n + 3, dtype=dtype, seed=1)[:, 2 : n + 2], drawn(m, k + 1, dtype=dtype, seed=2)[:, :k]
+    exact = grad.double().t() @ x.double()
+    scale = grad.double().abs().t() @ x.double().abs()
+    into = torch.full((n, k), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
+    for times in (1, 2):
+        add_weight_gradient(grad, x, into, times == 2)
+        # With or without a kernel: at most one rounding to 16 bit of the product itself.
+        bound = 2e-6 * scale + (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0) * exact.abs()
+        assert ((into.double() - times * exact).abs() <= times * bound + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("into_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bias_gradient(shape: tuple[int, int, int], dtype: torch.dtype, into_dtype: torch.dtype) -> None:
+    m, n, _ = shape
+    grad = drawn(m, n + 3, dtype=dtype, seed=1)[:, 1 : n + 1]
+    exact = grad.double().sum(0)
+    into = torch.full((n,), torch.nan, dtype=into_dtype)
+    add_bias_gradient(grad, into, False)
+    add_bias_gradient(grad, into, True)
+    bound = 4e-6 * grad.double().abs().sum(0) + 4 * torch.finfo(into_dtype).eps * exact.abs()
+    assert ((into.double() - 2 * exact).abs() <= bound).all()
+
+
+def test_nan_and_infinity_arrive() -> None:
+    grad, x = torch.ones(40, 3, dtype=torch.bfloat16), torch.ones(40, 2, dtype=torch.bfloat16)
+    grad[5, 1], grad[6, 2] = torch.nan, torch.inf
+    weight, bias = torch.zeros(3, 2), torch.zeros(3)
+    add_weight_gradient(grad, x, weight, True)
+    add_bias_gradient(grad, bias, True)
+    for found in (weight[:, 0], bias):
+        assert found[0] == 40 and found[1].isnan() and found[2] == torch.inf
+
+
+def test_nothing_to_sum() -> None:
+    weight, bias = torch.full((3, 2), 7.0), torch.full((3,), 7.0)
+    add_weight_gradient(torch.ones(0, 3, dtype=torch.bfloat16), torch.ones(0, 2, dtype=torch.bfloat16), weight, False)
+    add_bias_gradient(torch.ones(0, 3, dtype=torch.bfloat16), bias, False)
+    assert not weight.any() and not bias.any()
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    grad, x = drawn(2500, 300, dtype=torch.bfloat16, seed=1), drawn(2500, 290, dtype=torch.bfloat16, seed=2)
+    before, results = torch.get_num_threads(), []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        weight, bias = torch.empty(300, 290), torch.empty(300)
+        add_weight_gradient(grad, x, weight, False)
+        add_bias_gradient(grad, bias, False)
+        results.append((weight, bias))
+    torch.set_num_threads(before)
+    if kernels(grad) is not None:
+        assert torch.equal(results[0][1], results[1][1])
+    if linear._library(grad, x, results[0][0]) is not None:
+        assert torch.equal(results[0][0], results[1][0])
