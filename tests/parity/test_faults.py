@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero.batch import MicroBatch
+from megazero.mpu.gradient import GradientTarget, Write
+from megazero.mpu.place import Parameter
 from tests.parity.training import Outcome, data_flags, job_on_rank, worst
 from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
@@ -78,18 +80,32 @@ def test_fault_17_unequal_numbers_of_valid_tokens(ranks: int, layout: list[str],
     assert all(value < 1e-9 for value in differences.values()), differences
 
 
+class SpoiledTarget:
+    """A gradient target that puts a value into every element of what it takes."""
+
+    def __init__(self, target: GradientTarget, value: float) -> None:
+        self.target, self.value = target, value
+
+    def add(self, write: Write) -> None:
+        def write_and_spoil(into: Tensor, add: bool) -> None:
+            write(into, add)
+            into.fill_(self.value)
+
+        self.target.add(write_and_spoil)
+
+
 def train_with_overflow(rank: int, size: int, flags: list[str], spoiled: int, value: float) -> list[dict[str, object]]:
     """Step 2 of 3 meets a non-finite gradient on one rank; what every rank sees before and after."""
     job, recorder = job_on_rank(rank, size, flags)
     seen: list[dict[str, object]] = []
     for step in range(3):
         if step == 1 and rank == spoiled:
-            parameter = next(p for p in reversed(list(job.stages[-1].parameters())) if p.requires_grad)
-            handle = parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
+            matrix = next(p for p in reversed(list(job.stages[-1].parameters())) if isinstance(p, Parameter) and p.dim() == 2)
+            target, matrix.gradient_target = matrix.gradient_target, SpoiledTarget(matrix.gradient_target, value)
         before = _state(job.optimizer)
         job.trainer.train_step(stop=False)
         if step == 1 and rank == spoiled:
-            handle.remove()
+            matrix.gradient_target = target
         job.state.wait_parameters()
         changed = any(not torch.equal(a, b) for a, b in zip(before, _state(job.optimizer), strict=True))
         seen.append({"changed": changed, "scale": float(job.scaler.scale), "steps": float(job.optimizer.step_count)})
