@@ -62,7 +62,9 @@ def measure(layout: list[str], trace: Path | None) -> dict[str, tuple[float, flo
         span = (event.time_range.start, event.time_range.end)
         if event.name.startswith("gloo:"):
             messages[event.name].append(span)
-        elif event.name.startswith(("aten::mm", "aten::addmm", "aten::linear", "_Linear", "_Attention", "_Activation", "_HeadLoss", "_Norm")):
+        elif event.name.startswith(
+            ("aten::mm", "aten::addmm", "aten::linear", "_Linear", "_Attention", "_Activation", "_HeadLoss", "_Norm")
+        ):
             computing.append(span)
     busy = merged(computing)
     unions = {name: merged(spans) for name, spans in messages.items()}

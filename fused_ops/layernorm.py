@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         grad = grads[0].to(scale.dtype)
         unit = x.to(scale.dtype) * scale
-        grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = (grad * unit).unsqueeze(0).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad * weight
         inner = (grad * unit).mean(-1, keepdim=True)
         return (grad - unit.mul_(inner)).mul_(scale).to(x.dtype), grad_weight, None

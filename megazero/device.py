@@ -104,10 +104,19 @@ def memory_bytes(device: torch.device) -> int:
 
 def total_memory_bytes(device: torch.device) -> int | None:
     """Memory of the card, or of the machine for the CPU (all its ranks share it)."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _machine_bytes("MemTotal")
+
+
+def host_memory_is_short() -> bool:
+    """Whether less than a quarter of the machine's memory can still be had. False where the kernel does not say."""
+    total, available = _machine_bytes("MemTotal"), _machine_bytes("MemAvailable")
+    return total is not None and available is not None and 4 * available < total
+
+
+def _machine_bytes(field: str) -> int | None:
+    """A line of /proc/meminfo in bytes, or None where there is none."""
     try:
-        return int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+        return int(Path("/proc/meminfo").read_text().split(f"{field}:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return None
 

@@ -25,7 +25,7 @@ from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 
 GROWTH = 1.25
-"""Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step."""
+"""Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step, or little is left."""
 
 
 class Batches(Protocol):
@@ -168,7 +168,7 @@ class Trainer:
         held = devices.memory_bytes(self.grid.device)
         if self.steps_here <= 2:
             self.usual_memory = held
-        elif held > GROWTH * self.usual_memory:
+        elif held > GROWTH * self.usual_memory or devices.host_memory_is_short():
             devices.return_free_memory(self.grid.device)
 
     def should_stop(self, signals: StopSignals) -> bool:
