@@ -11,7 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.workload import Workload
+from bench.workload import Batches, Workload
+
+Step = Callable[[], float]
+"""One optimizer step; returns its loss."""
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -80,6 +83,34 @@ def compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
         return function
     result: Callable[..., Any] = torch.compile(function, dynamic=False)
     return result
+
+
+def steps_of(forward: Callable[[Tensor, Tensor], Tensor], optimizer: Any, batches: Callable[[], tuple[Tensor, Tensor]]) -> Step:
+    """forward: (tokens, labels) -> loss."""
+
+    def step() -> float:
+        loss = forward(*batches())
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def in_one_process(
+    model: nn.Module, logits_of: Callable[[nn.Module, Tensor], Tensor], work: Workload, compile: bool, precision: str
+) -> Step:
+    """precision "master": bf16 parameters with fp32 masters, else autocast over fp32 ones. logits_of: (model, tokens) -> logits."""
+    master = precision == "master"
+    model = model.to(torch.bfloat16) if master else model
+    optimizer = (MasterAdamW if master else AutocastAdamW)(model.parameters(), work)
+
+    def forward(tokens: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not master):
+            logits = logits_of(model, tokens)
+        return loss_of(logits, labels)
+
+    return steps_of(compiled(forward, compile), optimizer, Batches(work))
 
 
 def rank() -> int:

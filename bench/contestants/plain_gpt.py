@@ -7,15 +7,13 @@ a tensor-parallel shard of the projection is a range of heads. `Trunk` may hold 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.contestants.common import AutocastAdamW, MasterAdamW, compiled, loss_of
-from bench.workload import Batches, Workload
+from bench.contestants.common import Step, in_one_process
+from bench.workload import Workload
 
 
 class Attention(nn.Module):
@@ -113,27 +111,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def build(work: Workload, attention: str = "sdpa", compile: bool = True, precision: str = "autocast") -> Callable[[], float]:
+def build(work: Workload, attention: str = "sdpa", compile: bool = True, precision: str = "autocast") -> Step:
     torch.manual_seed(1234)
-    model, batches = Trunk(work, attention), Batches(work)
-    optimizer: Any
-    if precision == "master":
-        model = model.to(torch.bfloat16)
-        optimizer = MasterAdamW(model.parameters(), work)
-    else:
-        optimizer = AutocastAdamW(model.parameters(), work)
-
-    def forward(tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            logits = model(tokens)
-        return loss_of(logits, labels)
-
-    run = compiled(forward, compile)
-
-    def step() -> float:
-        loss = run(*batches())
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
+    return in_one_process(Trunk(work, attention), lambda model, tokens: model(tokens), work, compile, precision)

@@ -17,12 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.contestants.common import AutocastAdamW, MasterAdamW, adamw, loss_of, rank
+from bench.contestants.common import AutocastAdamW, MasterAdamW, Step, adamw, loss_of, rank, steps_of
 from bench.contestants.plain_gpt import Trunk
 from bench.contestants.transformers_ import model_of
 from bench.workload import Batches, Workload
-
-Step = Callable[[], float]
 
 
 def build(work: Workload, kind: str, **settings: Any) -> Step:
@@ -38,16 +36,6 @@ def _compile_blocks(blocks: Any, wanted: bool) -> None:
         block.compile(dynamic=False)
 
 
-def _steps(forward: Callable[[Tensor, Tensor], Tensor], optimizer: Any, batches: Batches) -> Step:
-    def step() -> float:
-        loss = forward(*batches())
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
-
-
 def ddp(work: Workload, compile: bool = False, precision: str = "autocast") -> Step:
     """precision "master" reduces bf16 gradients, "autocast" fp32 ones."""
     model = model_of(work, "bloom", "eager")
@@ -60,7 +48,7 @@ def ddp(work: Workload, compile: bool = False, precision: str = "autocast") -> S
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
             return loss_of(replica(input_ids=tokens, use_cache=False).logits, labels)
 
-    return _steps(forward, optimizer, Batches(work, rank()))
+    return steps_of(forward, optimizer, Batches(work, rank()))
 
 
 def fsdp2(work: Workload, compile: bool = False, reduce: str = "float32") -> Step:
@@ -77,7 +65,7 @@ def fsdp2(work: Workload, compile: bool = False, reduce: str = "float32") -> Ste
     def forward(tokens: Tensor, labels: Tensor) -> Tensor:
         return loss_of(model(input_ids=tokens, use_cache=False).logits, labels)
 
-    return _steps(forward, optimizer, Batches(work, rank()))
+    return steps_of(forward, optimizer, Batches(work, rank()))
 
 
 class LocalAdamW:

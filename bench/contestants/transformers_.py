@@ -5,17 +5,14 @@ precision "master" is bf16 parameters with fp32 masters beside them, "autocast" 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import BloomConfig, GPT2Config
 from transformers.models.bloom.modeling_bloom import BloomForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
-from bench.contestants.common import AutocastAdamW, MasterAdamW, compiled, loss_of
-from bench.workload import Batches, Workload
+from bench.contestants.common import Step, in_one_process
+from bench.workload import Workload
 
 
 def bloom(work: Workload) -> nn.Module:
@@ -52,29 +49,10 @@ def model_of(work: Workload, shape: str, attention: str) -> nn.Module:
     return bloom(work) if shape == "bloom" else gpt2(work, attention)
 
 
-def build(
-    work: Workload, shape: str = "bloom", attention: str = "sdpa", compile: bool = False, precision: str = "autocast"
-) -> Callable[[], float]:
-    model, batches = model_of(work, shape, attention), Batches(work)
-    optimizer: Any
-    if precision == "master":
-        model = model.to(torch.bfloat16)
-        optimizer = MasterAdamW(model.parameters(), work)
-    else:
-        optimizer = AutocastAdamW(model.parameters(), work)
-    model.train()
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
 
-    def forward(tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            logits = model(input_ids=tokens, use_cache=False).logits
-        return loss_of(logits, labels)
 
-    run = compiled(forward, compile)
-
-    def step() -> float:
-        loss = run(*batches())
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
+def build(work: Workload, shape: str = "bloom", attention: str = "sdpa", compile: bool = False, precision: str = "autocast") -> Step:
+    return in_one_process(model_of(work, shape, attention).train(), _logits, work, compile, precision)
