@@ -34,6 +34,7 @@ class Library:
 
     def __init__(self, path: Path, level: str) -> None:
         self.path, self.level = path, level
+        _load_openmp()
         self._handle = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
 
@@ -123,7 +124,6 @@ def built(target: Target) -> Path:
     """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts together)."""
     installed = INSTALLED / f"{target.name}.so"
     if installed.exists() and _is_current(installed):
-        _load_openmp()
         return installed
     folder = cache_folder() / target.digest(compiling.compiler_version(compiling.compiler()))
     found = folder / f"{target.name}.so"
@@ -133,7 +133,6 @@ def built(target: Target) -> Path:
             if not found.exists():
                 with tempfile.TemporaryDirectory(dir=folder) as work:
                     compiling.build([target], folder, Path(work))
-    _load_openmp()
     return found
 
 

@@ -118,7 +118,7 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool) -> Tensor:
-    """x [s(/t), b, k], weight [n/t, k], bias [n/t] -> [s, b, n/t]. Also the tied head's product. Communication as above."""
+    """x [s(/t), b, k], weight [n/t, k], bias [n/t] -> [s, b, n/t]. Communication as above."""
     result: Tensor = _Linear.apply(x, group, sequence_parallel, 1, weight, *(() if bias is None else (bias,)))
     return result
 
