@@ -1,7 +1,8 @@
 """Collectives over a `Group`: no autograd, any device, any backend, counted.
 
 Each returns a `Pending`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of one
-nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory.
+nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory. Ranks of one host
+exchange host tensors through memory they share (`mpu.exchange`), the backend carries the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.mpu.exchange import Exchange, Ticket
 from megazero.mpu.grid import Group
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -23,7 +25,7 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Pending:
     """A collective under way. `wait()` may be called more than once."""
 
-    def __init__(self, work: dist.Work | None = None, after: Callable[[], object] | None = None) -> None:
+    def __init__(self, work: dist.Work | Ticket | None = None, after: Callable[[], object] | None = None) -> None:
         self._work, self._after = work, after
 
     def wait(self) -> None:
@@ -34,14 +36,13 @@ class Pending:
         self._work = self._after = None
 
 
-def is_host_backend(group: Group) -> bool:
-    """Whether the group's backend only takes host tensors."""
-    return group.handle is not None and dist.get_backend(group.handle) in ("gloo", "mpi")
+def _exchange(tensor: Tensor, group: Group) -> Exchange | None:
+    return group.exchange if group.exchange is not None and group.exchange.takes(tensor) else None
 
 
 def _staged(tensor: Tensor, group: Group) -> Tensor:
     """The tensor itself, or a pinned host copy where the backend cannot read the device."""
-    if not tensor.is_cuda or not is_host_backend(group):
+    if not tensor.is_cuda or not group.is_on_host:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor)
@@ -54,7 +55,11 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
     assert tensor.is_contiguous()
     group.traffic["all_reduce", tensor.dtype] += 2 * tensor.nbytes
     buffer = _staged(tensor, group)
-    work = dist.all_reduce(buffer, _OPS[op], group=group.handle, async_op=True)
+    work: dist.Work | Ticket | None
+    if exchange := _exchange(buffer, group):
+        work = exchange.all_reduce(buffer, op)
+    else:
+        work = dist.all_reduce(buffer, _OPS[op], group=group.handle, async_op=True)
     return Pending(work, None if buffer is tensor else lambda: tensor.copy_(buffer))
 
 
@@ -71,15 +76,18 @@ def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
     group.traffic["all_gather", output.dtype] += output.nbytes
     source = _staged(piece, group)
     target = output if source is piece else torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-    # Flat: gloo gathers no stack of tensors that have more than one dimension.
-    work = _all_gather_flat(target.view(-1), source.view(-1), group=group.handle, async_op=True)
+    work: dist.Work | Ticket | None
+    if exchange := _exchange(source, group):
+        work = exchange.all_gather(target, source)
+    else:  # flat: gloo gathers no stack of tensors that have more than one dimension
+        work = _all_gather_flat(target.view(-1), source.view(-1), group=group.handle, async_op=True)
     return Pending(work, None if target is output else lambda: output.copy_(target))
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
     """Sum `whole` [n*k] over the group and keep part `index` in `output` [k], which may be that part of `whole`.
 
-    On NCCL the library's own. On gloo, whose reduce-scatter is an all-reduce inside, every part is sent to its owner
+    On NCCL the library's own, within a host through shared memory. On gloo, whose reduce-scatter is an all-reduce inside, every part is sent to its owner
     once (all-to-all) and summed there in order of group index: half the bytes, and the same bits at every run.
     """
     if group.handle is None:
@@ -88,9 +96,14 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
         return Pending()
     assert output.is_contiguous() and whole.is_contiguous() and whole.numel() == group.size * output.numel()
     group.traffic["reduce_scatter", whole.dtype] += whole.nbytes
-    if not is_host_backend(group):
+    if not group.is_on_host:
         return Pending(_reduce_scatter_flat(output, whole, group=group.handle, async_op=True))
     source = _staged(whole, group)
+    if exchange := _exchange(source, group):
+        if source is whole:
+            return Pending(exchange.reduce_scatter(output, source))
+        part = source.view(group.size, -1)[group.index]
+        return Pending(exchange.reduce_scatter(part, source), lambda: output.view(-1).copy_(part))
     parts = torch.empty_like(source, memory_format=torch.contiguous_format).view(group.size, -1)
     work = dist.all_to_all_single(parts.view(-1), source.view(-1), group=group.handle, async_op=True)
 
@@ -109,11 +122,17 @@ def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> Pending:
         return Pending()
     group.traffic["broadcast", tensor.dtype] += tensor.nbytes
     buffer = _staged(tensor, group)
-    work = dist.broadcast(buffer, group.ranks[source_index], group=group.handle, async_op=True)
+    work: dist.Work | Ticket | None
+    if exchange := _exchange(buffer, group):
+        work = exchange.broadcast(buffer, source_index)
+    else:
+        work = dist.broadcast(buffer, group.ranks[source_index], group=group.handle, async_op=True)
     return Pending(work, None if buffer is tensor else lambda: tensor.copy_(buffer))
 
 
 def barrier(group: Group) -> None:
     """Return once every member has called this."""
-    if group.handle is not None:
+    if group.exchange is not None:
+        group.exchange.barrier()
+    elif group.handle is not None:
         dist.barrier(group.handle)

@@ -15,6 +15,10 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
+from fused_ops.native import library
+from megazero.mpu.exchange import Exchange
+from megazero.mpu.shared_memory import share_memory
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -73,6 +77,7 @@ class Group:
     ranks    global ranks of the members
     index    this rank's place among them
     handle   torch's process group; None in a group of one, whose collectives do nothing
+    exchange  the way through memory that all members share; None where they are on several hosts, or the backend takes device tensors
     traffic  bytes this rank handed to collectives, by (operation, dtype): a reduce-scatter's input, an all-gather's
              output, twice an all-reduce's tensor
     """
@@ -80,11 +85,17 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     handle: dist.ProcessGroup | None
+    exchange: Exchange | None = None
     traffic: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the backend only takes host tensors."""
+        return self.handle is not None and dist.get_backend(self.handle) in ("gloo", "mpi")
 
 
 def solo(rank: int = 0) -> Group:
@@ -124,11 +135,14 @@ def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
     return ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, dp)
 
 
-def build_grid(axes: Axes, device: str | torch.device = "cpu", timeout: timedelta | None = None) -> ProcessGrid:
+def build_grid(
+    axes: Axes, device: str | torch.device = "cpu", timeout: timedelta | None = None, *, shared_memory: bool = True
+) -> ProcessGrid:
     """The grid of this rank, over an initialised `torch.distributed` (or none, when the world is one process).
 
     Each rank creates only the groups it is a member of, in the same order everywhere, so start-up does not grow
-    with the number of groups. timeout: of their collectives (torch does not take it from the world's group). Raises ValueError when the axes do not multiply to the world size.
+    with the number of groups. timeout: of their collectives (torch does not take it from the world's group).
+    shared_memory: groups within a host exchange tensors through memory where the backend is the host's (gloo). Raises ValueError when the axes do not multiply to the world size.
     """
     if axes.world_size == 1 and not dist.is_initialized():
         return single_process_grid(device)
@@ -138,12 +152,12 @@ def build_grid(axes: Axes, device: str | torch.device = "cpu", timeout: timedelt
     at = axes.coordinates(rank)
     made: dict[tuple[int, ...], Group] = {}
     world = tuple(range(world_size))
-    made[world] = Group(world, rank, dist.group.WORLD if world_size > 1 else None)
+    made[world] = _group_of(world, rank, dist.group.WORLD if world_size > 1 else None, timeout, shared_memory)
 
     def group(ranks_of: Callable[[Coordinates], tuple[int, ...]]) -> Group:
         ranks = ranks_of(at)
         if ranks not in made:
-            made[ranks] = _new_group(ranks, rank, timeout)
+            made[ranks] = _new_group(ranks, rank, timeout, shared_memory)
         return made[ranks]
 
     tp, dp, pp = group(axes.tensor_ranks), group(axes.data_ranks), group(axes.pipeline_ranks)
@@ -152,10 +166,19 @@ def build_grid(axes: Axes, device: str | torch.device = "cpu", timeout: timedelt
     return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, tied, timeout)
 
 
-def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None) -> Group:
-    index = ranks.index(rank)
-    if len(ranks) == 1:
-        return Group(ranks, index, None)
-    handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-    assert isinstance(handle, dist.ProcessGroup)
-    return Group(ranks, index, handle)
+def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None, shared_memory: bool) -> Group:
+    handle = None
+    if len(ranks) > 1:
+        handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        assert isinstance(handle, dist.ProcessGroup)
+    return _group_of(ranks, rank, handle, timeout, shared_memory)
+
+
+def _group_of(ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, timeout: timedelta | None, shared_memory: bool) -> Group:
+    group = Group(ranks, ranks.index(rank), handle)
+    if handle is not None and shared_memory and group.is_on_host:
+        kernels = library.cpu_library(library.choice())
+        memory = share_memory(handle, group.index, group.size, kernels, timeout or dist.default_pg_timeout)
+        if memory is not None and kernels is not None:
+            group.exchange = Exchange(memory, kernels)
+    return group

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.mpu.collectives import Pending, is_host_backend
+from megazero.mpu.collectives import Pending
 from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.shared_memory import PeerError
 
 Channel = tuple[int, int, bool]
 """Sending stage, receiving stage, whether it carries gradients."""
@@ -52,10 +53,6 @@ class Tag(NamedTuple):
         return f"{kind} of micro-batch {self.micro_batch} at boundary {self.boundary}"
 
 
-class PeerError(RuntimeError):
-    """A neighbouring stage has failed, died, or not answered within the timeout."""
-
-
 class Channels:
     """The messages of this rank's stage with its neighbours.
 
@@ -68,7 +65,7 @@ class Channels:
     def __init__(self, grid: ProcessGrid, and_back: bool = False) -> None:
         self.grid, self.timeout = grid, grid.timeout
         self._stage, stages = grid.pp.index, grid.pp.size
-        self._by_tag = is_host_backend(grid.pp)
+        self._by_tag = grid.pp.is_on_host
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sent: dict[Channel, _Sent] = {}
         if stages > 1 and not self._by_tag:

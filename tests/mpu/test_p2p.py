@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.mpu import p2p
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.grid import Axes, Group, build_grid
 from megazero.mpu.p2p import Channels, PeerError, Tag
 from tests.ranks import run_ranks
 
@@ -52,7 +51,7 @@ def test_every_message_reaches_the_buffer_with_its_tag(dtype):
 def ordered_body(rank: int, axes: Axes) -> None:
     """As on NCCL: a group per channel and no tags. Twelve messages each way round the ring."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(p2p, "is_host_backend", lambda group: False)
+        patch.setattr(Group, "is_on_host", False)
         grid = build_grid(axes)
         channels = Channels(grid)
     me, stages = grid.at.pp, axes.pp

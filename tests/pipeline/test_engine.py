@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.batch import MicroBatch
-from megazero.mpu import p2p
-from megazero.mpu.grid import Axes, ProcessGrid, build_grid
+from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition
@@ -126,7 +125,7 @@ def body(rank: int, pp: int, cases: list[tuple], jitter: bool = False, and_back:
 def body_matched_by_order(rank: int, pp: int, cases: list[tuple]) -> list[tuple]:
     """As on NCCL: a group per channel, no tags, so that a message in the wrong place would be taken for another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(p2p, "is_host_backend", lambda group: False)
+        patch.setattr(Group, "is_on_host", False)
         groups = [[case for case in cases if (case[0] == "zb-v") == and_back] for and_back in (False, True)]
         return [result for and_back, group in enumerate(groups) for result in body(rank, pp, group, jitter=True, and_back=bool(and_back))]
 

@@ -1,0 +1,224 @@
+"""Collectives through shared memory: any sizes and order of waiting, ranks that die or are late, hosts that share nothing."""
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.mpu import shared_memory
+from megazero.mpu.collectives import Pending, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from megazero.mpu.grid import Axes, Group, build_grid
+from megazero.mpu.shared_memory import SLOT, SLOTS, PeerError
+from tests.ranks import run_ranks
+
+LARGEST = 3 * SLOT * SLOTS // 2
+"""Bytes: more than a rank's area, so that chunks wait for slots."""
+
+
+def world_of(size: int) -> Group:
+    group = build_grid(Axes(dp=size)).world
+    assert group.exchange is not None
+    return group
+
+
+def drawn(seed: int, rank: int, *shape: int) -> Tensor:
+    """Small whole numbers: sums are exact."""
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).float()
+
+
+Case = tuple[Pending, Callable[[], Tensor], Tensor]
+"""What is under way, what it gives, what it should."""
+
+
+def launched(kind: str, seed: int, group: Group, numel: int) -> Case:
+    """A random collective, with what every rank put into it made again here."""
+    size, index, part = group.size, group.index, max(1, numel // group.size)
+    if kind == "all_reduce":
+        tensor = drawn(seed, index, numel)
+        return all_reduce(tensor, group), lambda: tensor, sum(drawn(seed, rank, numel) for rank in range(size))
+    if kind == "max":
+        tensor = drawn(seed, index, numel)
+        return all_reduce(tensor, group, "max"), lambda: tensor, torch.stack([drawn(seed, r, numel) for r in range(size)]).amax(0)
+    if kind == "reduce_scatter":
+        whole = drawn(seed, index, size * part)
+        mine = slice(index * part, (index + 1) * part)
+        output = whole[mine] if seed % 2 else torch.empty(part)
+        return reduce_scatter(output, whole, group), lambda: output, sum(drawn(seed, rank, size * part)[mine] for rank in range(size))
+    if kind == "all_gather":
+        whole = torch.full((size * part,), 99.0)
+        piece = drawn(seed, index, part)
+        if seed % 2:
+            piece = whole[index * part : (index + 1) * part].copy_(piece)
+        return all_gather(whole, piece, group), lambda: whole, torch.cat([drawn(seed, rank, part) for rank in range(size)])
+    source = seed % size
+    tensor = drawn(seed, index, numel)
+    return broadcast(tensor, group, source), lambda: tensor, drawn(seed, source, numel)
+
+
+def many(rank: int, size: int, seed: int, jitter: bool) -> int:
+    """Launches in one order everywhere, waits in another, at times with other collectives between them."""
+    group, draw, pause = world_of(size), random.Random(seed), random.Random(rank)
+    cases: list[Case] = []
+    done = 0
+    for number in range(60):
+        kind = draw.choice(["all_reduce", "max", "reduce_scatter", "all_gather", "broadcast"])
+        numel = draw.choice([1, 2, 7, 1000, 5000, 70_001, LARGEST // 4 if number % 20 == 7 else 333_333])
+        cases.append(launched(kind, seed * 100 + number, group, numel))
+        if jitter:
+            time.sleep(pause.random() * 0.003)
+        while cases and draw.random() < 0.5:
+            pending, result, wanted = cases.pop(draw.randrange(len(cases)))
+            pending.wait()
+            assert torch.equal(result(), wanted)
+            done += 1
+        if draw.random() < 0.1:
+            barrier(group)
+    for pending, result, wanted in cases:
+        pending.wait()
+        assert torch.equal(result(), wanted)
+    return done + len(cases)
+
+
+@pytest.mark.parametrize("jitter", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_any_order_of_sizes_and_waits(size, jitter):
+    assert run_ranks(size, many, size, size, jitter) == [60] * size
+
+
+def sums(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of numbers whose sum depends on the order: the same bits on every rank, 16-bit numbers rounded once."""
+    group = world_of(size)
+    tensor = torch.randn(50_000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    small = tensor[:100].clone()
+    all_reduce(tensor, group).wait()
+    all_reduce(small, group).wait()
+    return tensor, small
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_the_same_bits_everywhere(dtype):
+    parts = [torch.randn(50_000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    exact = ((parts[0].to(wide) + parts[1].to(wide)) + parts[2].to(wide)).to(dtype)
+    for whole, small in run_ranks(3, sums, 3, dtype):
+        assert torch.equal(whole, exact) and torch.equal(small, exact[:100])
+
+
+def not_numbers(rank: int) -> list[Tensor]:
+    group = world_of(2)
+    found = []
+    for op in ("sum", "max", "min"):
+        tensor = torch.tensor([1.0, float("nan"), float("inf")]) if rank else torch.tensor([float("nan"), 1.0, 1.0])
+        all_reduce(tensor, group, op).wait()
+        found.append(tensor)
+    return found
+
+
+def test_nan_and_infinity_arrive():
+    for found in run_ranks(2, not_numbers):
+        for tensor, last in zip(found, (float("inf"), float("inf"), 1.0), strict=True):
+            assert tensor[:2].isnan().all() and tensor[2] == last
+
+
+def in_flight(rank: int) -> list[int]:
+    """Rank 0 launches more than the slots hold while rank 1 does not come; nothing of what it puts may be lost."""
+    group = world_of(2)
+    if rank:
+        time.sleep(0.3)
+    begin = time.monotonic()
+    tensors = [torch.full((SLOT // 4,), float(number + rank)) for number in range(2 * SLOTS)]
+    pending = [all_reduce(tensor, group) for tensor in tensors]
+    launching = time.monotonic() - begin
+    for work in pending:
+        work.wait()
+    assert rank or launching < 0.25, "a launch waited for another rank"
+    return [int(tensor[-1]) for tensor in tensors]
+
+
+def test_launching_does_not_wait():
+    assert run_ranks(2, in_flight) == [[2 * number + 1 for number in range(2 * SLOTS)]] * 2
+
+
+def nothing_shared(rank: int, monkeyed: str) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        if monkeyed == "host" and rank:
+            here = shared_memory._Host.here()
+            patch.setattr(shared_memory._Host, "here", lambda: shared_memory._Host("elsewhere", here.namespace, here.pid))
+        if monkeyed == "memory" and rank == 0:
+            patch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError("none here")))
+        if monkeyed == "kernels" and rank:
+            patch.setenv("MEGAZERO_FUSED", "reference")
+        group = build_grid(Axes(dp=2), shared_memory=monkeyed != "flag").world
+        tensor = torch.ones(3)
+        all_reduce(tensor, group).wait()
+        assert tensor.tolist() == [2.0] * 3
+        return group.exchange is None
+
+
+@pytest.mark.parametrize("monkeyed", ["host", "memory", "kernels", "flag"])
+def test_where_nothing_is_shared_the_backend_carries_it(monkeyed):
+    assert run_ranks(2, nothing_shared, monkeyed) == [True, True]
+
+
+def descriptors(rank: int) -> tuple[int, int]:
+    """Open files before and after; what the groups themselves keep is let go with them."""
+    build_grid(Axes(dp=2))
+    before = len(os.listdir("/proc/self/fd"))
+    group = world_of(2)
+    during = len(os.listdir("/proc/self/fd"))
+    assert during > before
+    barrier(group)
+    del group
+    return before, len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_open():
+    for before, after in run_ranks(2, descriptors):
+        assert after == before
+    assert not list(Path("/dev/shm").glob("*megazero*"))
+
+
+def lonely(rank: int, store: str, how: str, seconds: float, report) -> None:
+    """Rank 1 does not do its part of the second all-reduce."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    group = build_grid(Axes(dp=2), timeout=timedelta(seconds=seconds)).world
+    all_reduce(torch.ones(2), group).wait()
+    if rank:
+        if how == "dies":
+            os._exit(3)
+        if how == "leaves":
+            group.exchange = None
+        time.sleep(20)
+    begin = time.monotonic()
+    try:
+        all_reduce(torch.ones(2), group).wait()
+    except PeerError as error:
+        report.send((time.monotonic() - begin, str(error)))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "words"), [("dies", 60.0, "has ended"), ("leaves", 60.0, "has ended"), ("sleeps", 1.0, "for 1 s")]
+)
+def test_a_rank_that_does_not_come(how, seconds, words, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    here, report = context.Pipe(duplex=False)
+    ranks = [context.Process(target=lonely, args=(rank, str(tmp_path / "store"), how, seconds, report), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        assert here.poll(60), "nobody noticed"
+        took, message = here.recv()
+    finally:
+        for process in ranks:
+            process.kill()
+    assert words in message and "member 1" in message
+    assert took < 5
