@@ -184,7 +184,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
 def _introduce(run: Run, grid: ProcessGrid, prepared: Prepared, start: str, fence: Fence | None) -> None:
     """Print the banner; write the resolved run beside the checkpoints, where `--config` can take it from."""
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
-    print(overview(run, grid.axes, prepared.text, start, changes), end="\n\n", flush=True)
+    print(overview(run, grid, prepared.text, start, changes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()
         replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)

@@ -63,7 +63,7 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    yield build_grid(axes, device, timeout)
+    yield build_grid(axes, device, timeout, shared_memory=parallel.shared_memory)
     dist.barrier()
     dist.destroy_process_group()
 

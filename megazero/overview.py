@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
-from fused_ops.registry import describe
+from fused_ops.registry import COMPILED, describe
 from megazero import allocator
 from megazero import device as devices
-from megazero.build import chunk_layers, chunks_of, layer_costs, places_of, stage_specs
+from megazero.build import chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.model.count import parameters
-from megazero.mpu.grid import Axes
+from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.pipeline.simulate import Times, simulate
 from megazero.telemetry import banner
@@ -24,20 +25,30 @@ from megazero.zero.layout import pack
 from megazero.zero.placement import Column, Spread, columns, placements
 
 
-def overview(run: Run, axes: Axes, text: str, start: str, changes: list[tuple[str, object, object]]) -> str:
-    """The banner of a run on these axes. text: what the data is; start: from what it starts."""
+def overview(run: Run, grid: ProcessGrid, text: str, start: str, changes: list[tuple[str, object, object]]) -> str:
+    """The banner of a run on this grid. text: what the data is; start: from what it starts."""
+    axes = grid.axes
     micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     parts = [
         (f"megazero: {axes.world_size} ranks, tp {axes.tp} x pp {axes.pp} x dp {axes.dp}", banner.draw_grid(axes.pp, axes.dp, axes.tp)),
         ("Model", banner.pairs(_model(run))),
         (f"Memory of the model state, ZeRO-{run.parallel.zero_stage}", banner.stage_table(stage_bytes(run, axes))),
-        ("Schedule", banner.pairs(_schedule(run, axes, micro_batches))),
+        ("Schedule", banner.pairs([*_schedule(run, axes, micro_batches), *_communication(run, grid)])),
         ("Run", banner.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", banner.changes_table(changes)),
-        ("Ops", banner.fused_ops_table(describe(run.parallel.device))),
+        ("Ops", _ops(run)),
         ("Resolved run (run.yaml of the save folder; --config takes it)", _resolved(run)),
     ]
     return banner.sections(parts)
+
+
+def _ops(run: Run) -> str:
+    device = run.parallel.device
+    ops = compiled_ops(run, device)
+    table = banner.fused_ops_table(describe(device) | dict.fromkeys(ops, COMPILED))
+    if ops or not run.parallel.compile:
+        return table
+    return f"{table}\n" + banner.pairs([("--compile", "changes nothing: the ops it would compile have kernels here, which are faster")])
 
 
 def _model(run: Run) -> list[tuple[str, str]]:
@@ -85,10 +96,21 @@ def _schedule(run: Run, axes: Axes, micro_batches: int) -> list[tuple[str, str]]
     lines = [("pipeline", banner.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
     breadth_first = is_breadth_first(name, virtual)
     traffic = banner.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
-    extras = [word for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("overlapped", run.parallel.overlap)) if on]
-    if run.parallel.recompute_granularity != "none":
-        extras.append(f"{run.parallel.recompute_granularity} recompute")
-    return lines + [("gradients", traffic)] * bool(traffic) + [("communication", ", ".join(extras))] * bool(extras)
+    recompute = run.parallel.recompute_granularity
+    return lines + [("gradients", traffic)] * bool(traffic) + [("recompute", recompute)] * (recompute != "none")
+
+
+def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
+    """By which way the tensors of each axis travel; nothing where there is only one rank."""
+    ways = [(name, group, False) for name, group in (("tp", grid.tp), ("dp", grid.dp))] + [("pp", grid.pp, True)]
+    words = [f"{name} through {_way(group, messages)}" for name, group, messages in ways if group.handle is not None]
+    if words:
+        words += [word for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("overlapped", run.parallel.overlap)) if on]
+    return [("communication", ", ".join(words))] * bool(words)
+
+
+def _way(group: Group, messages: bool) -> str:
+    return "shared memory" if group.exchange is not None and not messages else dist.get_backend(group.handle)
 
 
 def _times(run: Run) -> Times:

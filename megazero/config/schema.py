@@ -98,6 +98,8 @@ class ParallelConfig:
     "Where tensors live."
     backend: str = option("auto", "--distributed-backend", choices=("auto", "gloo", "nccl", "mpi"))
     "Communication library; auto: nccl on cuda, gloo on cpu."
+    shared_memory: bool = option(True)
+    "With gloo: ranks of one host exchange tensors through memory they share; needs the compiled kernels."
     distributed_timeout_minutes: float = option(10.0)
     "A collective that waits longer than this fails the run."
 

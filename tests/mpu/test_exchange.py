@@ -29,6 +29,10 @@ def world_of(size: int) -> Group:
     return group
 
 
+def total(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
 def drawn(seed: int, rank: int, *shape: int) -> Tensor:
     """Small whole numbers: sums are exact."""
     return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).float()
@@ -43,7 +47,7 @@ def launched(kind: str, seed: int, group: Group, numel: int) -> Case:
     size, index, part = group.size, group.index, max(1, numel // group.size)
     if kind == "all_reduce":
         tensor = drawn(seed, index, numel)
-        return all_reduce(tensor, group), lambda: tensor, sum(drawn(seed, rank, numel) for rank in range(size))
+        return all_reduce(tensor, group), lambda: tensor, total([drawn(seed, rank, numel) for rank in range(size)])
     if kind == "max":
         tensor = drawn(seed, index, numel)
         return all_reduce(tensor, group, "max"), lambda: tensor, torch.stack([drawn(seed, r, numel) for r in range(size)]).amax(0)
@@ -51,7 +55,7 @@ def launched(kind: str, seed: int, group: Group, numel: int) -> Case:
         whole = drawn(seed, index, size * part)
         mine = slice(index * part, (index + 1) * part)
         output = whole[mine] if seed % 2 else torch.empty(part)
-        return reduce_scatter(output, whole, group), lambda: output, sum(drawn(seed, rank, size * part)[mine] for rank in range(size))
+        return reduce_scatter(output, whole, group), lambda: output, total([drawn(seed, rank, size * part)[mine] for rank in range(size)])
     if kind == "all_gather":
         whole = torch.full((size * part,), 99.0)
         piece = drawn(seed, index, part)

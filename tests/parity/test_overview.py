@@ -20,7 +20,7 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     held = job.state.bytes()
     optimizer = sum(held.get(column.value, 0) for column in (Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ))
-    text = overview(job.run, job.grid.axes, "words", "from scratch", [("tp", 1, 2)])
+    text = overview(job.run, job.grid, "words", "from scratch", [("tp", 1, 2)])
     return (told.weights, told.gradients, told.optimizer), (held[Column.PARAMETER.value], held[Column.GRADIENT.value], optimizer), text
 
 
