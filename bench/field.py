@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.workload import TUNED, Entry, Workload
+from megazero import allocator
 
 W1 = Workload("W1")
 W2 = replace(W1, name="W2", vocabulary=50304)
@@ -34,7 +35,9 @@ class Table:
 
 
 def megazero(name: str, *layout: str, replicas: int = 1) -> Entry:
-    return Entry(name, "megazero_", {"layout": list(layout), "replicas": replicas}, replicas=replicas)
+    """With the allocator as the program sets it for itself."""
+    given = {"layout": list(layout), "replicas": replicas}
+    return Entry(name, "megazero_", given, {allocator.VARIABLE: allocator.settings()}, replicas=replicas)
 
 
 def bloom(name: str, note: str = "", tuned: bool = True, **settings: Any) -> Entry:

@@ -20,6 +20,11 @@ TUNABLES = {
 VARIABLE, CHOICE = "GLIBC_TUNABLES", "MEGAZERO_ALLOCATOR"
 
 
+def settings() -> str:
+    """The settings as glibc reads them from its variable."""
+    return ":".join(f"{name}={value}" for name, value in TUNABLES.items())
+
+
 def restart_with_settings() -> None:
     """Start this very command again with the settings, in the same process; returns where that has been done or cannot be.
 
@@ -29,9 +34,8 @@ def restart_with_settings() -> None:
     given = os.environ.get(VARIABLE, "")
     if os.environ.get(CHOICE) == "system" or "glibc.malloc." in given or platform.libc_ver()[0] != "glibc":
         return
-    settings = ":".join([*([given] if given else []), *(f"{name}={value}" for name, value in TUNABLES.items())])
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: settings})
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: f"{given}:{settings()}".lstrip(":")})
 
 
 def describe() -> str:

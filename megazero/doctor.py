@@ -22,6 +22,7 @@ from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from megazero import allocator
 from megazero import device as devices
+from megazero.mpu.shared_memory import lacking
 
 OLDEST_TORCH = (2, 11)
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -121,6 +122,9 @@ def _backends() -> Iterator[Finding]:
     tests: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     there = [name for name, test in tests.items() if test()]
     yield Finding("backends", ", ".join(there) or "none", "" if "gloo" in there else "several ranks on a CPU need gloo", not there)
+    missing = lacking() or ("" if library.cpu_library(library.choice()) else "it needs the kernels")
+    advice = f"{missing}: collectives of ranks on one host go through gloo, up to ten times slower"
+    yield Finding("shared memory", "none" if missing else "between ranks of one host", advice if missing else "")
 
 
 def _optional() -> Iterator[Finding]:

@@ -6,7 +6,6 @@ the size of /dev/shm does not limit it. Only pages that are used take memory.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -14,9 +13,11 @@ import select
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -129,35 +130,53 @@ def _total_bytes(size: int) -> int:
     return _header_bytes(size) + size * SLOTS * SLOT
 
 
+def lacking() -> str:
+    """What this system lacks for sharing memory; empty where nothing."""
+    absent = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+    return f"os.{absent[0]} is missing" if absent else "" if Path("/proc/self/ns/pid").exists() else "there is no /proc"
+
+
 def share_memory(handle: dist.ProcessGroup, index: int, size: int, library: Library | None, timeout: timedelta) -> SharedMemory | None:
     """The memory of a group whose ranks are all on this host; None, on all of them, where that is not so or cannot be had.
 
-    library: the compiled kernels, which some rank may lack. Communicates two small gathers of Python objects over `handle`.
+    library: the compiled kernels, which some rank may lack. Communicates three small gathers of Python objects over `handle`.
     """
-    host = None
-    with contextlib.suppress(OSError):
-        host = _Host.here() if library is not None else None
-    hosts: list[_Host | None] = [None] * size
-    dist.all_gather_object(hosts, host, group=handle)
-    known = [found for found in hosts if found is not None]
-    if len(known) < size or len({(found.boot, found.namespace) for found in known}) > 1:
+    found = _gathered(handle, size, _Host.here() if library is not None and not lacking() else None)
+    hosts = [host for host in found if host is not None]
+    if library is None or len(hosts) < size or len({(host.boot, host.namespace) for host in hosts}) > 1:
         return None
     memory, file = None, None
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        if index == 0:
-            file = os.memfd_create("megazero", os.MFD_CLOEXEC)
-            os.truncate(file, _total_bytes(size))
-    files: list[int | None] = [None] * size
-    dist.all_gather_object(files, file, group=handle)
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        if files[0] is not None:
-            assert library is not None
-            opened = file if file is not None else os.open(f"/proc/{known[0].pid}/fd/{files[0]}", os.O_RDWR | os.O_CLOEXEC)
-            memory = SharedMemory(opened, [found.pid for found in known], index, library, timeout)
-            if index != 0:
-                os.close(opened)
-    worked: list[bool] = [False] * size
-    dist.all_gather_object(worked, memory is not None, group=handle)
+    with suppress(OSError):
+        file = _created(size) if index == 0 else None
+    first = _gathered(handle, size, file)[0]
+    with suppress(OSError, ValueError):
+        if first is not None:
+            memory = _opened(first, hosts, index, library, timeout)
+    worked = _gathered(handle, size, memory is not None)
     if file is not None:
         os.close(file)
     return memory if all(worked) else None
+
+
+T = TypeVar("T")
+
+
+def _gathered(handle: dist.ProcessGroup, size: int, own: T) -> list[T]:
+    every: list[T] = [own] * size
+    dist.all_gather_object(every, own, group=handle)
+    return every
+
+
+def _created(size: int) -> int:
+    file = os.memfd_create("megazero", os.MFD_CLOEXEC)
+    os.truncate(file, _total_bytes(size))
+    return file
+
+
+def _opened(first: int, hosts: Sequence[_Host], index: int, library: Library, timeout: timedelta) -> SharedMemory:
+    """first: the file as the first member knows it."""
+    file = os.open(f"/proc/{hosts[0].pid}/fd/{first}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return SharedMemory(file, [host.pid for host in hosts], index, library, timeout)
+    finally:
+        os.close(file)
