@@ -58,7 +58,7 @@ class Case:
         parts += ["tied" if self.tied else "untied", self.positions, f"n{self.heads}", f"L{self.layers}", f"V{self.vocab}"]
         return "-".join([*parts, f"acc{self.accumulation}", f"drop{self.dropout}"])
 
-    def model_flags(self) -> list[str]:
+    def model_flags(self, precision: str = "fp64") -> list[str]:
         """What the model and the optimizer step compute: the same on one process."""
         flags = {
             "--num-layers": self.layers,
@@ -76,7 +76,7 @@ class Case:
             "--label-smoothing": self.smoothing,
             "--z-loss": 1e-3 if self.smoothing else 0.0,
             "--global-batch-size": self.micro_batch * self.dp * self.accumulation,
-            "--precision": "fp64",
+            "--precision": precision,
             "--clip-grad": 0.5,
             "--lr": 1e-3,
             "--init-method-std": 0.1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from torch import Tensor, nn
 
 from megazero.build import axes_of
@@ -55,17 +56,19 @@ def job_on_rank(rank: int, size: int, flags: list[str]) -> tuple[Job, Recorder]:
     return job, recorder
 
 
-def train_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
+def train_on_rank(rank: int, size: int, flags: list[str], fused: str) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
     """Train to the end."""
-    job, recorder = job_on_rank(rank, size, flags)
-    job.fit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGAZERO_FUSED", fused)
+        job, recorder = job_on_rank(rank, size, flags)
+        job.fit()
     job.state.wait_parameters()
     return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
 
 
-def train(size: int, flags: list[str]) -> Outcome:
-    """The run on `size` ranks. Replicas of a parameter must be equal to the bit."""
-    results = run_ranks(size, train_on_rank, size, flags)
+def train(size: int, flags: list[str], fused: str = "auto") -> Outcome:
+    """The run on `size` ranks, with these bodies of the ops. Replicas of a parameter must be equal to the bit."""
+    results = run_ranks(size, train_on_rank, size, flags, fused)
     records, losses, _ = results[0]
     return Outcome(records, losses, assemble([pieces for _, _, pieces in results]))
 
