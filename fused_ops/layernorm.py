@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_ops.blocks import wide
+from fused_ops.compiled import compilable
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -57,12 +58,22 @@ class _RMSNorm(torch.autograd.Function):
         return (grad - unit.mul_(inner)).mul_(scale).to(x.dtype), grad_weight, None
 
 
-def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _normalised(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm, or RMSNorm where there is no bias. fp32 and fp64 LayerNorm: torch's own op."""
     if bias is not None and wide(x.dtype) == x.dtype:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     result: Tensor = _RMSNorm.apply(x, weight, eps) if bias is None else _WideLayerNorm.apply(x, weight, bias, eps)
     return result
+
+
+_reference = compilable(_normalised)
+
+
+@compilable
+def _reference_of_sum(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """(normalised, sum)."""
+    total = x + residual
+    return _normalised(total, weight, bias, eps), total
 
 
 class _Norm(torch.autograd.Function):
@@ -107,8 +118,9 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
     library = kernels(*(tensor for tensor in (x, residual, weight, bias) if tensor is not None))
     same_shape = residual is None or residual.shape == x.shape
     if library is None or not x.numel() or not same_shape or weight.shape != x.shape[-1:]:
-        total = x if residual is None else x + residual
-        return _reference(total, weight, bias, eps), total
+        if residual is None:
+            return _reference(x, weight, bias, eps), x
+        return _reference_of_sum(x, residual, weight, bias, eps)
     result = _Norm.apply(x, residual, weight, bias, eps, library)
     return (result, x) if residual is None else result
 

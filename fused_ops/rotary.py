@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fused_ops.blocks import wide
-from fused_ops.native.library import kernels, suffix
+from fused_ops.compiled import compilable
+from fused_ops.native.library import Library, kernels, suffix
 
 
 def rotary_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -32,9 +33,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, turned: int) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, turned: int, library: Library | None) -> Tensor:
     """x [s, b, groups, heads, d] with the first `turned` heads of each group rotated, tables [s, d/2]; sign -1: back."""
-    library = kernels(x) if x.numel() and cos.dtype == torch.float32 else None
     if library is None:
         shape = cos.shape[0], 1, 1, 1, cos.shape[1]
         angles = cos.view(shape), sin.view(shape) * sign
@@ -65,16 +65,31 @@ class _RotaryHeads(torch.autograd.Function):
     """The same for heads in groups of which some are rotated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int, library: Library | None) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turned = turned
-        return _turned(x, cos, sin, 1.0, turned)
+        ctx.turned, ctx.library = turned, library
+        return _turned(x, cos, sin, 1.0, turned, library)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, -1.0, ctx.turned), None, None, None
+        return _turned(grads[0], cos, sin, -1.0, ctx.turned, ctx.library), None, None, None, None
+
+
+@compilable
+def _reference(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    result: Tensor = _RotaryHeads.apply(x, cos, sin, turned, None)
+    return result
+
+
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    """x [s, b, groups, heads, d], tables [s, d/2]."""
+    library = kernels(x) if x.numel() and cos.dtype == torch.float32 else None
+    if library is None:
+        return _reference(x, cos, sin, turned)
+    result: Tensor = _RotaryHeads.apply(x, cos, sin, turned, library)
+    return result
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -84,8 +99,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if x.dim() == 4 and cos.shape == sin.shape == (x.shape[0], 1, 1, x.shape[3] // 2):
         tables = cos[:, 0, 0], sin[:, 0, 0]
-        heads: Tensor = _RotaryHeads.apply(x.unsqueeze(2), *tables, x.shape[2])
-        return heads.squeeze(2)
+        return _rotate_heads(x.unsqueeze(2), *tables, x.shape[2]).squeeze(2)
     result: Tensor = _Rotary.apply(x, cos, sin)
     return result
 
@@ -98,5 +112,4 @@ def rotate_mixed(mixed: Tensor, groups: int, repeats: int, cos: Tensor, sin: Ten
     s, b, width = mixed.shape
     heads = mixed.view(s, b, groups, repeats + 2, width // (groups * (repeats + 2)))
     half = heads.shape[-1] // 2
-    result: Tensor = _RotaryHeads.apply(heads, cos.view(s, half), sin.view(s, half), repeats + 1)
-    return result.view(s, b, width)
+    return _rotate_heads(heads, cos.view(s, half), sin.view(s, half), repeats + 1).view(s, b, width)

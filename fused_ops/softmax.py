@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fused_ops.blocks import block_elements, wide
+from fused_ops.compiled import compilable, runs_compiled
 from fused_ops.native.library import kernels, suffix
 
 
@@ -119,14 +120,52 @@ class _Softmax(torch.autograd.Function):
         return probs, None, None, None
 
 
+class _Whole(torch.autograd.Function):
+    """All scores at once, out of place: what torch.compile fuses into one pass, where eager torch would make whole copies in fp32.
+
+    Saves the probabilities only, rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+        queries, keys = scores.shape[2:]
+        key = torch.arange(keys, device=scores.device)
+        values = scores.to(wide(scores.dtype)) * scale
+        if slopes is not None:
+            values = values + slopes.to(values.dtype).view(-1, 1, 1) * key
+        hidden = key > torch.arange(keys - queries, keys, device=scores.device).unsqueeze(1)
+        if documents is not None:
+            hidden = hidden | (documents[:, None, keys - queries :, None] != documents[:, None, None, :])
+        probs = torch.softmax(values.masked_fill(hidden, -math.inf), dim=-1).to(scores.dtype)
+        ctx.save_for_backward(probs)
+        ctx.scale = scale
+        return probs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (probs,) = ctx.saved_tensors
+        p = probs.to(wide(probs.dtype))
+        weighted = p * grads[0]
+        return ((weighted - p * weighted.sum(-1, keepdim=True)) * ctx.scale).to(probs.dtype), None, None, None
+
+
+@compilable
+def _whole(scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    result: Tensor = _Whole.apply(scores, scale, slopes, documents)
+    return result
+
+
 def scaled_causal_alibi_softmax(scores: Tensor, scale: float, slopes: Tensor | None, *, documents: Tensor | None = None) -> Tensor:
     """softmax(scale * scores + slope * key position) over the visible keys, in place on `scores` [b, n, sq, sk], contiguous.
 
     Query i sits at position sk - sq + i and sees keys up to its own. slopes [n]: of this rank's heads, or None.
     documents int64 [b, sk]: a query sees keys of its own document only. 16-bit scores are computed in fp32 and rounded
     once; fp32 and fp64 in their own dtype. The result lies in the scores' storage; backward overwrites it by the gradient, so
-    it must not be read after, and a graph runs backward once.
+    it must not be read after, and a graph runs backward once. (Compiled, it lies in memory of its own.)
     """
     assert scores.is_contiguous() and scores.shape[3] >= scores.shape[2]
+    if runs_compiled() and kernels(scores) is None:
+        return _whole(scores, scale, slopes, documents)
     result: Tensor = _Softmax.apply(scores, scale, slopes, documents)
     return result

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_ops.blocks import wide
+from fused_ops.compiled import compilable
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -31,6 +32,12 @@ class _Reference(torch.autograd.Function):
         # d silu(x)/dx = s + x s (1 - s), s = sigmoid(x)
         slope = (1 - sigmoid).mul_(value).add_(1).mul_(sigmoid)
         return slope.mul_(grad).mul_(up).to(gate.dtype), grad_up.to(up.dtype)
+
+
+@compilable
+def _reference(gate: Tensor, up: Tensor) -> Tensor:
+    result: Tensor = _Reference.apply(gate, up)
+    return result
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
@@ -91,8 +98,9 @@ class _MergedKernel(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both [..., f]."""
     library = kernels(gate, up)
-    apply = _Reference.apply if library is None or not gate.numel() else lambda *both: _Kernel.apply(*both, library)
-    result: Tensor = apply(gate, up)
+    if library is None or not gate.numel():
+        return _reference(gate, up)
+    result: Tensor = _Kernel.apply(gate, up, library)
     return result
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from fused_ops.registry import compiled
 from megazero.config.derive import padded_vocab, pipeline_schedule
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
@@ -87,12 +88,18 @@ def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list
                 seed=run.data.seed,
                 label_smoothing=run.optimizer.label_smoothing,
                 z_loss=run.optimizer.z_loss,
+                compile=run.parallel.compile,
                 device=device,
                 tied_across_stages=tied and not together,
                 shared_embedding=None if first is None else first.word,
             )
         )
     return stages
+
+
+def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
+    """The ops that --compile compiles on this device; none without the flag, or where all that it would compile have kernels."""
+    return compiled(device, compute_dtype(run.optimizer.precision)) if run.parallel.compile else ()
 
 
 def places_of(run: Run, pp_index: int, tp_index: int) -> list[list[list[Place]]]:

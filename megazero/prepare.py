@@ -10,7 +10,9 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megazero.build import axes_of, with_vocabulary
+from fused_ops.compiled import try_compiler
+from megazero import device as devices
+from megazero.build import axes_of, compiled_ops, with_vocabulary
 from megazero.checkpoint.compat import Change, compare, run_from
 from megazero.checkpoint.manager import Found, find
 from megazero.config.level import ConfigError
@@ -45,7 +47,7 @@ class Prepared:
 
 def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
-    problems = _unusable_places(run)
+    problems = [*_unusable_places(run), *_uncompilable(run)]
     if problems:
         raise ConfigError(problems)
     try:
@@ -116,6 +118,14 @@ def _unusable_places(run: Run) -> list[str]:
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
     return problems
+
+
+def _uncompilable(run: Run) -> list[str]:
+    """What --compile would fail with in the middle of the first step. Where every op has a kernel, nothing is compiled."""
+    on_cuda = run.parallel.device == "cuda" or (run.parallel.device == "auto" and devices.cuda_available())
+    kind = "cuda" if on_cuda else "cpu"
+    reason = try_compiler(kind) if compiled_ops(run, kind) else None
+    return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
 
 
 def _closed(folder: str) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero import device as devices
 from megazero.batch import MicroBatch
+from megazero.build import compiled_ops
 from megazero.config.schema import Run
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
@@ -69,6 +70,7 @@ class Trainer:
     asked_to_stop: Tensor = field(init=False)
     saved_at: int = -1
     steps_here: int = 0
+    first_seconds: float = 0.0
     usual_memory: int = 0
 
     def __post_init__(self) -> None:
@@ -118,6 +120,7 @@ class Trainer:
         self.scaler.update(bad)
         self.asked_to_stop = asked
         self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
+        seconds = time.perf_counter() - began
         self.log.step(
             StepValues(
                 iteration=self.position.iteration,
@@ -129,9 +132,10 @@ class Trainer:
                 loss_scale=scale,
                 skipped=bad,
                 global_batch_size=size,
-                step_seconds=time.perf_counter() - began,
+                step_seconds=seconds,
             )
         )
+        self.tell_compilation(seconds)
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
         """Each value's sum over all ranks, in one message, in float64."""
@@ -170,6 +174,13 @@ class Trainer:
             self.usual_memory = held
         elif held > GROWTH * self.usual_memory or devices.host_memory_is_short():
             devices.return_free_memory(self.grid.device)
+
+    def tell_compilation(self, seconds: float) -> None:
+        """Where --compile compiles something, once: what the first step took with compilation, and the second without."""
+        if self.steps_here == 0:
+            self.first_seconds = seconds
+        elif self.steps_here == 1 and compiled_ops(self.run, self.grid.device):
+            self.log.note(f"--compile: the first step took {self.first_seconds:.1f} s with compilation, the second {seconds:.1f} s")
 
     def should_stop(self, signals: StopSignals) -> bool:
         """Whether all ranks stop after this step: what one of them learned travelled with the step's scalars."""

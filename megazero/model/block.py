@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fused_ops.compiled import compiled_bodies
 from megazero.batch import MicroBatch
 from megazero.model.attention import Attention
 from megazero.model.dropout import HiddenDropout, Site
@@ -16,6 +17,7 @@ class Block(nn.Module):
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
+        self.compile_ops = layout.compile
         name = f"blocks.{number}"
         self.attention_norm = layout.norm(f"{name}.attention_norm")
         self.attention = Attention(number, layout)
@@ -25,6 +27,7 @@ class Block(nn.Module):
         self.mlp_dropout = HiddenDropout(number, Site.MLP_OUTPUT, layout)
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        attended = self.attention_dropout(self.attention(self.attention_norm(hidden), batch), batch.samples)
-        hidden, normalised = self.mlp_norm.of_sum(attended, hidden)
-        return self.mlp_dropout.add(self.mlp(normalised), hidden, batch.samples)
+        with compiled_bodies(self.compile_ops):
+            attended = self.attention_dropout(self.attention(self.attention_norm(hidden), batch), batch.samples)
+            hidden, normalised = self.mlp_norm.of_sum(attended, hidden)
+            return self.mlp_dropout.add(self.mlp(normalised), hidden, batch.samples)

@@ -25,6 +25,7 @@ class ModelLayout:
     recompute            none, selective (the attention core), full (whole blocks)
     recompute_num_layers with full: blocks whose global number is a multiple of this
     seed                 keys dropout
+    compile              ops of the blocks without a kernel run what torch.compile makes of them
     label_smoothing, z_loss  of the training loss; evaluation is plain cross-entropy
     """
 
@@ -38,6 +39,7 @@ class ModelLayout:
     seed: int = 1234
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:

@@ -110,6 +110,7 @@ def build_stage(
     seed: int = 1234,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    compile: bool = False,
     device: torch.device | str = "cpu",
     tied_across_stages: bool = False,
     shared_embedding: VocabParallelEmbedding | None = None,
@@ -126,6 +127,7 @@ def build_stage(
         seed,
         label_smoothing,
         z_loss,
+        compile,
     )
     return Stage(layout, spec, tied_across_stages=tied_across_stages, shared_embedding=shared_embedding)
 

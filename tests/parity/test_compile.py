@@ -1,0 +1,112 @@
+"""--compile is the same program: every gradient, loss, norm and weight of a layout with it against the same layout without, in float64.
+
+Where it could go wrong: recomputation runs a compiled forward inside a backward, a split backward keeps what a layer saved beyond
+the backward that compiled code frees, and each body must be compiled once, not once per layer, chunk or step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_ops.native.compile import CompileError, compiler
+from megazero.telemetry.record import StepRecord
+from tests.parity.training import data_flags, job_on_rank
+from tests.places import worst_difference
+from tests.ranks import run_ranks
+
+STEPS = 3
+MODEL = ["--num-layers", "6", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+NUMBERS = ["--precision", "fp64", "--micro-batch-size", "1", "--global-batch-size", "8", "--bucket-size", "2000"]
+LLAMA = [
+    "--position-embedding",
+    "rotary",
+    "--norm",
+    "rmsnorm",
+    "--activation",
+    "swiglu",
+    "--num-query-groups",
+    "2",
+    "--disable-bias-linear",
+]
+DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+EVEN = ["--partition", "1", "2", "2", "1"]
+# Name -> ranks, flags, bodies that are compiled: a norm, a norm of a sum, and softmax; or both norms, rotary and SwiGLU.
+LAYOUTS: dict[str, tuple[int, list[str], int]] = {
+    "one": (1, ["--document-mask", "--eod-id", "7"], 3),
+    "llama-one-full": (1, [*LLAMA, "--recompute-granularity", "full", "--recompute-num-layers", "2"], 4),
+    "tp2-sp-pp2-selective": (
+        4,
+        ["--tp", "2", "--pp", "2", "--sequence-parallel", "--recompute-granularity", "selective", *DROPOUT],
+        3,
+    ),
+    "pp2-interleaved-zero1": (4, ["--pp", "2", "--virtual-stages", "3", "--zero-stage", "1"], 3),
+    "llama-zb-h1-zero2-full": (
+        4,
+        [*LLAMA, "--pp", "2", "--pipeline-schedule", "zb-h1", "--zero-stage", "2", "--recompute-granularity", "full", *DROPOUT],
+        5,
+    ),
+    "llama-zb-v-tp2": (4, [*LLAMA, "--pp", "2", "--tp", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", *EVEN], 4),
+    "zb-v-zero2-selective": (
+        4,
+        [
+            "--pp",
+            "2",
+            "--pipeline-schedule",
+            "zb-v",
+            "--virtual-stages",
+            "2",
+            *EVEN,
+            "--zero-stage",
+            "2",
+            "--recompute-granularity",
+            "selective",
+        ],
+        3,
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_compiler() -> None:
+    try:
+        compiler()
+    except CompileError:
+        pytest.skip("no compiler, nothing is compiled")
+
+
+def steps_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepRecord], list[dict[str, Tensor]], dict[str, Tensor], int]:
+    """Records; first moments after each step, which hold its gradients; weights; compiled graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    job, recorder = job_on_rank(rank, size, flags)
+    moments = []
+    for _ in range(STEPS):
+        job.trainer.train_step(stop=False)
+        job.trainer.after_step()
+        moments.append({f"{i}": fragment.exp_avg.clone() for i, fragment in enumerate(job.optimizer.fragments())})
+    job.trainer.evaluate()
+    job.state.wait_parameters()
+    weights = {name: p.detach().clone() for stage in job.stages for name, p in stage.named_parameters()}
+    return recorder.records, moments, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compiled_equals_plain(name: str, corpus: Path, tmp_path: Path) -> None:
+    ranks, layout, bodies = LAYOUTS[name]
+    flags = [*MODEL, *NUMBERS, *layout, *data_flags(corpus, tmp_path / "cache"), "--train-iters", str(STEPS)]
+    plain = run_ranks(ranks, steps_on_rank, ranks, flags)
+    compiled = run_ranks(ranks, steps_on_rank, ranks, [*flags, "--compile"])
+    assert [graphs for *_, graphs in plain] == [0] * ranks
+    assert [graphs for *_, graphs in compiled] == [bodies + 1] * ranks  # and the trial before the run
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert ours[2].keys() == theirs[2].keys() and not any("_orig_mod" in key for key in ours[2])
+        for mine, other in zip([*ours[1], ours[2]], [*theirs[1], theirs[2]], strict=True):
+            assert worst_difference(mine, other, floor=1e-13)[0] < 1e-11
+        for record, other_record in zip(ours[0], theirs[0], strict=True):
+            assert record.loss == pytest.approx(other_record.loss, rel=1e-12)
+            assert record.grad_norm == pytest.approx(other_record.grad_norm, rel=1e-11)
