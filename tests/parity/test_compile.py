@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from fused_ops.native.compile import CompileError, compiler
+from megazero.config.parse import ConfigError, parse_run
+from megazero.data.progress import silent
+from megazero.prepare import prepare
 from megazero.telemetry.record import StepRecord
 from tests.parity.training import data_flags, job_on_rank
 from tests.places import worst_difference
@@ -110,3 +113,10 @@ def test_compiled_equals_plain(name: str, corpus: Path, tmp_path: Path) -> None:
         for record, other_record in zip(ours[0], theirs[0], strict=True):
             assert record.loss == pytest.approx(other_record.loss, rel=1e-12)
             assert record.grad_norm == pytest.approx(other_record.grad_norm, rel=1e-11)
+
+
+def test_a_missing_compiler_is_an_error_of_the_flag_before_training(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = parse_run([*MODEL, *NUMBERS, *data_flags(corpus, tmp_path / "cache"), "--device", "cpu", "--compile"], 1)
+    with pytest.raises(ConfigError, match="--compile: no C\\+\\+ compiler"):
+        prepare(run, 1, silent)
