@@ -22,6 +22,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas")
 LEVELS = {
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "avx2": ("-march=x86-64-v3",),
     "generic": (),
@@ -47,9 +48,9 @@ class Target:
     def sources(self) -> list[Path]:
         return sorted((SOURCES / self.folder).glob("*.cpp"))
 
-    def digest(self, compiler: str) -> str:
-        """Of everything that decides what the library is: its sources, all headers, flags, compiler."""
-        text = hashlib.sha256(json.dumps([self.name, self.flags, self.includes, self.links, compiler]).encode())
+    def digest(self) -> str:
+        """Of everything that decides what the library does: its sources, all headers, flags."""
+        text = hashlib.sha256(json.dumps([self.name, self.flags, self.includes, self.links]).encode())
         for path in sorted([*SOURCES.rglob("*.h"), *self.sources]):
             text.update(path.name.encode() + path.read_bytes())
         return text.hexdigest()[:20]

@@ -1,13 +1,14 @@
 """The compiled kernels of this process: found, or compiled once per machine, and loaded.
 
 `MEGAZERO_FUSED` says which body of the ops runs on the CPU: `auto` (default: the best instruction set of the machine),
-`reference` (the plain torch bodies), or one of `avx512`, `avx2`, `generic` at most.
+`reference` (the plain torch bodies), or one of `avx512_bf16`, `avx512`, `avx2`, `generic` at most.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import os
 import tempfile
 import warnings
@@ -84,8 +85,18 @@ def suffix(dtype: torch.dtype) -> str:
 
 
 def level() -> str:
-    """The best level that this processor has."""
-    return _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "generic")
+    """The best level that this processor has. torch names AVX-512 but not its bf16 conversions; Linux does, where it saves their registers."""
+    found = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "generic")
+    return "avx512_bf16" if found == "avx512" and "avx512_bf16" in _processor_flags() else found
+
+
+@cache
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 @cache
@@ -121,18 +132,27 @@ def torch_library(asked: str) -> Library | None:
 
 
 def built(target: Target) -> Path:
-    """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts together)."""
+    """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts together).
+
+    The cache holds a library per compiler. Without one, another machine's serves, where the cache is shared.
+    """
     installed = INSTALLED / f"{target.name}.so"
     if installed.exists() and _is_current(installed):
         return installed
-    folder = cache_folder() / target.digest(compiling.compiler_version(compiling.compiler()))
-    found = folder / f"{target.name}.so"
+    folder = cache_folder() / target.digest()
+    try:
+        version = compiling.compiler_version(compiling.compiler())
+    except CompileError:
+        if others := sorted(folder.glob(f"*/{target.name}.so")):
+            return others[0]
+        raise
+    found = folder / hashlib.sha256(version.encode()).hexdigest()[:8] / f"{target.name}.so"
     if not found.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{target.name}.lock"):
+        found.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(found.with_suffix(".lock")):
             if not found.exists():
-                with tempfile.TemporaryDirectory(dir=folder) as work:
-                    compiling.build([target], folder, Path(work))
+                with tempfile.TemporaryDirectory(dir=found.parent) as work:
+                    compiling.build([target], found.parent, Path(work))
     return found
 
 

@@ -1,0 +1,64 @@
+"""Which kernels a process takes: the level of its processor, and where their library comes from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_ops.native import library
+from fused_ops.native.compile import LEVELS, CompileError, cpu_target
+
+
+@pytest.mark.parametrize(
+    ("capability", "flags", "level"),
+    [
+        ("AVX512", {"avx512f", "avx512_bf16"}, "avx512_bf16"),
+        ("AVX512", {"avx512f"}, "avx512"),
+        ("AVX512", set(), "avx512"),
+        ("AVX2", {"avx2", "avx512f", "avx512_bf16"}, "avx2"),  # as where ATEN_CPU_CAPABILITY holds torch back
+        ("DEFAULT", {"sse2"}, "generic"),
+        ("SVE256", set(), "generic"),
+    ],
+)
+def test_the_level_of_a_processor(monkeypatch, capability, flags, level):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset(flags))
+    assert library.level() == level
+
+
+def test_levels_are_choices():
+    assert set(LEVELS) <= set(library.CHOICES) and list(LEVELS)[-1] == "generic"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache and nothing installed."""
+    monkeypatch.setenv("MEGAZERO_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "INSTALLED", tmp_path / "nowhere")
+    return tmp_path
+
+
+def put(cache: Path, level: str, compiler: str) -> Path:
+    target = cpu_target(level)
+    path = cache / target.digest() / compiler / f"{target.name}.so"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def test_without_a_compiler_what_another_machine_compiled_serves(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    made = put(cache, "generic", "01234567")
+    assert library.built(cpu_target("generic")) == made
+    with pytest.raises(CompileError, match="no-such-compiler"):
+        library.built(cpu_target("avx2"))
+
+
+def test_another_compiler_compiles_for_itself(cache, monkeypatch):
+    made = put(cache, "generic", "01234567")
+    monkeypatch.setattr(library.compiling, "compiler", lambda: "some-compiler")
+    monkeypatch.setattr(library.compiling, "compiler_version", lambda command: f"{command} 1")
+    monkeypatch.setattr(library.compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
+    found = library.built(cpu_target("generic"))
+    assert found.exists() and found != made and found.parent.parent == made.parent.parent
+    assert library.built(cpu_target("generic")) == found
