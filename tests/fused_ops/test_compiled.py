@@ -46,10 +46,10 @@ def softmax(scores: Tensor) -> Tensor:
 
 # The op and the shapes of its arguments.
 OPS: dict[str, tuple[Callable[..., Tensor | tuple[Tensor, Tensor]], tuple[tuple[int, ...], ...]]] = {
-    "layernorm": (lambda *args: layer_norm(*args, 1e-5), ((5, 3, 16), (16,), (16,))),
-    "layernorm of a sum": (lambda *args: add_layer_norm(*args, 1e-5), ((5, 3, 16), (5, 3, 16), (16,), (16,))),
-    "rmsnorm": (lambda *args: rms_norm(*args, 1e-5), ((5, 3, 16), (16,))),
-    "rmsnorm of a sum": (lambda *args: add_rms_norm(*args, 1e-5), ((5, 3, 16), (5, 3, 16), (16,))),
+    "layernorm": (lambda x, w, b: layer_norm(x, w, b, 1e-5), ((5, 3, 16), (16,), (16,))),
+    "layernorm of a sum": (lambda x, r, w, b: add_layer_norm(x, r, w, b, 1e-5), ((5, 3, 16), (5, 3, 16), (16,), (16,))),
+    "rmsnorm": (lambda x, w: rms_norm(x, w, 1e-5), ((5, 3, 16), (16,))),
+    "rmsnorm of a sum": (lambda x, r, w: add_rms_norm(x, r, w, 1e-5), ((5, 3, 16), (5, 3, 16), (16,))),
     "swiglu": (swiglu, ((5, 3, 16), (5, 3, 16))),
     "rotary": (rotary, ((6, 2, 2 * 5 * 8),)),
     "softmax": (softmax, ((2, 3, 5, 11),)),
@@ -87,7 +87,7 @@ def test_a_body_is_compiled_once_for_all_layers_and_only_with_gradients() -> Non
         given = [torch.randn(5, 3, 16), torch.randn(16), torch.randn(16)]
         results(OPS["layernorm"][0], given, True)
     with compiled_bodies(True), torch.no_grad():
-        layer_norm(torch.randn(7, 3, 16), *given[1:], 1e-5)
+        layer_norm(torch.randn(7, 3, 16), given[1], given[2], 1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
