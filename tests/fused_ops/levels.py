@@ -1,6 +1,6 @@
 """What the tests of the kernels share: every instruction set level of the machine, drawn numbers, and bounds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_ops.native import library
 from fused_ops.native.compile import LEVELS
 
-HERE = list(LEVELS)[list(LEVELS).index(library.level()) :] if library.level() in LEVELS else ["generic"]
+HERE = list(LEVELS)[list(LEVELS).index(library.level()) :]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -34,17 +34,36 @@ def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def assert_close(found: Tensor, exact: Tensor, slack: float = 1.0, size: float = 0.0) -> None:
+SHORT = 1 / 16
+"""What functions computed for 16 bits may be off before they are rounded, in units of that rounding."""
+
+
+def assert_close(found: Tensor, exact: Tensor, slack: float = 1.0, size: float = 0.0, terms: Tensor | None = None) -> None:
     """Within one rounding of the dtype plus `slack` times fp32's error of a short computation, relative to the largest value.
 
-    size: that of the terms, where they cancel.
+    size: that of the terms, where they cancel. terms: where functions of SHORT precision enter, how large each of them is.
     """
     assert found.shape == exact.shape
     size = max(size, exact.abs().max().item() if exact.numel() else 0.0)
     own = torch.finfo(found.dtype).eps / 2 if found.dtype != torch.float32 else 0.0
     smallest = torch.finfo(found.dtype).smallest_normal if found.dtype == torch.float16 else 0.0
     error = (found.double() - exact).abs() - own * 1.01 * exact.abs() - smallest * torch.finfo(found.dtype).eps
+    if terms is not None:
+        error -= own * SHORT * terms.double().abs()
     assert error.max().item() <= slack * 3e-6 * size if found.numel() else True, f"{error.max().item()} of {size}"
+
+
+def the_same_for_any_threads(run: Callable[[], Iterable[Tensor]], counts: tuple[int, ...] = (1, 2, 3, 5)) -> None:
+    """The bits of what `run` returns do not depend on the number of threads."""
+    before, first = torch.get_num_threads(), None
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            found = list(run())
+            first = first or found
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, found, strict=True)), f"{count} threads"
+    finally:
+        torch.set_num_threads(before)
 
 
 def same_kind(found: Tensor, reference: Tensor) -> bool:

@@ -17,7 +17,7 @@ from fused_ops.attention import causal_attention
 from fused_ops.attention_reference import reference_attention
 from fused_ops.native import library
 from fused_ops.softmax import alibi_slopes
-from tests.fused_ops.levels import DTYPES, drawn, level
+from tests.fused_ops.levels import DTYPES, drawn, level, the_same_for_any_threads
 
 __all__ = ["level"]
 BOUNDS = {torch.float32: (2e-6, 6e-6), torch.float16: (4e-4, 1e-3), torch.bfloat16: (3.5e-3, 8e-3)}
@@ -129,16 +129,8 @@ def test_any_shape(s, b, groups, repeats, d, dtype, sloped, run):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("b", "groups", "repeats"), [(1, 1, 1), (1, 1, 3), (3, 3, 1)])
 def test_the_same_bits_for_any_number_of_threads(b, groups, repeats, dtype):
-    case, before = Case(700, b, groups, repeats, 16, dtype, run=400), torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(case.run())
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True))
+    case = Case(700, b, groups, repeats, 16, dtype, run=400)
+    the_same_for_any_threads(case.run, (1, 2, 3, 8))
 
 
 @pytest.mark.parametrize("slot", [0, 1, 2])

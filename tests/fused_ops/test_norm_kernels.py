@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fused_ops.native import library
-from tests.fused_ops.levels import DTYPES, assert_close, drawn, level, same_kind
+from tests.fused_ops.levels import DTYPES, assert_close, drawn, level, same_kind, the_same_for_any_threads
 
 __all__ = ["level"]
 EPS = 1e-5
@@ -112,15 +112,7 @@ def test_nan_and_inf_as_in_the_reference(level, monkeypatch, centred, dtype):
 
 def test_gradients_do_not_depend_on_the_threads(level):
     x, residual, parameters, weights = inputs_of((1000, 70), torch.float32)
-    threads = torch.get_num_threads()
-    every = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            every.append(run(True, True, x, residual, parameters, weights))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in every[1:] for a, b in zip(every[0], other, strict=True))
+    the_same_for_any_threads(lambda: run(True, True, x, residual, parameters, weights))
 
 
 def test_output_buffers_are_fully_written(level):
