@@ -99,6 +99,26 @@ def test_steps_equal_float64(level, decoupled, grad_dtype, out_dtype):
         assert out is None or torch.equal(out, fp32[0].to(out.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_parameter_is_the_rounded_master_wherever_it_lies(level, threads, dtype):
+    """Every bit of it, of subnormal, infinite and negative zero weights too, and nothing beside it is written."""
+    torch.set_num_threads(threads)
+    for n, offset in ((1, 0), (15, 3), (16, 0), (37, 15), (70_001, 0), (70_001, 5)):
+        master = drawn(n, dtype=torch.float32) * torch.tensor([1.0, 1e-39, 3e-41, 1e-7, 1e30]).repeat(n)[:n]
+        master[::11], master[5::13], master[7::17] = -0.0, math.inf, math.nan
+        place = torch.full((n + 40,), 7.0, dtype=dtype)
+        zeros: dict[str, Any] = {"multiplier": torch.tensor(1.0), "skip": torch.tensor(False), "lr": 0.0, "weight_decay": 0.0}
+        adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": True, "step": torch.tensor(1.0).double()}
+        gradient = torch.zeros(n)
+        adam_step(place[offset : offset + n], master.clone(), gradient, torch.zeros(n), torch.ones(n), **adam, **zeros)
+        expected = torch.full((n + 40,), 7.0, dtype=dtype)
+        expected[offset : offset + n] = master.to(dtype)
+        real = ~expected.isnan()
+        assert torch.equal(place.isnan(), expected.isnan())
+        assert torch.equal(place.view(torch.int16)[real], expected.view(torch.int16)[real])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [0, 1, 15, 32768, 70_001])
 def test_sum_of_squares_equals_float64(level, n, dtype):

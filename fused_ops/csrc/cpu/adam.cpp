@@ -1,6 +1,6 @@
 // One optimizer step over a flat range: gradient read once, weight and moments read and written once, and the 16-bit
 // parameter written in the same pass. The operations and their order are those of fused_ops/adam.py.
-#include "kernel.h"
+#include "rows.h"
 
 using namespace mz;
 
@@ -9,9 +9,25 @@ namespace {
 // new1, new2: 1 - beta1 and 1 - beta2, rounded once; in float the difference itself would lose digits of beta2 near 1.
 struct AdamNumbers { float step_size, root, shrink, decay, new1, beta2, new2, eps, multiplier; };
 
+// body(i, lanes) for all of a range in vectors that begin where `out` is aligned: it is written past the caches, in whole lines.
+template <typename P, typename Body> void each_aligned(int64_t threads, int64_t n, const P* out, const Body& body) {
+  parallel_for(n, 1 << 14, (int)threads, [&](int64_t begin, int64_t end) {
+    int64_t ahead = -((int64_t)(reinterpret_cast<uintptr_t>(out) / sizeof(P)) + begin) & (LANES - 1);
+    int64_t i = std::min(begin + ahead, end);
+    if (i > begin) body(begin, i - begin);
+    for (; i + LANES <= end; i += LANES) body(i, int64_t(LANES));
+    if (i < end) body(i, end - i);
+    streamed();
+  });
+}
+
+template <typename P> MZ_INLINE void write(P* out, int64_t i, F weight, int64_t n) {
+  if (out) n == LANES ? stream(out + i, weight) : store_exact(out + i, weight, n);
+}
+
 // One vector. decay: the L2 term of plain Adam; shrink: the decoupled one of AdamW.
-template <typename G, typename P>
-MZ_INLINE void adam_lanes(P* out, float* w, const G* g, float* m, float* v, const AdamNumbers& k, int64_t n) {
+template <typename G>
+MZ_INLINE F adam_lanes(float* w, const G* g, float* m, float* v, const AdamNumbers& k, int64_t n) {
   F grad = load(g, n) * k.multiplier, weight = load(w, n), first = load(m, n), second = load(v, n);
   if (k.decay != 0.0f) grad += weight * k.decay;
   first += (grad - first) * k.new1;
@@ -20,30 +36,25 @@ MZ_INLINE void adam_lanes(P* out, float* w, const G* g, float* m, float* v, cons
   for (int i = 0; i < LANES; ++i) root[i] = __builtin_sqrtf(second[i]);
   weight = weight * k.shrink - k.step_size * (first / (root / k.root + k.eps));
   store(m, first, n), store(v, second, n), store(w, weight, n);
-  if (out) store(out, weight, n);
+  return weight;
 }
 
 template <typename G, typename P>
 void adam(int64_t threads, int64_t n, P* out, float* w, const G* g, float* m, float* v, AdamNumbers k) {
-  parallel_for(n, 1 << 14, (int)threads, [&](int64_t begin, int64_t end) {
-    int64_t i = begin;
-    for (; i + LANES <= end; i += LANES) adam_lanes(out ? out + i : nullptr, w + i, g + i, m + i, v + i, k, LANES);
-    if (i < end) adam_lanes(out ? out + i : nullptr, w + i, g + i, m + i, v + i, k, end - i);
+  each_aligned(threads, n, out, [&](int64_t i, int64_t lanes) MZ_LAMBDA {
+    write(out, i, adam_lanes(w + i, g + i, m + i, v + i, k, lanes), lanes);
   });
 }
 
 template <typename G, typename P>
 void sgd(int64_t threads, int64_t n, P* out, float* w, const G* g, float* u, float lr, float momentum, float decay, float multiplier) {
-  parallel_for(n, 1 << 14, (int)threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += LANES) {
-      int64_t some = std::min<int64_t>(LANES, end - i);
-      F weight = load(w + i, some), grad = load(g + i, some) * multiplier;
-      if (decay != 0.0f) grad += weight * decay;
-      F buffer = load(u + i, some) * momentum + grad;
-      weight -= lr * buffer;
-      store(u + i, buffer, some), store(w + i, weight, some);
-      if (out) store(out + i, weight, some);
-    }
+  each_aligned(threads, n, out, [&](int64_t i, int64_t lanes) MZ_LAMBDA {
+    F weight = load(w + i, lanes), grad = load(g + i, lanes) * multiplier;
+    if (decay != 0.0f) grad += weight * decay;
+    F buffer = load(u + i, lanes) * momentum + grad;
+    weight -= lr * buffer;
+    store(u + i, buffer, lanes), store(w + i, weight, lanes);
+    write(out, i, weight, lanes);
   });
 }
 

@@ -12,22 +12,23 @@ constexpr float LOWEST = -std::numeric_limits<float>::max();
 
 struct Statistics { float largest; double exponentials, logits; };
 
+// A NaN is no largest value, but makes the sums NaN.
 template <bool SUMMED, typename T> MZ_INLINE void add_chunk(Statistics& row, const T* x, int64_t count) {
-  F top = splat(-INFINITY), total = splat(0.0f);
-  each_vector(count, [&](int64_t i, int64_t n) MZ_LAMBDA {
-    F value = load(x + i, n);
-    if (SUMMED) total += value;
-    top = maximum(first_lanes(value, n, -INFINITY), top);
+  F top = splat(-INFINITY), logits = F{}, exponentials = F{};
+  each_part<T>(count, [&](int64_t i, auto at) MZ_LAMBDA {
+    auto values = at.load(x + i);
+    if (SUMMED) logits = fold(plus, logits, values);
+    top = fold(larger, top, at.or_else(values, -INFINITY));
   });
-  float found = max(top);
-  float largest = (found > row.largest || found != found) ? found : row.largest;
-  // Nothing but -inf so far: there is no largest value to subtract, and the exponentials are 0.
-  float base = largest < LOWEST ? LOWEST : largest;
-  F sums = splat(0.0f);
-  each_vector(count, [&](int64_t i, int64_t n) MZ_LAMBDA { sums += first_lanes(exp(load(x + i, n) - base), n, 0.0f); });
-  row.exponentials = row.exponentials * std::exp((double)row.largest - base) + sum(sums);
+  float largest = std::max(row.largest, max(top));
+  float base = std::max(largest, LOWEST);  // with nothing but -inf so far there is no largest value to subtract
+  each_part<T>(count, [&](int64_t i, auto at) MZ_LAMBDA {
+    auto terms = lift([&](F x) MZ_LAMBDA { return exp2<float>((x - base) * LOG2_E); }, at.load(x + i));
+    exponentials = fold(plus, exponentials, at.or_else(terms, 0.0f));
+  });
+  row.exponentials = row.exponentials * std::exp((double)row.largest - base) + sum(exponentials);
   row.largest = largest;
-  if (SUMMED) row.logits += sum(total);
+  if (SUMMED) row.logits += sum(logits);
 }
 
 // results: largest [rows], then sum of exponentials of the distance to it, logit of the label (0 without one), sum of logits.
@@ -55,9 +56,10 @@ void gradient(int64_t threads, int64_t rows, int64_t columns, int64_t stride, in
     for (int64_t r = begin; r < end; ++r) {
       T* x = logits + r * stride;
       float shift = log_normaliser[r], factor = weight[r], less = smooth ? smooth[r] : 0.0f;
-      float label = target[r] < 0 ? 0.0f : (exp(splat(get(x + target[r]) - shift)) * factor - less)[0] + hit[r];
-      each_vector(real, [&](int64_t i, int64_t n) MZ_LAMBDA { store(x + i, exp(load(x + i, n) - shift) * factor - less, n); });
-      if (target[r] >= 0) put(x + target[r], label);
+      // The label's, whose `hit` is near -1, in full precision: where a model is sure the difference is small.
+      float own = target[r] < 0 ? 0.0f : exp2<float>(splat((get(x + target[r]) - shift) * LOG2_E))[0] * factor - less + hit[r];
+      map(real, x, [&](F x) MZ_LAMBDA { return exp2<T>((x - shift) * LOG2_E) * factor - less; }, x);
+      if (target[r] >= 0) put(x + target[r], own);
       memset((void*)(x + real), 0, (columns - real) * sizeof(T));
     }
   });

@@ -33,16 +33,22 @@ MZ_INLINE I dropped(const Mask& mask, int64_t column, int32_t threshold) {
 
 struct Dropout { const int64_t* keys; float factor; int32_t threshold; };
 
-template <bool DROPS, typename T>
-MZ_INLINE void row_of(int64_t columns, T* y, const T* x, const T* bias, const T* residual, const Dropout& drop, int64_t row) {
-  Mask mask = DROPS ? mask_of(drop.keys[row]) : Mask{};
+template <typename T>
+MZ_INLINE void dropped_row(int64_t columns, T* y, const T* x, const T* bias, const T* residual, const Dropout& drop, int64_t row) {
+  Mask mask = mask_of(drop.keys[row]);
   each_vector(columns, [&](int64_t i, int64_t n) MZ_LAMBDA {
     F value = load(x + i, n);
     if (bias) value += load(bias + i, n);
-    if (DROPS) value = dropped(mask, i, drop.threshold) ? splat(0.0f) : value * drop.factor;
+    value = dropped(mask, i, drop.threshold) ? splat(0.0f) : value * drop.factor;
     if (residual) value += load(residual + i, n);
     store(y + i, value, n);
   });
+}
+
+template <typename T> MZ_INLINE void whole_row(int64_t columns, T* y, const T* x, const T* bias, const T* residual) {
+  if (bias && residual) map(columns, y, [](F x, F bias, F residual) MZ_LAMBDA { return x + bias + residual; }, x, bias, residual);
+  else if (bias || residual) map(columns, y, plus, x, bias ? bias : residual);
+  else map(columns, y, [](F x) MZ_LAMBDA { return x; }, x);
 }
 
 template <typename T>
@@ -51,8 +57,8 @@ void forward(int64_t threads, int64_t rows, int64_t columns, T* y, const T* x, c
     for (int64_t row = begin; row < end; ++row) {
       int64_t at = row * columns;
       const T* other = residual ? residual + at : nullptr;
-      if (drop.keys) row_of<true>(columns, y + at, x + at, bias, other, drop, row);
-      else row_of<false>(columns, y + at, x + at, bias, other, drop, row);
+      if (drop.keys) dropped_row(columns, y + at, x + at, bias, other, drop, row);
+      else whole_row(columns, y + at, x + at, bias, other);
     }
   });
 }
@@ -60,15 +66,17 @@ void forward(int64_t threads, int64_t rows, int64_t columns, T* y, const T* x, c
 // dx = dropout(grad), where there is one, and the bias gradient, the sum of dx over the rows.
 template <typename T>
 void backward(int64_t threads, int64_t rows, int64_t columns, T* dx, float* dbias, const T* grad, const Dropout& drop) {
-  sum_over_rows(threads, rows, columns, dbias, [&](int64_t begin, int64_t end, float* sums) {
+  if (!drop.keys)
+    return sum_over_rows<T>(threads, rows, columns, 1, dbias, [&](int64_t begin, int64_t end, float* sums) {
+      add_rows<T>(begin, end, columns, sums, [&](int64_t row, int64_t i, auto at) MZ_LAMBDA { return at.load(grad + row * columns + i); });
+    });
+  sum_over_rows<float>(threads, rows, columns, 1, dbias, [&](int64_t begin, int64_t end, float* sums) {
     for (int64_t row = begin; row < end; ++row) {
-      Mask mask = drop.keys ? mask_of(drop.keys[row]) : Mask{};
+      Mask mask = mask_of(drop.keys[row]);
       each_vector(columns, [&](int64_t i, int64_t n) MZ_LAMBDA {
         F value = load(grad + row * columns + i, n);
-        if (drop.keys) {
-          value = dropped(mask, i, drop.threshold) ? splat(0.0f) : value * drop.factor;
-          store(dx + row * columns + i, value, n);
-        }
+        value = dropped(mask, i, drop.threshold) ? splat(0.0f) : value * drop.factor;
+        store(dx + row * columns + i, value, n);
         store(sums + i, load(sums + i, n) + value, n);
       });
     }

@@ -28,7 +28,7 @@ template <typename T> constexpr int64_t WIDTH = sizeof(typename Wide<T>::type) =
 template <typename T> MZ_INLINE F get_vector(const T* p, int64_t n) { return load(p, n); }
 MZ_INLINE D get_vector(const double* p, int64_t n) { D x{}; memcpy(&x, p, n * 8); return x; }
 MZ_INLINE L get_vector(const int64_t* p, int64_t n) { L x{}; memcpy(&x, p, n * 8); return x; }
-template <typename T> MZ_INLINE void put_vector(T* p, F x, int64_t n) { store(p, x, n); }
+template <typename T> MZ_INLINE void put_vector(T* p, F x, int64_t n) { store_exact(p, x, n); }
 MZ_INLINE void put_vector(double* p, D x, int64_t n) { memcpy(p, &x, n * 8); }
 MZ_INLINE void put_vector(int64_t* p, L x, int64_t n) { memcpy(p, &x, n * 8); }
 

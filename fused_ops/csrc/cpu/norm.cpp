@@ -13,19 +13,17 @@ MZ_INLINE void normalise_row(int64_t h, T* y, const T* x, const T* weight, const
   float centre = 0.0f;
   if (CENTRED) {
     F total = splat(0.0f);
-    each_vector(h, [&](int64_t i, int64_t n) MZ_LAMBDA { total += load(x + i, n); });
+    each_part<T>(h, [&](int64_t i, auto at) MZ_LAMBDA { total = fold(plus, total, at.load(x + i)); });
     *mean = centre = sum(total) / h;
   }
   F squares = splat(0.0f);
-  each_vector(h, [&](int64_t i, int64_t n) MZ_LAMBDA {
-    F distance = first_lanes(load(x + i, n) - centre, n, 0.0f);
-    squares += distance * distance;
+  each_part<T>(h, [&](int64_t i, auto at) MZ_LAMBDA {
+    auto distance = at.or_else(at.load(x + i) - centre, 0.0f);
+    squares = fold(plus, squares, distance * distance);
   });
   float factor = *scale = 1.0f / __builtin_sqrtf(sum(squares) / h + eps);
-  each_vector(h, [&](int64_t i, int64_t n) MZ_LAMBDA {
-    F value = (load(x + i, n) - centre) * factor * load(weight + i, n);
-    store(y + i, CENTRED ? value + load(bias + i, n) : value, n);
-  });
+  if (CENTRED) map(h, y, [&](F x, F weight, F bias) MZ_LAMBDA { return (x - centre) * factor * weight + bias; }, x, weight, bias);
+  else map(h, y, [&](F x, F weight) MZ_LAMBDA { return x * factor * weight; }, x, weight);
 }
 
 // residual: added to x into `total` first, whose rounded values are what is normalised.
@@ -38,7 +36,7 @@ void forward(int64_t threads, int64_t rows, int64_t h, T* y, T* total, const T* 
       if (residual) {
         const T* other = residual + row * h;
         T* out = total + row * h;
-        each_vector(h, [&](int64_t i, int64_t n) MZ_LAMBDA { store(out + i, load(in + i, n) + load(other + i, n), n); });
+        map(h, out, plus, in, other);
         in = out;
       }
       normalise_row<CENTRED>(h, y + row * h, in, weight, bias, eps, CENTRED ? mean + row : nullptr, scale + row);
@@ -51,25 +49,23 @@ void forward(int64_t threads, int64_t rows, int64_t h, T* y, T* total, const T* 
 template <bool CENTRED, typename T>
 void backward(int64_t threads, int64_t rows, int64_t h, T* dx, float* sums, const T* grad, const T* passed, const T* x, const T* weight,
               const float* mean, const float* scale) {
-  sum_over_rows(threads, rows, CENTRED ? 2 * h : h, sums, [&](int64_t begin, int64_t end, float* own) {
+  sum_over_rows<T>(threads, rows, h, CENTRED ? 2 : 1, sums, [&](int64_t begin, int64_t end, float* own) {
     for (int64_t row = begin; row < end; ++row) {
       const T *in = x + row * h, *g = grad + row * h, *other = passed ? passed + row * h : nullptr;
       T* out = dx + row * h;
       float centre = CENTRED ? mean[row] : 0.0f, factor = scale[row];
       F first = splat(0.0f), second = splat(0.0f);
-      each_vector(h, [&](int64_t i, int64_t n) MZ_LAMBDA {
-        F unit = (load(in + i, n) - centre) * factor, incoming = load(g + i, n), weighted = incoming * load(weight + i, n);
-        if (CENTRED) first += weighted;
-        second += first_lanes(weighted * unit, n, 0.0f);
-        store(own + i, load(own + i, n) + incoming * unit, n);
-        if (CENTRED) store(own + h + i, load(own + h + i, n) + incoming, n);
+      each_part<T>(h, [&](int64_t i, auto at) MZ_LAMBDA {
+        auto unit = (at.load(in + i) - centre) * factor, incoming = at.load(g + i), weighted = incoming * at.load(weight + i);
+        if (CENTRED) first = fold(plus, first, weighted);
+        second = fold(plus, second, at.or_else(weighted * unit, 0.0f));
+        at.put_sums(own + i, at.sums(own + i) + incoming * unit);
+        if (CENTRED) at.put_sums(own + h + i, at.sums(own + h + i) + incoming);
       });
       float mean_d = CENTRED ? sum(first) / h : 0.0f, mean_du = sum(second) / h;
-      each_vector(h, [&](int64_t i, int64_t n) MZ_LAMBDA {
-        F unit = (load(in + i, n) - centre) * factor;
-        F d = (load(g + i, n) * load(weight + i, n) - mean_d - unit * mean_du) * factor;
-        store(out + i, other ? d + load(other + i, n) : d, n);
-      });
+      auto back = [&](F x, F grad, F weight) MZ_LAMBDA { return (grad * weight - mean_d - (x - centre) * factor * mean_du) * factor; };
+      if (other) map(h, out, [&](F x, F grad, F weight, F passed) MZ_LAMBDA { return back(x, grad, weight) + passed; }, in, g, weight, other);
+      else map(h, out, back, in, g, weight);
     }
   });
 }

@@ -26,6 +26,7 @@ MZ_INLINE F hide_others(F value, const int64_t* documents, int64_t own, int64_t 
   return same ? value : splat(-INFINITY);
 }
 
+// scale and slope are those of the scores times log2 e.
 template <typename T>
 MZ_INLINE void forward_row(T* x, float* scratch, int64_t seen, int64_t keys, float scale, float slope, const int64_t* documents) {
   F top = splat(-INFINITY), distance = __builtin_convertvector(lane(), F) - (float)(seen - 1);
@@ -34,12 +35,12 @@ MZ_INLINE void forward_row(T* x, float* scratch, int64_t seen, int64_t keys, flo
     if (documents) value = hide_others(value, documents + i, documents[seen - 1], n);
     value = first_lanes(value, seen - i, -INFINITY);
     store(scratch + i, value);
-    top = maximum(value, top);
+    top = larger(top, value);  // a NaN makes the total NaN, and with it the row
   });
   float largest = max(top);
   F total = splat(0.0f);
   each_seen(seen, keys, [&](int64_t i, int64_t) MZ_LAMBDA {
-    F value = exp(load(scratch + i) - largest);
+    F value = exp2<T>(load(scratch + i) - largest);
     store(scratch + i, value);
     total += value;
   });
@@ -51,14 +52,10 @@ MZ_INLINE void forward_row(T* x, float* scratch, int64_t seen, int64_t keys, flo
 
 template <typename T> MZ_INLINE void backward_row(T* p, const T* grad, int64_t seen, int64_t keys, float scale) {
   F weighted = splat(0.0f);
-  each_seen(seen, keys, [&](int64_t i, int64_t n) MZ_LAMBDA {
-    weighted += first_lanes(load(p + i, n) * load(grad + i, n), seen - i, 0.0f);
-  });
+  each_part<T>(seen, [&](int64_t i, auto at) MZ_LAMBDA { weighted = fold(plus, weighted, at.load(p + i) * at.load(grad + i)); });
   float total = sum(weighted);
-  each_seen(seen, keys, [&](int64_t i, int64_t n) MZ_LAMBDA {
-    F value = load(p + i, n);
-    store(p + i, first_lanes(value * (load(grad + i, n) - total) * scale, seen - i, 0.0f), n);
-  });
+  map(seen, p, [&](F value, F grad) MZ_LAMBDA { return value * (grad - total) * scale; }, p, grad);
+  memset((void*)(p + seen), 0, (keys - seen) * sizeof(T));
 }
 
 // body(plane, row, keys that the row sees) for every row, blocks of rows to whichever thread is free.
@@ -77,7 +74,7 @@ void forward(int64_t threads, const Shape& s, T* scores, float scale, const floa
     float slope = slopes ? slopes[plane % s.heads] : 0.0f;
     const int64_t* own = documents ? documents + plane / s.heads * s.keys : nullptr;
     for (int64_t row = first; row < last; ++row)
-      forward_row(scores + (plane * s.queries + row) * s.keys, scratch.data(), s.keys - s.queries + row + 1, s.keys, scale, slope, own);
+      forward_row(scores + (plane * s.queries + row) * s.keys, scratch.data(), s.keys - s.queries + row + 1, s.keys, scale * LOG2_E, slope * LOG2_E, own);
   });
 }
 

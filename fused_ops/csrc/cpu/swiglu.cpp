@@ -11,15 +11,15 @@ void forward(int64_t threads, int64_t rows, int64_t columns, T* y, const T* gate
     for (int64_t row = begin; row < end; ++row) {
       const T *g = gate + row * gate_stride, *u = up + row * up_stride;
       T* out = y + row * columns;
-      each_vector(columns, [&](int64_t i, int64_t n) MZ_LAMBDA {
-        F x = load(g + i, n);
-        store(out + i, x * sigmoid(x) * load(u + i, n), n);
-      });
+      map(columns, out, [](F x, F upper) MZ_LAMBDA { return x * logistic2<T>(x * LOG2_E).own * upper; }, g, u);
     }
   });
 }
 
-// d silu(x)/dx = s + x s (1 - s). The gradients lie in rows of `stride`.
+// Of silu: s + x s (1 - s).
+MZ_INLINE F slope(Shares s, F x) { return s.own + x * (s.own * s.rest); }
+
+// The gradients lie in rows of `stride`. (The compiler takes the two exponentials of x for the one that they are.)
 template <typename T>
 void backward(int64_t threads, int64_t rows, int64_t columns, T* dgate, T* dup, int64_t stride, const T* grad, const T* gate,
               int64_t gate_stride, const T* up, int64_t up_stride) {
@@ -27,12 +27,10 @@ void backward(int64_t threads, int64_t rows, int64_t columns, T* dgate, T* dup, 
     for (int64_t row = begin; row < end; ++row) {
       const T *g = gate + row * gate_stride, *u = up + row * up_stride, *d = grad + row * columns;
       T *to_gate = dgate + row * stride, *to_up = dup + row * stride;
-      each_vector(columns, [&](int64_t i, int64_t n) MZ_LAMBDA {
-        F x = load(g + i, n), in = load(d + i, n);
-        F s = sigmoid(x), silu = x * s;
-        F upper = load(u + i, n);
-        store(to_up + i, silu * in, n);
-        store(to_gate + i, (s + silu * (1.0f - s)) * in * upper, n);
+      each_part<T>(columns, [&](int64_t i, auto at) MZ_LAMBDA {
+        auto x = at.load(g + i), in = at.load(d + i), upper = at.load(u + i);
+        at.store(to_up + i, lift([](F x, F in) MZ_LAMBDA { return x * logistic2<T>(x * LOG2_E).own * in; }, x, in));
+        at.store(to_gate + i, lift([](F x, F in, F upper) MZ_LAMBDA { return slope(logistic2<T>(x * LOG2_E), x) * in * upper; }, x, in, upper));
       });
     }
   });

@@ -1,4 +1,4 @@
-// Sixteen float lanes, loads and stores of float, bfloat16 and half, and the few functions the kernels need of them.
+// Sixteen float lanes, loads and stores of float, bfloat16 and half, and sums over lanes.
 //
 // Written with the compiler's vector types, with intrinsics only where the compiler finds no single instruction by itself: the same
 // source becomes one AVX-512 register, two of AVX2, or plain code, and a kernel is written once. Every function propagates NaN
@@ -9,8 +9,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -26,14 +27,39 @@ typedef uint16_t H __attribute__((vector_size(32)));
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
+// Significant bits of a storage type. What is stored in T need not be computed to more than a few bits beyond these.
+template <typename T> constexpr int DIGITS = 24;
+template <> constexpr int DIGITS<bf16> = 8;
+template <> constexpr int DIGITS<fp16> = 11;
+
 #define MZ_INLINE static inline __attribute__((always_inline))
+
+#ifdef __clang__
+#define MZ_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MZ_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, U{__VA_ARGS__})
+#endif
 
 MZ_INLINE F splat(float x) { return F{} + x; }
 MZ_INLINE I as_int(F x) { I y; memcpy(&y, &x, sizeof y); return y; }
 MZ_INLINE F as_float(I x) { F y; memcpy(&y, &x, sizeof y); return y; }
 MZ_INLINE F as_float(U x) { F y; memcpy(&y, &x, sizeof y); return y; }
 MZ_INLINE F maximum(F a, F b) { return (a > b) | (a != a) ? a : b; }  // NaN in either one stays
-MZ_INLINE F minimum(F a, F b) { return a < b ? a : b; }
+// The larger one; `best` where x is NaN.
+#ifdef __AVX512F__
+MZ_INLINE F larger(F best, F x) { return (F)_mm512_max_ps((__m512)x, (__m512)best); }
+#else
+MZ_INLINE F larger(F best, F x) { return x > best ? x : best; }
+#endif
+
+#ifdef __AVX512F__  // these instructions return their second operand where one is NaN
+MZ_INLINE F at_most(F x, float top) { return (F)_mm512_min_ps(_mm512_set1_ps(top), (__m512)x); }
+MZ_INLINE F at_least(F x, float bottom) { return (F)_mm512_max_ps(_mm512_set1_ps(bottom), (__m512)x); }
+#else
+MZ_INLINE F at_most(F x, float top) { return x > top ? splat(top) : x; }
+MZ_INLINE F at_least(F x, float bottom) { return x < bottom ? splat(bottom) : x; }
+#endif
+MZ_INLINE F plus(F a, F b) { return a + b; }
 MZ_INLINE F magnitude(F x) { return as_float(as_int(x) & 0x7fffffff); }
 MZ_INLINE F below_zero(F x) { return as_float(as_int(x) | (int32_t)0x80000000); }  // -|x|
 
@@ -59,14 +85,26 @@ MZ_INLINE void narrowed(bf16* p, U x) {
 #endif
 
 // Round to nearest, ties to even; a NaN keeps its sign and becomes quiet instead of being rounded into an infinity.
-MZ_INLINE void store(bf16* p, F x) {
+MZ_INLINE U rounded(F x) {
   U bits; memcpy(&bits, &x, sizeof bits);
-  U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  U quiet = (bits >> 16) | 0x40u;
-  narrowed(p, x == x ? rounded : quiet);
+  U quiet = bits | 0x400000u, even = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return x == x ? even : quiet;  // in the upper half
 }
+MZ_INLINE void store_exact(bf16* p, F x) { narrowed(p, rounded(x) >> 16); }
 
-#ifdef __F16C__
+// The processor's own conversion does the same, but makes 0 of what is smaller than the smallest normal number (1.2e-38).
+#ifdef __AVX512BF16__
+MZ_INLINE void store(bf16* p, F x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+#else
+MZ_INLINE void store(bf16* p, F x) { store_exact(p, x); }
+#endif
+
+#if defined(__AVX512F__)
+MZ_INLINE F load(const fp16* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+MZ_INLINE void store(fp16* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
 MZ_INLINE F load(const fp16* p) {
   F x;
   for (int i = 0; i < LANES; i += 8) {
@@ -106,10 +144,70 @@ template <typename T> MZ_INLINE void store(T* p, F x, int64_t n) {
   memcpy(p, whole, n * sizeof(T));
 }
 
+template <typename T> MZ_INLINE void store_exact(T* p, F x) { store(p, x); }
+template <typename T> MZ_INLINE void store_exact(T* p, F x, int64_t n) {
+  T whole[LANES];
+  store_exact(whole, x);
+  memcpy((void*)p, whole, n * sizeof(T));
+}
+
 MZ_INLINE float get(const float* p) { return *p; }
 template <typename T> MZ_INLINE float get(const T* p) { return load(p, 1)[0]; }
 MZ_INLINE void put(float* p, float x) { *p = x; }
 template <typename T> MZ_INLINE void put(T* p, float x) { store(p, splat(x), 1); }
+
+// As `store`, but rounded like every other level does, and past the caches: a line that is written whole is not fetched first. For
+// results that nobody reads soon. p is aligned to 16 elements; `streamed` makes what was written visible to other threads.
+template <typename T> MZ_INLINE void stream(T* p, F x) {
+  alignas(64) T whole[LANES];
+  store_exact(whole, x);
+#ifdef __AVX__
+  if constexpr (sizeof(T) == 2) return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), *reinterpret_cast<const __m256i*>(whole));
+#endif
+  memcpy((void*)p, whole, sizeof whole);
+}
+MZ_INLINE void streamed() {
+#ifdef __AVX__
+  _mm_sfence();
+#endif
+}
+
+// --- two vectors at once -----------------------------------------------------------------------------------------------
+
+// 2 LANES neighbours, in the order that costs least: of bf16 `first` holds those at even places, which are the lower halves of 32-bit
+// words, and `second` the others. Other types keep their order.
+struct Two { F first, second; };
+MZ_INLINE Two operator+(Two a, Two b) { return {a.first + b.first, a.second + b.second}; }
+MZ_INLINE Two operator-(Two a, Two b) { return {a.first - b.first, a.second - b.second}; }
+MZ_INLINE Two operator*(Two a, Two b) { return {a.first * b.first, a.second * b.second}; }
+MZ_INLINE Two operator-(Two a, float b) { return {a.first - b, a.second - b}; }
+MZ_INLINE Two operator*(Two a, float b) { return {a.first * b, a.second * b}; }
+
+template <typename T> MZ_INLINE Two load_two(const T* p) { return {load(p), load(p + LANES)}; }
+template <typename T> MZ_INLINE void store_two(T* p, Two x) { store(p, x.first), store(p + LANES, x.second); }
+
+MZ_INLINE Two load_two(const bf16* p) {
+  U words; memcpy(&words, p, sizeof words);
+  return {as_float(words << 16), as_float(words & 0xffff0000u)};
+}
+MZ_INLINE void store_two(bf16* p, Two x) {
+#ifdef __AVX512BF16__
+  const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                          19, 3, 18, 2, 17, 1, 16, 0);
+  __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)x.second, (__m512)x.first);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(places, halves));
+#else
+  U words = (rounded(x.first) >> 16) | (rounded(x.second) & 0xffff0000u);
+  memcpy((void*)p, &words, sizeof words);
+#endif
+}
+
+// The same values in the order of memory.
+template <typename T> MZ_INLINE Two in_order(Two x) {
+  if (!std::is_same<T, bf16>::value) return x;
+  return {MZ_SHUFFLE(x.first, x.second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+          MZ_SHUFFLE(x.first, x.second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
+}
 
 // --- lanes ------------------------------------------------------------------------------------------------------------
 
@@ -118,79 +216,16 @@ MZ_INLINE F first_lanes(F x, int64_t n, float other) { return lane() < (int32_t)
 
 // A tree, so that the order of additions does not depend on the width of the machine's registers.
 MZ_INLINE float sum(F x) {
-  float v[LANES]; store(v, x);
-  for (int step = LANES / 2; step; step /= 2)
-    for (int i = 0; i < step; ++i) v[i] += v[i + step];
-  return v[0];
+  x += MZ_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += MZ_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += MZ_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  return x[0] + x[1];
 }
 MZ_INLINE float max(F x) {
-  float v[LANES]; store(v, x);
-  float m = v[0];
-  for (int i = 1; i < LANES; ++i) m = (v[i] > m || v[i] != v[i]) ? v[i] : m;
-  return m;
-}
-
-// --- functions ----------------------------------------------------------------------------------------------------------
-
-// e^r for |r| <= ln 2 / 2: 1 + r + r^2 P(r), fitted here to a relative error of 4e-9.
-MZ_INLINE F exp_near_zero(F r) {
-  F p = splat(0.0013814577832818031f);
-  p = p * r + 0.00836871936917305f;
-  p = p * r + 0.04166838899254799f;
-  p = p * r + 0.1666652113199234f;
-  p = p * r + 0.4999999403953552f;
-  return (p * r + 1.0f) * r + 1.0f;
-}
-
-// e^x to 1 ulp or so: x = n ln 2 + r, ln 2 in two parts, and 2^n so that subnormal results come out right. exp(-inf) = 0,
-// exp(inf) = inf, NaN stays.
-MZ_INLINE F exp(F x) {
-#ifdef __AVX512F__
-  // These instructions return their second operand where one is NaN.
-  F c = (F)_mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x));
-  F n = (F)_mm512_roundscale_ps((__m512)(c * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return (F)_mm512_scalef_ps((__m512)exp_near_zero((c - n * 0.693359375f) - n * -2.12194440e-4f), (__m512)n);
-#else
-  F c = minimum(splat(89.0f), (x < -104.0f) ? splat(-104.0f) : x);
-  F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  F shifted = c * 1.44269504088896341f + magic;
-  F n = shifted - magic;
-  I k = as_int(shifted) - as_int(magic);
-  I half = k >> 1;
-  F low = as_float((half + 127) << 23), high = as_float((k - half + 127) << 23);
-  F y = exp_near_zero((c - n * 0.693359375f) - n * -2.12194440e-4f) * low * high;
-  return x == x ? y : x;
-#endif
-}
-
-// 1 / x for x of moderate size (not 0, not infinite), to 1 ulp or so, without the slow division where that can be had.
-MZ_INLINE F inverse(F x) {
-#ifdef __AVX512F__
-  F guess = (F)_mm512_rcp14_ps((__m512)x);
-  return guess + guess * (1.0f - x * guess);
-#else
-  return 1.0f / x;
-#endif
-}
-
-// ln x for x > 0, to 1 ulp or so; ln 0 = -inf, ln inf = inf, NaN stays. Scalar: one per row is all that is needed.
-MZ_INLINE float log(float x) { return std::log(x); }
-
-// tanh through e^{-2|x|}; exact sign, +-1 at the ends.
-MZ_INLINE F tanh(F x) {
-  F magnitude = as_float(as_int(x) & 0x7fffffff);
-  F e = exp(magnitude * -2.0f);
-  F y = (1.0f - e) / (1.0f + e);
-  F square = x * x;  // near 0 the quotient loses its digits: odd polynomial there
-  F small = x * (1.0f + square * (-0.333333333f + square * (0.133333333f + square * -0.0539682540f)));
-  F whole = as_float(as_int(y) | (as_int(x) & (int32_t)0x80000000));
-  return magnitude < 0.15f ? small : (x == x ? whole : x);
-}
-
-// e = e^{-|x|} <= 1 keeps both sigmoid(x) and 1 - sigmoid(x) quotients of moderate numbers: near = 1 / (1 + e) and e * near.
-MZ_INLINE F sigmoid(F x) {
-  F e = exp(below_zero(x)), near = inverse(1.0f + e);
-  return x < 0.0f ? e * near : near;
+  x = maximum(x, MZ_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = maximum(x, MZ_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  x = maximum(x, MZ_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  return maximum(x, MZ_SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
 }
 
 }  // namespace mz

@@ -1,10 +1,11 @@
-// What the two passes of attention share: where things lie, who sees whom, and 2^x.
+// What the two passes of attention share: where things lie and who sees whom.
 //
 // s sequence, b micro-batch, g key-value heads, r query heads of each, d head dim. The projection is [s, b, g, r + 2, d]:
 // slots 0..r-1 of a group are its queries, r its key, r + 1 its value. Scores are kept in base 2: scale and slopes are
 // multiplied by log2 e, so that a weight is 2^(score - largest).
 #pragma once
 
+#include "../cpu/functions.h"
 #include "tile.h"
 
 namespace mz {
@@ -14,8 +15,6 @@ struct Attention {
   float scale;           // of the scores, in base e
   const float* slopes;   // [g r] or null
   const int64_t* documents;  // [b, s] or null
-
-  static constexpr float LOG2_E = 1.44269504088896341f;
 
   int64_t heads() const { return groups * repeats; }
   int64_t planes() const { return b * groups; }                 // a plane: one group of one sample
@@ -47,21 +46,6 @@ class Sight {
   const int32_t* begin(int64_t sample) const { return begins.data() + sample * s; }
   const int32_t* end(int64_t sample) const { return ends.data() + sample * s; }
 };
-
-// 2^x for x that is not much above 0: what is smaller than the smallest normal number is 0, NaN stays.
-MZ_INLINE F exp2(F x) {
-  F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  F shifted = x + magic;
-  F r = x - (shifted - magic);  // |r| <= 1/2; 2^r by a polynomial, to 1e-7
-  F p = splat(1.326472731e-3f);
-  p = p * r + 9.671512991e-3f;
-  p = p * r + 5.550733581e-2f;
-  p = p * r + 2.402224243e-1f;
-  p = p * r + 6.931470037e-1f;
-  p = p * r + 1.0f;
-  F power = as_float((as_int(shifted) + (127 - 0x4b400000)) << 23);
-  return x < -126.0f ? splat(0.0f) : p * power;
-}
 
 MZ_INLINE F positions() { return __builtin_convertvector(lane(), F); }
 MZ_INLINE F within(F x, int64_t j, int64_t low, int64_t high, float other) {  // lanes j.. of a row outside [low, high) replaced

@@ -90,7 +90,7 @@ template <typename T, typename M> struct Backward {
     F away = splat((float)(distance - start)) - positions();
     for (int64_t j = 0; j < start; j += LANES) store(weights + j, F{}), store(changes + j, F{});
     for (int64_t j = start; j < stop; j += LANES, away -= (float)LANES) {
-      F weight = exp2(load(scores + j) * factor + away * slope - load(norms + j));
+      F weight = exp2<M>(load(scores + j) * factor + away * slope - load(norms + j));
       F change = weight * (load(products + j) - load(totals + j));
       if (j < low || j + LANES > high) weight = within(weight, j, low, high, 0.0f), change = within(change, j, low, high, 0.0f);
       store(weights + j, weight), store(changes + j, change);

@@ -33,14 +33,14 @@ template <typename T, typename M> struct Block {
       F x = load(row + j) * factor + distance * slope;
       if (j < low || j + LANES > high) x = within(x, j, low, high, -std::numeric_limits<float>::infinity());
       store(row + j, x);
-      largest = x > largest ? x : largest;
+      largest = larger(largest, x);
     }
     float before = most[i], now = std::max(before, max(largest));
     float from = now == -std::numeric_limits<float>::infinity() ? 0.0f : now;  // nothing finite so far: weights are 0, not NaN
     F sum_ = F{};
     for (int64_t j = 0; j < start; j += LANES) store(out + j, F{});
     for (int64_t j = start; j < stop; j += LANES) {
-      F weight = exp2(load(row + j) - from);
+      F weight = exp2<M>(load(row + j) - from);
       sum_ += weight;
       store(out + j, weight);
     }
@@ -53,7 +53,7 @@ template <typename T, typename M> struct Block {
     most[i] = now;
     total[i] += sum(sum_);
   }
-  static float get_exp2(float x) { return exp2(splat(x))[0]; }
+  static float get_exp2(float x) { return exp2<float>(splat(x))[0]; }
 
   // Keys from k0 on, as far as this block's queries see them.
   void against(int64_t k0) const {

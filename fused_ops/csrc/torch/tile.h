@@ -103,12 +103,6 @@ MZ_INLINE void gather(int64_t rows, int64_t columns, const T* from, int64_t ld, 
   memset(static_cast<void*>(to), 0, (all - rows) * wide * sizeof(M));
 }
 
-#ifdef __clang__
-#define MZ_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MZ_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, U{__VA_ARGS__})
-#endif
-
 // Sixteen vectors, transposed in place: in each of four rounds, pairs of vectors exchange every other 1, 2, 4, 8 lanes.
 MZ_INLINE void transpose(U (&v)[LANES]) {
 #define MZ_EXCHANGE(STEP, LOW, HIGH)                   \
