@@ -14,7 +14,7 @@ from megazero.model.embedding import WORD_EMBEDDING
 from megazero.model.layout import ModelLayout
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
-from megazero.mpu.head_loss import head_loss
+from megazero.mpu.head_loss import LogitsMemory, head_loss
 from megazero.mpu.place import Kind, Parameter, shard
 
 
@@ -29,6 +29,7 @@ class Head(nn.Module):
         super().__init__()
         self.layout = layout
         self.norm = layout.norm("head.norm")
+        self._logits = LogitsMemory()
         self.weight = shared if shared is not None else self._own_weight(tied_copy)
 
     def _own_weight(self, tied_copy: bool) -> Parameter:
@@ -61,6 +62,7 @@ class Head(nn.Module):
             counted,
             VocabularyLoss(layout.tp, self.vocabulary, smoothing, z_loss),
             batch.loss_factor,
+            self._logits,
         )
 
     def logits(self, hidden: Tensor, position: int | None = None) -> Tensor:

@@ -24,8 +24,29 @@ BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 """Logits that exist at once: on the CPU few enough blocks that packing the weight for each costs little, on a GPU enough for its products to fill it."""
 
 
+class LogitsMemory:
+    """Where a block of logits lies: on the CPU the same memory in every step.
+
+    Freed, the largest tensor of a step leaves a hole in the heap that fills with small ones, and the next step's has to lie elsewhere. A
+    GPU's allocator keeps large blocks apart, and can lend them to others.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+
+    def take(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x weight^T, [m, v/t], valid until the next call."""
+        if x.device.type != "cpu":
+            return linear(x, weight, None)
+        numel = x.shape[0] * weight.shape[0]
+        if self._kept is None or self._kept.numel() < numel or self._kept.dtype != x.dtype:
+            self._kept = None
+            self._kept = x.new_empty(numel)
+        return torch.mm(x, weight.t(), out=self._kept[:numel].view(x.shape[0], weight.shape[0]))
+
+
 class _HeadLoss(torch.autograd.Function):
-    """(x, weight, labels, counted, loss, factor, with gradients) -> 0-dim sum of the losses that count."""
+    """(x, weight, labels, counted, loss, factor, memory, with gradients) -> 0-dim sum of the losses that count."""
 
     @staticmethod
     def forward(
@@ -36,6 +57,7 @@ class _HeadLoss(torch.autograd.Function):
         counted: Tensor | None,
         loss: VocabularyLoss,
         factor: Tensor | None,
+        memory: LogitsMemory,
         with_gradients: bool,
     ) -> Tensor:
         dtype = wide(x.dtype)
@@ -44,12 +66,15 @@ class _HeadLoss(torch.autograd.Function):
         share = torch.ones((), dtype=dtype, device=x.device) if factor is None else factor.to(dtype)
         target = target_of(weight) if factor is not None else None
         buffer = torch.empty(weight.shape, dtype=dtype, device=x.device) if with_gradients and target is None else None
-        for row in _blocks(x, weight):
-            logits = linear(x[row], weight, None)
+
+        def add_block(row: slice) -> None:
+            """A function of its own: a block's logits are gone before the next are made."""
+            nonlocal total
+            logits = memory.take(x[row], weight)
             rows = loss.of(logits, labels[row])
             total += (rows.losses if counted is None else torch.where(counted[row], rows.losses, 0.0)).sum()
             if grad_x is None:
-                continue
+                return
             shares = share.expand_as(rows.losses) if counted is None else torch.where(counted[row], share, 0.0)
             loss.write_gradient(logits, rows, shares)
             grad_x[row] = input_gradient(logits, weight)
@@ -59,6 +84,9 @@ class _HeadLoss(torch.autograd.Function):
             else:
                 assert buffer is not None
                 write(buffer, row.start > 0)
+
+        for row in _blocks(x, weight):
+            add_block(row)
         ctx.save_for_backward(grad_x, weight, buffer, factor)
         ctx.in_target, ctx.target = target is not None, target_of(weight)
         return total
@@ -67,7 +95,7 @@ class _HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad_x, weight, buffer, factor = ctx.saved_tensors
-        rest: tuple[None, ...] = (None,) * 5
+        rest: tuple[None, ...] = (None,) * 6
         if factor is not None:
             assert grads[0].is_cuda or bool(grads[0] == factor.to(grads[0].dtype)), (
                 "the loss was multiplied by another factor than announced"
@@ -92,7 +120,15 @@ def _blocks(x: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor | None, loss: VocabularyLoss, factor: Tensor | None) -> Tensor:
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    counted: Tensor | None,
+    loss: VocabularyLoss,
+    factor: Tensor | None,
+    memory: LogitsMemory | None = None,
+) -> Tensor:
     """Sum of the losses of the tokens that count, 0-dim, replicated; fp32 for 16-bit x, else of x's dtype.
 
     x        [N, h], replicated, whose gradient is a partial sum of each tp rank (`copy_to_tp`, `gather_sequence`)
@@ -100,9 +136,10 @@ def head_loss(x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor | None,
     labels   int64 [N]; counted: bool [N], or None for all
     factor   0-dim: what the loss's backward will start from, if that is known; the weight's gradient then goes to its
              target during forward. A backward from anything else fails
+    memory   for the logits, kept by the caller from step to step; default: memory of this call
 
     Communication: per block of rows that of `VocabularyLoss.of`; backward none.
     """
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    result: Tensor = _HeadLoss.apply(x, weight, labels, counted, loss, factor, with_gradients)
+    result: Tensor = _HeadLoss.apply(x, weight, labels, counted, loss, factor, memory or LogitsMemory(), with_gradients)
     return result
