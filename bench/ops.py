@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from bench import results
 from bench.op_cases import CASES, Case, Sizes
-from bench.workload import TUNED
+from megazero.allocator import restart_with_settings
 
 
 @dataclass(frozen=True)
@@ -131,15 +130,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def with_tuned_allocator() -> None:
-    """Start this program again where the allocator is not set: it is read when a process begins."""
-    if any(name not in os.environ for name in TUNED):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | TUNED)
-
-
 def main() -> None:
     args = arguments()
-    with_tuned_allocator()
+    restart_with_settings()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)
     sizes, rounds, least = (Sizes.tiny(), 1, 0.0) if args.quick else (Sizes(), args.rounds, args.seconds)
