@@ -76,15 +76,15 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: VocabularyLoss) -> Tensor:
         rows = loss.of(logits, labels)
-        ctx.save_for_backward(logits, rows.target, rows.log_normaliser)
+        ctx.save_for_backward(logits, *rows)
         ctx.loss = loss
         return rows.losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        logits, target, log_normaliser = ctx.saved_tensors
-        ctx.loss.write_gradient(logits, LossRows(grads[0], target, log_normaliser), grads[0])
+        logits, *rows = ctx.saved_tensors
+        ctx.loss.write_gradient(logits, LossRows(*rows), grads[0])
         return logits, None, None
 
 
