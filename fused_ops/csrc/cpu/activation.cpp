@@ -79,7 +79,7 @@ void backward(int64_t threads, int64_t rows, int64_t columns, T* dx, float* dbia
       map(end - begin, dx + begin, [](F x, F grad) MZ_LAMBDA { return Act::back(x, grad); }, x + begin, grad + begin);
     });
   sum_over_rows<T>(threads, rows, columns, 1, dbias, [&](int64_t begin, int64_t end, float* sums) {
-    add_rows<T>(begin, end, columns, sums, [&](int64_t row, int64_t i, auto at) MZ_LAMBDA {
+    add_rows<T, 1>(begin, end, columns, sums, [&](int64_t row, int64_t i, auto at) MZ_LAMBDA {
       auto back = [](F x, F bias, F grad) MZ_LAMBDA { return Act::back(x + bias, grad); };
       auto d = lift(back, at.load(x + row * columns + i), at.load(bias + i), at.load(grad + row * columns + i));
       at.store(dx + row * columns + i, d);

@@ -68,7 +68,7 @@ template <typename T>
 void backward(int64_t threads, int64_t rows, int64_t columns, T* dx, float* dbias, const T* grad, const Dropout& drop) {
   if (!drop.keys)
     return sum_over_rows<T>(threads, rows, columns, 1, dbias, [&](int64_t begin, int64_t end, float* sums) {
-      add_rows<T>(begin, end, columns, sums, [&](int64_t row, int64_t i, auto at) MZ_LAMBDA { return at.load(grad + row * columns + i); });
+      add_rows<T, 8>(begin, end, columns, sums, [&](int64_t row, int64_t i, auto at) MZ_LAMBDA { return at.load(grad + row * columns + i); });
     });
   sum_over_rows<float>(threads, rows, columns, 1, dbias, [&](int64_t begin, int64_t end, float* sums) {
     for (int64_t row = begin; row < end; ++row) {

@@ -89,13 +89,14 @@ void sum_over_rows(int64_t threads, int64_t rows, int64_t columns, int64_t array
   for (int64_t array = 0; array < arrays; ++array) in_memory_order<T>(columns, result + array * columns);
 }
 
-// sums += term(row, i, at) over rows; four rows in a turn, so that a sum comes from memory and goes back only once for them.
-template <typename T, typename Term>
+// sums += term(row, i, at) over rows. ROWS at once: a sum comes from memory and goes back only once for them. It pays where a term is
+// no more than a load; long ones hide the traffic, and suffer from rows that fall on the same places of the cache.
+template <typename T, int ROWS, typename Term>
 MZ_INLINE void add_rows(int64_t begin, int64_t end, int64_t columns, float* sums, const Term& term) {
-  for (int64_t row = begin; row < end; row += 4)
+  for (int64_t row = begin; row < end; row += ROWS)
     each_part<T>(columns, [&](int64_t i, auto at) MZ_LAMBDA {
       auto total = at.sums(sums + i);
-      for (int64_t r = row; r < std::min(row + 4, end); ++r) total = total + term(r, i, at);
+      for (int64_t r = row; r < std::min(row + ROWS, end); ++r) total = total + term(r, i, at);
       at.put_sums(sums + i, total);
     });
 }
