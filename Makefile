@@ -51,6 +51,7 @@ gpu-test: $(VENV)/.installed-test
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python bench/ops.py $(BENCH)
 	$(VENV)/bin/python bench/train.py $(BENCH)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 bench/exchange.py $(BENCH)
 	$(VENV)/bin/python bench/peers.py $(BENCH)
 
 lint: $(VENV)/.installed-test

@@ -7,12 +7,14 @@ Milliseconds are medians over turns A B A B of the slowest rank; GB/s are bytes 
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,26 +52,48 @@ def turn(run: Callable[[], None], times: int, group: Group) -> float:
     return float(took)
 
 
+def compared(ours: Group, theirs: Group, size: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """Seconds of each collective on a tensor of this size, both ways in turns."""
+    others = cases(theirs, size)
+    for name, run in cases(ours, size).items():
+        ways = (run, ours), (others[name], theirs)
+        times = [1 if quick else max(1, int(SECONDS / turn(way, 3, group))) for way, group in ways]
+        taken = [[turn(way, n, group) for (way, group), n in zip(ways, times, strict=True)] for _ in range(1 if quick else TURNS)]
+        mine, gloo = (list(column) for column in zip(*taken, strict=True))
+        yield {"collective": name, "bytes": size, "shared_memory": mine, "gloo": gloo}
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    mine, gloo = (statistics.median(found[way]) for way in ("shared_memory", "gloo"))
+    ratio = statistics.median(b / a for a, b in zip(found["shared_memory"], found["gloo"], strict=True))
+    shown = f"{mine * 1e3:.3f}", f"{gloo * 1e3:.3f}", f"{found['bytes'] / mine / 1e9:.2f}", f"{ratio:.1f}"
+    return [found["collective"], f"{found['bytes']:,}", *shown]
+
+
+HEADINGS = ("collective", "bytes", "shared memory ms", "gloo ms", "GB/s", "times faster")
+
+
 def main() -> None:
-    """One table."""
+    """One table, and its numbers in a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one call of each: a smoke test")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ours = build_grid(Axes(dp=dist.get_world_size())).world
-    assert ours.exchange is not None, "these ranks share no memory"
+    if ours.exchange is None:
+        sys.exit("bench/exchange.py: these ranks share no memory; `python -m megazero.doctor` says what is missing")
     theirs = Group(ours.ranks, ours.index, ours.handle)
-    rows = []
-    for size in SIZES:
-        for name, run in cases(ours, size).items():
-            other = cases(theirs, size)[name]
-            times = [max(1, int(SECONDS / max(turn(way, 3, theirs), 1e-6))) for way in (run, other)]
-            taken = [[turn(way, n, theirs) for way, n in zip((run, other), times, strict=True)] for _ in range(TURNS)]
-            mine, gloo = (statistics.median(column) for column in zip(*taken, strict=True))
-            ratio = statistics.median(pair[1] / pair[0] for pair in taken)
-            rows.append([name, f"{size:,}", f"{mine * 1e3:.3f}", f"{gloo * 1e3:.3f}", f"{size / mine / 1e9:.2f}", f"{ratio:.1f}"])
+    found = [result for size in SIZES for result in compared(ours, theirs, size, args.quick)]
     if ours.index == 0:
-        print(results.table(["collective", "bytes", "shared memory ms", "gloo ms", "GB/s", "times faster"], rows), flush=True)
+        settings = {"ranks": ours.size, "turns": TURNS, "seconds": SECONDS}
+        path = results.write("exchange-quick" if args.quick else "exchange", settings, {"collectives": found}, args.results)
+        text = results.table(HEADINGS, [row(result) for result in found])
+        path.with_suffix(".md").write_text(text + "\n")
+        print(f"{text}\n\n{path}", flush=True)
     collectives.barrier(theirs)
-    os._exit(0)
+    os._exit(0)  # gloo's threads may still wait for the other ranks
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = Workload("tiny", layers=1, hidden=16, heads=2, sequence=8, vocabulary=64, micro_batch=1, threads=1)
 
 
-def run_quick(script: str, folder: Path, *words: str) -> dict[str, Any]:
-    """What the script wrote."""
-    command = [sys.executable, str(ROOT / "bench" / script), "--quick", "--results", str(folder), *words]
+def run_quick(script: str, folder: Path, *words: str, ranks: int = 0) -> dict[str, Any]:
+    """What the script wrote. ranks: of torchrun, which not every script starts by itself."""
+    launcher = [sys.executable, *(["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else [])]
+    command = [*launcher, str(ROOT / "bench" / script), "--quick", "--results", str(folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.json")
@@ -62,6 +63,12 @@ def test_ops(tmp_path: Path) -> None:
     found = run_quick("ops.py", tmp_path, "--only", "gelu")
     assert [row["name"] for row in found["ops"]] == [name for name in CASES if "gelu" in name]
     assert all(row["ours"] and row["theirs"] for row in found["ops"])
+
+
+@pytest.mark.slow
+def test_exchange(tmp_path: Path) -> None:
+    found = run_quick("exchange.py", tmp_path, ranks=2)
+    assert all(row["shared_memory"][0] > 0 and row["gloo"][0] > 0 for row in found["collectives"])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "DeepSpeed" not in name])
