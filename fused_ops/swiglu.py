@@ -47,52 +47,23 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
     return flat, flat.stride(0)
 
 
-def _forward(library: Library, gate: Tensor, up: Tensor) -> Tensor:
-    out = torch.empty(gate.shape, dtype=gate.dtype)
-    columns = gate.shape[-1]
-    library.call(f"swiglu_{suffix(gate.dtype)}", gate.numel() // columns, columns, out, *_rows(gate), *_rows(up))
-    return out
-
-
-def _backward(library: Library, grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, stride: int) -> None:
-    shape = gate.numel() // gate.shape[-1], gate.shape[-1]
-    name = f"swiglu_backward_{suffix(gate.dtype)}"
-    library.call(name, *shape, grad_gate, grad_up, stride, grad.contiguous(), *_rows(gate), *_rows(up))
-
-
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, library: Library) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.library = library
-        return _forward(library, gate, up)
+        ctx.library, ctx.shape = library, (gate.numel() // gate.shape[-1], gate.shape[-1])
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        library.call(f"swiglu_{suffix(gate.dtype)}", *ctx.shape, out, *_rows(gate), *_rows(up))
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
-        both = [torch.empty(gate.shape, dtype=gate.dtype) for _ in range(2)]
-        _backward(ctx.library, grads[0], gate, up, both[0], both[1], gate.shape[-1])
-        return both[0], both[1], None
-
-
-class _MergedKernel(torch.autograd.Function):
-    """The gradients of both halves come in one tensor, without a copy that joins them."""
-
-    @staticmethod
-    def forward(ctx: Any, merged: Tensor, library: Library) -> Tensor:
-        ctx.save_for_backward(merged)
-        ctx.library = library
-        return _forward(library, *merged.chunk(2, dim=-1))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (merged,) = ctx.saved_tensors
-        result = torch.empty(merged.shape, dtype=merged.dtype)
-        (gate, up), (grad_gate, grad_up) = merged.chunk(2, dim=-1), result.chunk(2, dim=-1)
-        _backward(ctx.library, grads[0], gate, up, grad_gate, grad_up, merged.shape[-1])
-        return result, None
+        grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype) for _ in range(2))
+        name = f"swiglu_backward_{suffix(gate.dtype)}"
+        ctx.library.call(name, *ctx.shape, grad_gate, grad_up, gate.shape[-1], grads[0].contiguous(), *_rows(gate), *_rows(up))
+        return grad_gate, grad_up, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -101,13 +72,4 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if library is None or not gate.numel():
         return _reference(gate, up)
     result: Tensor = _Kernel.apply(gate, up, library)
-    return result
-
-
-def merged_swiglu(merged: Tensor) -> Tensor:
-    """swiglu of the halves of merged [..., 2f], the gate first: [..., f]. Their gradient comes in one piece."""
-    library = kernels(merged)
-    if library is None or not merged.numel():
-        return swiglu(*merged.chunk(2, dim=-1))
-    result: Tensor = _MergedKernel.apply(merged, library)
     return result

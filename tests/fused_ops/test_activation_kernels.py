@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_ops.activation import ACTIVATIONS
 from fused_ops.native import library
-from fused_ops.swiglu import merged_swiglu, swiglu
+from fused_ops.swiglu import swiglu
 from tests.fused_ops.levels import DTYPES, SHORT, assert_close, drawn, level, same_kind, the_same_for_any_threads
 
 __all__ = ["level"]
@@ -54,7 +54,6 @@ def test_activations_equal_float64(level, name, shape, dtype):
 def test_swiglu_equals_float64(level, shape, dtype):
     weight = drawn(*shape, seed=3, dtype=dtype)
     compare(swiglu, [drawn(*shape, dtype=dtype) * 3, drawn(*shape, seed=2, dtype=dtype)], weight)
-    compare(merged_swiglu, [drawn(*shape[:-1], 2 * shape[-1], dtype=dtype) * 3], weight)
     # Halves of one tensor, and a transposed input.
     compare(lambda both: swiglu(*both.chunk(2, dim=-1)), [drawn(*shape[:-1], 2 * shape[-1], dtype=dtype)], weight)
     compare(lambda x, y: swiglu(x.transpose(0, -1), y), [drawn(*shape, dtype=dtype).transpose(0, -1), weight], weight)
