@@ -1,9 +1,13 @@
 """Collectives among ranks of one host, through memory that they share.
 
 A tensor travels in chunks. Every rank puts its part of chunk c into slot c modulo SLOTS of its own area and says so; who needs it
-reads it there, and says when it has. Nobody waits at the launch: what does not fit into the slots is put when `wait`, or the next
-collective, comes by. All ranks launch the same collectives in the same order, so that they number the chunks alike and nothing but
-the counters has to be agreed on.
+reads it there, and says when it has. All ranks launch the same collectives in the same order, so that they number the chunks alike and
+nothing but the counters has to be agreed on.
+
+A launch returns when everything is put: at once where there are slots for it, else when the others have taken what was in them. A
+`wait` therefore depends on no later deed of a rank that has launched, as with any other backend: a first and a last pipeline stage, which share the tied
+embedding, wait for it at different places, the one for the sake of the other. (Of a large sum over three ranks or more each rank makes a share,
+when it waits itself or comes by again; such a sum is waited for where all ranks do.)
 
 Sums are made in the order of the members, in fp32 where the dtype has 16 bits, rounded once: the same bits on every rank.
 """
@@ -151,7 +155,7 @@ class Ticket:
 
     def wait(self) -> None:
         """Until the result is there. Raises PeerError when another rank is gone."""
-        self._exchange.advance(self._until)
+        self._exchange.advance(TAKEN, self._until)
 
 
 class Exchange:
@@ -202,15 +206,16 @@ class Exchange:
     def _launch(self, transfers: Sequence[Transfer]) -> Ticket:
         self._queues[POSTED].extend(transfers)
         self._launched += len(transfers)
+        self.advance(POSTED, self._launched)
         while self._step():
             pass
         return Ticket(self, self._launched)
 
-    def advance(self, until: int) -> None:
-        """Do and wait for what is needed to take the first `until` chunks."""
-        while self._done[TAKEN] < until:
+    def advance(self, stage: int, until: int) -> None:
+        """Do and wait for what is needed until the first `until` chunks are through a stage."""
+        while self._done[stage] < until:
             if not self._step():
-                self._memory.wait(*self._missing(next(stage for stage in (TAKEN, FOLDED, POSTED) if self._queues[stage])))
+                self._memory.wait(*self._missing(next(first for first in (TAKEN, FOLDED, POSTED) if self._queues[first])))
 
     def _step(self) -> bool:
         """Do one thing that can be done without waiting; whether there was one. Putting comes first: others may wait for it."""

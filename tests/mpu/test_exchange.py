@@ -133,22 +133,41 @@ def test_nan_and_infinity_arrive():
 
 
 def in_flight(rank: int) -> list[int]:
-    """Rank 0 launches more than the slots hold while rank 1 does not come; nothing of what it puts may be lost."""
+    """Rank 0 fills the slots while rank 1 does not come, and launches more than they hold when it may; nothing that it puts is lost."""
     group = world_of(2)
     if rank:
-        time.sleep(0.3)
-    begin = time.monotonic()
-    tensors = [torch.full((SLOT // 4,), float(number + rank)) for number in range(2 * SLOTS)]
-    pending = [all_reduce(tensor, group) for tensor in tensors]
-    launching = time.monotonic() - begin
+        dist.recv(torch.zeros(1), 0)
+    tensors = [torch.full((SLOT // 4,), float(number + rank)) for number in range(3 * SLOTS)]
+    pending = [all_reduce(tensor, group) for tensor in tensors[:SLOTS]]
+    if not rank:
+        dist.send(torch.zeros(1), 1)
+    pending += [all_reduce(tensor, group) for tensor in tensors[SLOTS:]]
     for work in pending:
         work.wait()
-    assert rank or launching < 0.25, "a launch waited for another rank"
     return [int(tensor[-1]) for tensor in tensors]
 
 
-def test_launching_does_not_wait():
-    assert run_ranks(2, in_flight) == [[2 * number + 1 for number in range(2 * SLOTS)]] * 2
+def test_a_launch_that_finds_slots_does_not_wait():
+    assert run_ranks(2, in_flight) == [[2 * number + 1 for number in range(3 * SLOTS)]] * 2
+
+
+def at_different_places(rank: int) -> list[float]:
+    """As the ends of a pipeline wait for a tied embedding: the first before it sends, the last after it has received."""
+    group, found = world_of(2), []
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+        pending, result, wanted = launched(kind, 7, group, 2 * LARGEST // 4)
+        if rank:
+            dist.recv(torch.zeros(1), 0)
+        pending.wait()
+        if not rank:
+            dist.send(torch.zeros(1), 1)
+        assert torch.equal(result(), wanted)
+        found.append(float(wanted[-1]))
+    return found
+
+
+def test_a_wait_depends_on_no_later_deed_of_another():
+    run_ranks(2, at_different_places)
 
 
 def nothing_shared(rank: int, monkeyed: str) -> bool:
