@@ -108,9 +108,12 @@ TABLES = (
     ),
     Table(
         "pp",
-        "1F1B over two ranks with one thread each, 4 micro-batches of 4 x 512 tokens, head not tied",
+        "two stages with one thread each, 4 micro-batches of 4 x 512 tokens, head not tied; megazero with zb-h1, layers shared out by time",
         PIPELINE,
-        megazero("megazero pp 2", "--pp", "2", "--untie-embeddings-and-output-weights"),
-        (torch_parallel("torch pipelining", "pp", "plain GPT, blocks compiled", compile=True, attention="eager"),),
+        megazero(
+            "megazero pp 2",
+            *("--pp", "2", "--untie-embeddings-and-output-weights", "--pipeline-schedule", "zb-h1", "--partition-by", "time"),
+        ),
+        (torch_parallel("torch pipelining", "pp", "1F1B, plain GPT, blocks compiled", compile=True, attention="eager"),),
     ),
 )
