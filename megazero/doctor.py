@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +82,11 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    asked = library.choice()
+    try:
+        asked = library.choice()
+    except ValueError as error:
+        yield Finding("kernels", "unknown", str(error), fatal=True)
+        return
     if asked == "reference":
         yield Finding("kernels", "off", "MEGAZERO_FUSED=reference: a step on the CPU takes about twice as long")
         return
@@ -122,9 +127,15 @@ def _backends() -> Iterator[Finding]:
     tests: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     there = [name for name, test in tests.items() if test()]
     yield Finding("backends", ", ".join(there) or "none", "" if "gloo" in there else "several ranks on a CPU need gloo", not there)
-    missing = lacking() or ("" if library.cpu_library(library.choice()) else "it needs the kernels")
+    missing = lacking() or ("" if _has_kernels() else "it needs the kernels")
     advice = f"{missing}: collectives of ranks on one host go through gloo, up to ten times slower"
     yield Finding("shared memory", "none" if missing else "between ranks of one host", advice if missing else "")
+
+
+def _has_kernels() -> bool:
+    with suppress(ValueError):
+        return library.cpu_library(library.choice()) is not None
+    return False
 
 
 def _optional() -> Iterator[Finding]:

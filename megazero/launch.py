@@ -18,6 +18,7 @@ from megazero import device as devices
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.grid import Axes, ProcessGrid, build_grid
+from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.watchdog import die_with_parent
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
@@ -57,6 +58,8 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         yield build_grid(axes, device)
         return
     backend = parallel.backend if parallel.backend != "auto" else _backend_for(device, environment)
+    if not dist.is_backend_available(backend):
+        raise ConfigError([f"--distributed-backend {backend}: this torch ({torch.__version__}) is built without it"])
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     dist.init_process_group(
         backend,
@@ -81,6 +84,9 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
     except ConfigError as error:
         _report_once(str(error), environment)
         return EXIT_CONFIG
+    except PeerError as error:  # a consequence; who failed first says why, if it still can
+        print(f"rank {environment.rank} stopped: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILURE
     except Exception:
         _report_failure(traceback.format_exc(), environment)
         return EXIT_FAILURE

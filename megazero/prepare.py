@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fused_ops.compiled import try_compiler
+from fused_ops.native import library
 from megazero import device as devices
 from megazero.build import axes_of, compiled_ops, with_vocabulary
 from megazero.checkpoint.compat import Change, compare, run_from
@@ -47,7 +48,7 @@ class Prepared:
 
 def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
-    problems = [*_unusable_places(run), *_uncompilable(run)]
+    problems = [*_unusable_places(run), *(_unknown_kernels() or _uncompilable(run))]
     if problems:
         raise ConfigError(problems)
     try:
@@ -126,6 +127,14 @@ def _uncompilable(run: Run) -> list[str]:
     kind = "cuda" if on_cuda else "cpu"
     reason = try_compiler(kind) if compiled_ops(run, kind) else None
     return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
+
+
+def _unknown_kernels() -> list[str]:
+    try:
+        library.choice()
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _closed(folder: str) -> str | None:

@@ -120,6 +120,7 @@ def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> Pending:
     """Copy the tensor of the member with index `source_index` to all members, in place."""
     if group.handle is None:
         return Pending()
+    assert tensor.is_contiguous()
     group.traffic["broadcast", tensor.dtype] += tensor.nbytes
     buffer = _staged(tensor, group)
     work: dist.Work | Ticket | None

@@ -24,7 +24,10 @@ class GradientTarget(Protocol):
     """What a parameter's `gradient_target` is once a model state has adopted it."""
 
     def add(self, write: Write) -> None:
-        """Have `write` called now or later in this step, once; what it holds is kept until then."""
+        """Have `write` called now or later in this step, once; what it holds is kept until then.
+
+        For an embedding or head now: the logits that their gradient is made of are soon overwritten.
+        """
 
 
 def hand_over(parameter: Tensor, target: GradientTarget | None, write: Write) -> Tensor | None:

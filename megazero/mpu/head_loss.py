@@ -41,7 +41,8 @@ class LogitsMemory:
         numel = x.shape[0] * weight.shape[0]
         if self._kept is None or self._kept.numel() < numel or self._kept.dtype != x.dtype:
             self._kept = None
-            self._kept = x.new_empty(numel)
+            with torch.inference_mode(False):  # or no later pass with gradients could write there
+                self._kept = x.new_empty(numel)
         return torch.mm(x, weight.t(), out=self._kept[:numel].view(x.shape[0], weight.shape[0]))
 
 
@@ -115,7 +116,7 @@ class _HeadLoss(torch.autograd.Function):
 def _blocks(x: Tensor, weight: Tensor) -> list[slice]:
     """Rows of x whose logits exist together: blocks of nearly equal size."""
     most = max(1, BLOCK_BYTES.get(x.device.type, BLOCK_BYTES["cuda"]) // (weight.shape[0] * x.element_size()))
-    count = -(-x.shape[0] // most)
+    count = max(1, -(-x.shape[0] // most))
     bounds = [x.shape[0] * i // count for i in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 

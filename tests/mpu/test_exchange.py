@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -173,8 +174,8 @@ def test_a_wait_depends_on_no_later_deed_of_another():
 def nothing_shared(rank: int, monkeyed: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if monkeyed == "host" and rank:
-            here = shared_memory._Host.here()
-            patch.setattr(shared_memory._Host, "here", lambda: shared_memory._Host("elsewhere", here.namespace, here.pid))
+            here = shared_memory._Host.here(rank)
+            patch.setattr(shared_memory._Host, "here", lambda rank: replace(here, boot="elsewhere"))
         if monkeyed == "memory" and rank == 0:
             patch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError("none here")))
         if monkeyed == "kernels" and rank:
@@ -243,5 +244,23 @@ def test_a_rank_that_does_not_come(how, seconds, words, tmp_path):
     finally:
         for process in ranks:
             process.kill()
-    assert words in message and "member 1" in message
+    assert words in message and "rank 1, with which rank 0" in message
     assert took < 5
+
+
+def unequal(rank: int) -> list[str]:
+    """An error on every rank, at once, for sizes that differ; and afterwards, for the group is broken."""
+    group, said = world_of(3), []
+    for numel in (10 + 2 * (rank == 0), 4):
+        try:
+            all_reduce(torch.ones(numel), group).wait()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_unequal_sizes_are_an_error_and_no_sum():
+    for rank, (first, second) in enumerate(run_ranks(3, unequal)):
+        sizes, ended = "rank 0: 48 bytes, rank 1: 40 bytes, rank 2: 40 bytes", "has ended"
+        assert sizes in first or ended in first
+        assert any(words in second for words in (sizes, ended, f"rank {rank} has left"))

@@ -14,8 +14,6 @@ using namespace mz;
 
 namespace {
 
-constexpr int SPINS = 2000;  // some 20 microseconds, less than a sleep and a wake-up cost; long enough for a peer that is as far as we are
-
 typedef double D __attribute__((vector_size(64)));
 typedef int64_t L __attribute__((vector_size(64)));
 
@@ -79,11 +77,13 @@ MZ_API void publish(int64_t, uint32_t* word, int64_t value) {
   wake(word);
 }
 
-// Waits until all of `count` counters, `stride` words apart, have come to `target`, for at most some milliseconds (0: only looks).
+// Waits until all of `count` counters, `stride` words apart, have come to `target`: looks `spins` times more, then sleeps for at most some
+// milliseconds (0: only looks once).
 // answer: index of the first that has not, or `count`.
-MZ_API void wait_for(int64_t, uint32_t* words, int64_t stride, int64_t count, int64_t target, int64_t milliseconds, int64_t* answer) {
+MZ_API void wait_for(int64_t, uint32_t* words, int64_t stride, int64_t count, int64_t target, int64_t spins, int64_t milliseconds,
+                     int64_t* answer) {
   int64_t at = 0;
-  int spins = milliseconds ? SPINS : 0;
+  if (!milliseconds) spins = 0;
   bool slept = false;
   while (at < count) {
     uint32_t* word = words + at * stride;
