@@ -67,3 +67,9 @@ def test_a_split_without_validation_is_fine_beside_named_sets(flags: list[object
     datasets = prepare(run, 1, silent).datasets
     assert len(datasets.valid) == 0
     assert len(datasets.named_valid["held-out"]) >= validation_samples(run)
+
+
+def test_kernels_that_do_not_exist_are_refused(flags: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAZERO_FUSED", "avx1024")
+    with pytest.raises(ConfigError, match="MEGAZERO_FUSED=avx1024: choose one of auto, reference"):
+        prepare(parse_run([str(word) for word in flags], 1), 1, silent)
