@@ -62,12 +62,17 @@ def fresh(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
 
 
+def with_gradient(result: int, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """As `fresh`, and the gradient of a result of so many elements: to make it is not the op's work."""
+    return lambda: (*fresh(*tensors)(), torch.ones(result, dtype=tensors[0].dtype))
+
+
 def both_ways(function: Callable[..., Tensor]) -> Callable[..., None]:
-    """Forward, and backward from ones."""
+    """Forward, and backward from the gradient that comes last."""
 
     def run(*tensors: Tensor) -> None:
-        out = function(*tensors)
-        out.backward(torch.ones_like(out))
+        out = function(*tensors[:-1])
+        out.backward(tensors[-1].view(out.shape))
 
     return run
 
@@ -99,7 +104,9 @@ def attention(z: Sizes, written_out: bool = False) -> Case:
     mixed = random(z.s, z.b, 3 * z.h)
     moved = 2 * (8 * mixed.numel() // 3 + 2 * mixed.numel() // 3)
     products = 7 * 2 * z.b * z.n * z.s * z.s * z.d / 2  # two forward, five backward, half of each under the diagonal
-    return Case(name, f"b{z.b} n{z.n} s{z.s} d{z.d}", fresh(mixed), both_ways(ours), both_ways(theirs), moved, products)
+    return Case(
+        name, f"b{z.b} n{z.n} s{z.s} d{z.d}", with_gradient(mixed.numel() // 3, mixed), both_ways(ours), both_ways(theirs), moved, products
+    )
 
 
 def attention_written_out(z: Sizes) -> Case:
@@ -116,7 +123,9 @@ def softmax(z: Sizes) -> Case:
     ours = both_ways(lambda x: scaled_causal_alibi_softmax(x, 0.125, slopes))
     theirs = both_ways(lambda x: torch.softmax(x * 0.125 + mask, dim=-1))
     # Half of it is under the diagonal: read, written; probabilities and gradient read, gradient written. The rest is set to 0.
-    return Case("softmax", f"b{z.b} n{z.n} s{z.s}", fresh(scores), ours, theirs, 2 * scores.numel() * (5 / 2 + 1 / 2))
+    return Case(
+        "softmax", f"b{z.b} n{z.n} s{z.s}", with_gradient(scores.numel(), scores), ours, theirs, 2 * scores.numel() * (5 / 2 + 1 / 2)
+    )
 
 
 def bias_gelu(z: Sizes) -> Case:
@@ -124,7 +133,9 @@ def bias_gelu(z: Sizes) -> Case:
 
     x, bias = random(z.tokens, z.f), random(z.f)
     theirs = both_ways(lambda x, bias: F.gelu(x + bias, approximate="tanh"))
-    return Case("bias + tanh gelu", f"{z.tokens} x {z.f}", fresh(x, bias), both_ways(gelu_tanh), theirs, 2 * 5 * x.numel())
+    return Case(
+        "bias + tanh gelu", f"{z.tokens} x {z.f}", with_gradient(x.numel(), x, bias), both_ways(gelu_tanh), theirs, 2 * 5 * x.numel()
+    )
 
 
 def gelu_alone(z: Sizes) -> Case:
@@ -133,7 +144,7 @@ def gelu_alone(z: Sizes) -> Case:
     x, bias = random(z.tokens, z.f), random(z.f)
     theirs = both_ways(lambda x, bias: F.gelu(x, approximate="tanh"))
     name = "bias + tanh gelu, torch without bias"
-    return Case(name, f"{z.tokens} x {z.f}", fresh(x, bias), both_ways(gelu_tanh), theirs, 2 * 5 * x.numel())
+    return Case(name, f"{z.tokens} x {z.f}", with_gradient(x.numel(), x, bias), both_ways(gelu_tanh), theirs, 2 * 5 * x.numel())
 
 
 def swiglu(z: Sizes) -> Case:
@@ -141,7 +152,7 @@ def swiglu(z: Sizes) -> Case:
 
     gate, up = random(z.tokens, z.f), random(z.tokens, z.f)
     theirs = both_ways(lambda gate, up: F.silu(gate) * up)
-    return Case("swiglu", f"{z.tokens} x {z.f}", fresh(gate, up), both_ways(op), theirs, 2 * 8 * gate.numel())
+    return Case("swiglu", f"{z.tokens} x {z.f}", with_gradient(gate.numel(), gate, up), both_ways(op), theirs, 2 * 8 * gate.numel())
 
 
 def cross_entropy(z: Sizes) -> Case:
@@ -167,7 +178,7 @@ def layer_norm(z: Sizes) -> Case:
     x, weight, bias = random(z.tokens, z.h), random(z.h), random(z.h)
     ours = both_ways(lambda x, w, b: op(x, w, b, 1e-5))
     theirs = both_ways(lambda x, w, b: F.layer_norm(x, (z.h,), w, b, 1e-5))
-    return Case("layernorm", f"{z.tokens} x {z.h}", fresh(x, weight, bias), ours, theirs, 2 * 5 * x.numel())
+    return Case("layernorm", f"{z.tokens} x {z.h}", with_gradient(x.numel(), x, weight, bias), ours, theirs, 2 * 5 * x.numel())
 
 
 def rms_norm(z: Sizes) -> Case:
@@ -175,7 +186,7 @@ def rms_norm(z: Sizes) -> Case:
 
     x, weight = random(z.tokens, z.h), random(z.h)
     ours, theirs = both_ways(lambda x, w: op(x, w, 1e-5)), both_ways(lambda x, w: F.rms_norm(x, (z.h,), w, 1e-5))
-    return Case("rmsnorm", f"{z.tokens} x {z.h}", fresh(x, weight), ours, theirs, 2 * 5 * x.numel())
+    return Case("rmsnorm", f"{z.tokens} x {z.h}", with_gradient(x.numel(), x, weight), ours, theirs, 2 * 5 * x.numel())
 
 
 def rotary(z: Sizes) -> Case:
@@ -190,7 +201,7 @@ def rotary(z: Sizes) -> Case:
         return x * whole[0] + torch.cat([-second, first], -1) * whole[1]
 
     ours = both_ways(lambda x: apply_rotary(x, cos, sin))
-    return Case("rotary", f"s{z.s} b{z.b} n{z.n} d{z.d}", fresh(x), ours, both_ways(theirs), 2 * 4 * x.numel())
+    return Case("rotary", f"s{z.s} b{z.b} n{z.n} d{z.d}", with_gradient(x.numel(), x), ours, both_ways(theirs), 2 * 4 * x.numel())
 
 
 def adam_state(z: Sizes) -> tuple[Tensor, ...]:
