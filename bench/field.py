@@ -108,10 +108,10 @@ TABLES = (
     ),
     Table(
         "pp",
-        "two stages with one thread each, 4 micro-batches of 4 x 512 tokens, head not tied; megazero with zb-h1, layers shared out by time",
+        "two stages with one thread each, 4 micro-batches of 4 x 512 tokens, head not tied",
         PIPELINE,
         megazero(
-            "megazero pp 2",
+            "megazero pp 2, zb-h1",
             *("--pp", "2", "--untie-embeddings-and-output-weights", "--pipeline-schedule", "zb-h1", "--partition-by", "time"),
         ),
         (torch_parallel("torch pipelining", "pp", "1F1B, plain GPT, blocks compiled", compile=True, attention="eager"),),
