@@ -59,10 +59,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        flags = set()
+    flags = library.processor_flags()
     units = [
         name
         for name, flag in (("AMX", "amx_bf16"), ("AVX-512 BF16", "avx512_bf16"), ("AVX-512", "avx512f"), ("AVX2", "avx2"))

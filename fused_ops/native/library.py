@@ -87,11 +87,12 @@ def suffix(dtype: torch.dtype) -> str:
 def level() -> str:
     """The best level that this processor has. torch names AVX-512 but not its bf16 conversions; Linux does, where it saves their registers."""
     found = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "generic")
-    return "avx512_bf16" if found == "avx512" and "avx512_bf16" in _processor_flags() else found
+    return "avx512_bf16" if found == "avx512" and "avx512_bf16" in processor_flags() else found
 
 
 @cache
-def _processor_flags() -> frozenset[str]:
+def processor_flags() -> frozenset[str]:
+    """What Linux says this processor has, in its words (`avx512_bf16`); empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

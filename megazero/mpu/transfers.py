@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_ops.native import library
 from fused_ops.native.library import Library
 
-SUFFIXES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
+SUFFIXES = library.SUFFIXES | {torch.float64: "f64", torch.int64: "i64"}
+"""The end of the name of a dtype's sums: those of the other kernels, and two more."""
 FOLD_FROM = 16384
 """Bytes of a chunk from which three or more ranks sum a part each, instead of everything each."""
 

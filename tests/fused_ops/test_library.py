@@ -22,7 +22,7 @@ from fused_ops.native.compile import LEVELS, CompileError, cpu_target
 )
 def test_the_level_of_a_processor(monkeypatch, capability, flags, level):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(library, "processor_flags", lambda: frozenset(flags))
     assert library.level() == level
 
 
