@@ -29,7 +29,8 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
     """grad^T x, [m, n] and [m, k], written into (or added to) `into` [n, k], whose dtype may be wider than theirs.
 
-    16-bit factors and an fp32 `into`: no 16-bit product comes between, where the processor has a kernel for it.
+    16-bit factors and an fp32 `into`: no 16-bit product comes between, where the processor has a kernel for it, or the device a
+    product that widens. On CUDA that is one product of the library's, which adds to the sum where it lies.
     """
     library = _library(grad, x, into)
     if library is not None:
@@ -37,12 +38,45 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
         library.call(f"weight_gradient_{suffix(grad.dtype)}", *shape, grad, grad.stride(0), x, x.stride(0), into, int(add))
         return
     if into.dtype != grad.dtype:
-        product = torch.mm(grad.t(), x)
-        _ = into.add_(product) if add else into.copy_(product)
+        _widened(grad, x, into, add)
     elif add:
         into.addmm_(grad.t(), x)
     else:
         torch.mm(grad.t(), x, out=into)
+
+
+def _widened(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
+    """The product of narrower factors; rounded to their dtype on the way only where nothing else can be had."""
+    device = into.device.type
+    if add and into.is_contiguous() and _widens(device, grad.dtype, into.dtype, True):
+        torch.addmm(into, grad.t(), x, out_dtype=into.dtype, out=into)
+    elif not _widens(device, grad.dtype, into.dtype, False):
+        product = torch.mm(grad.t(), x)
+        _ = into.add_(product) if add else into.copy_(product)
+    elif add or not into.is_contiguous():
+        product = torch.mm(grad.t(), x, out_dtype=into.dtype)
+        _ = into.add_(product) if add else into.copy_(product)
+    else:
+        torch.mm(grad.t(), x, out_dtype=into.dtype, out=into)
+
+
+@cache
+def _widens(device: str, narrow: torch.dtype, wide: torch.dtype, adds: bool) -> bool:
+    """Whether this torch multiplies narrow factors into a wide result on the device; adds: and adds it to what is there.
+
+    Tried once, with factors of no size worth naming: torch has these overloads for CUDA only, and its first ones refused a
+    wide summand. What is refused is refused on the host, so the device is not waited for.
+    """
+    factor = torch.ones((8, 8), dtype=narrow, device=device)
+    result = torch.ones((8, 8), dtype=wide, device=device)
+    try:
+        if adds:
+            torch.addmm(result, factor.t(), factor, out_dtype=wide, out=result)
+        else:
+            torch.mm(factor.t(), factor, out_dtype=wide, out=result)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ class MicroBatch:
     tokens       int64 [b, s], inputs
     labels       int64 [b, s], the token that follows each input
     loss_mask    bool [b, s] or None: which predictions count; None means all
-    samples      int64 [b] on the CPU: number of each sample in the run's order, which keys its dropout
+    samples      int64 [b]: number of each sample in the run's order, which keys its dropout
     documents    int64 [b, s] or None: number of each token's document within its sample; None: one document
     loss_factor  0-dim or None: what the backward of the micro-batch's summed loss starts from, where that is known ahead
     """

@@ -30,7 +30,8 @@ def probe_batches(run: Run, device: torch.device) -> list[MicroBatch]:
         positions = torch.arange(length + 1, dtype=torch.int64) + sample * (length + 1)
         text = (positions * 1_103_515_245 + 12_345).remainder(1 << 31).div(1 << 8, rounding_mode="floor").remainder(vocabulary)
         text = text.unsqueeze(0).to(device)
-        batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), None, torch.tensor([sample], dtype=torch.int64)))
+        number = torch.tensor([sample], dtype=torch.int64).to(device)
+        batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), None, number))
     return batches
 
 

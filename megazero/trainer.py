@@ -36,6 +36,8 @@ class Batches(Protocol):
 
     def prefetch(self, consumed_samples: int, global_batch: int) -> None: ...
 
+    def upload(self) -> None: ...
+
 
 @dataclass
 class Position:
@@ -119,6 +121,7 @@ class Trainer:
         self.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
         self.scaler.update(bad)
         self.asked_to_stop = asked
+        self.train_batches.upload()
         self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
         seconds = time.perf_counter() - began
         self.log.step(
@@ -138,11 +141,16 @@ class Trainer:
         self.tell_compilation(seconds)
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
-        """Each value's sum over all ranks, in one message, in float64."""
-        as_tensors = [torch.as_tensor(value, dtype=torch.float64, device=self.grid.device) for value in values]
-        packed = torch.stack(as_tensors)
+        """Each value's sum over all ranks, in one message, in float64. The host waits for no device: numbers are filled in, not copied."""
+        packed = torch.stack([self.wide(value) for value in values])
         collectives.all_reduce(packed, self.grid.world).wait()
         return list(packed.unbind())
+
+    def wide(self, value: Tensor | float) -> Tensor:
+        """0-dim float64 on the device."""
+        if isinstance(value, Tensor):
+            return value.to(self.grid.device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self.grid.device)
 
     def count(self, batches: list[MicroBatch]) -> Tensor | float:
         """Predictions that count in these micro-batches, on the ranks whose loss does (see `reports_loss`), else 0."""
@@ -169,6 +177,8 @@ class Trainer:
     def limit_memory(self) -> None:
         """Keep the host's heap from growing without end; what a step frees stays for the next, for fresh pages are slow."""
         self.steps_here += 1
+        if self.grid.device.type != "cpu":
+            return
         held = devices.memory_bytes(self.grid.device)
         if self.steps_here <= 2:
             self.usual_memory = held

@@ -6,6 +6,7 @@ same set of samples for every dp and micro-batch size, and a resumed run goes on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +17,10 @@ from torch import Tensor
 from megazero.batch import MicroBatch
 from megazero.data.dataset import Samples
 from megazero.data.indexed import DataError
+from megazero.device import SideCopies
+
+_Travelling = Callable[[], list[Tensor | None]]
+"""The tensors of a micro-batch on their way: called, it gives them in the order of `MicroBatch`."""
 
 
 class TrainLoader:
@@ -23,7 +28,7 @@ class TrainLoader:
 
     eod_mask_loss leaves out the prediction made at a separator (the next document's first token), as Megatron's --eod-mask-loss;
     document_mask numbers the documents of each sample, a separator belonging to the document that it ends. Both need eod_id.
-    num_workers threads work ahead of `micro_batches`; with 0 it does the work itself.
+    num_workers threads work ahead of `micro_batches`; with 0 it does the work itself. Copies to a device travel beside its computation.
     """
 
     def __init__(
@@ -49,19 +54,22 @@ class TrainLoader:
         self.device = torch.device(device)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
         self._ahead: dict[tuple[int, int], list[Future[MicroBatch]]] = {}
+        self._copies = SideCopies(self.device)
+        self._travelling: dict[tuple[int, int], list[_Travelling]] = {}
 
     def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]:
         """This rank's part of the global batch that follows `consumed_samples`, on the device, in order."""
-        ready = self._ahead.pop((consumed_samples, global_batch), None)
+        key = (consumed_samples, global_batch)
+        ready, travelling = self._ahead.pop(key, None), self._travelling.pop(key, None)
         for stale in self._ahead.values():
             for future in stale:
                 future.cancel()
         self._ahead.clear()
-        if ready is None:
-            made = [self._make(numbers) for numbers in self._numbers(consumed_samples, global_batch)]
-        else:
-            made = [future.result() for future in ready]
-        return [self._to_device(batch) for batch in made]
+        self._travelling.clear()
+        if travelling is None:
+            made = [self._make(numbers) for numbers in self._numbers(*key)] if ready is None else [future.result() for future in ready]
+            travelling = [self._send(batch) for batch in made]
+        return [MicroBatch(*take()) for take in travelling]  # type: ignore[arg-type]
 
     def prefetch(self, consumed_samples: int, global_batch: int) -> None:
         """Start preparing a global batch; asking past the dataset's end is no error until `micro_batches` does."""
@@ -70,9 +78,16 @@ class TrainLoader:
             return
         self._ahead[key] = [self._threads.submit(self._make, numbers) for numbers in self._numbers(*key)]
 
+    def upload(self) -> None:
+        """Start copying to the device what `prefetch` has prepared; what is not ready yet is copied when it is asked for."""
+        for key, futures in self._ahead.items():
+            if key not in self._travelling and all(future.done() and future.exception() is None for future in futures):
+                self._travelling[key] = [self._send(future.result()) for future in futures]
+
     def close(self) -> None:
         """Stop the threads; what was prepared is dropped."""
         self._ahead.clear()
+        self._travelling.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -97,17 +112,13 @@ class TrainLoader:
             ends = inputs == self.eod_id
             mask = self._tensor(~ends) if self.eod_mask_loss else None
             documents = self._tensor(np.cumsum(ends, axis=1) - ends) if self.document_mask else None
-        return MicroBatch(self._tensor(inputs), self._tensor(text[:, 1:]), mask, torch.tensor(list(numbers), dtype=torch.int64), documents)
+        samples = self._tensor(np.arange(numbers.start, numbers.stop, dtype=np.int64))
+        return MicroBatch(self._tensor(inputs), self._tensor(text[:, 1:]), mask, samples, documents)
 
     def _tensor(self, values: NDArray) -> Tensor:
         """Contiguous; pinned when it will travel to a device, so that the copy does not hold up the step."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
-    def _to_device(self, batch: MicroBatch) -> MicroBatch:
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(self.device, non_blocking=True)
-
-        tokens, labels = move(batch.tokens), move(batch.labels)
-        assert tokens is not None and labels is not None
-        return MicroBatch(tokens, labels, move(batch.loss_mask), batch.samples, move(batch.documents))
+    def _send(self, batch: MicroBatch) -> _Travelling:
+        return self._copies.start((batch.tokens, batch.labels, batch.loss_mask, batch.samples, batch.documents))

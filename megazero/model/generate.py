@@ -123,7 +123,7 @@ def _padded(context: Tensor, multiple: int, window: int) -> MicroBatch:
     """The context on a multiple of so many positions, or on the whole window where that is less."""
     missing = min(-context.shape[1] % multiple, window - context.shape[1])
     tokens = torch.nn.functional.pad(context, (0, missing))
-    return MicroBatch(tokens, tokens, None, torch.zeros(tokens.shape[0], dtype=torch.int64))
+    return MicroBatch(tokens, tokens, None, torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device))
 
 
 def _through_pipeline(chunks: Sequence[Stage], chunk_map: ChunkMap, grid: ProcessGrid, batch: MicroBatch, position: int) -> Tensor | None:

@@ -98,7 +98,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_x, weight, buffer, factor = ctx.saved_tensors
         rest: tuple[None, ...] = (None,) * 6
         if factor is not None:
-            assert grads[0].is_cuda or bool(grads[0] == factor.to(grads[0].dtype)), (
+            assert grads[0].device.type != "cpu" or bool(grads[0] == factor.to(grads[0].dtype)), (
                 "the loss was multiplied by another factor than announced"
             )
         else:

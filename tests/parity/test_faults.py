@@ -37,6 +37,7 @@ class Spoiled:
         return made
 
     def prefetch(self, consumed: int, size: int) -> None: ...
+    def upload(self) -> None: ...
 
 
 def train_masked(rank: int, size: int, flags: list[str]) -> tuple[list, dict, list[Piece]]:
