@@ -37,7 +37,7 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, bias = ctx.saved_tensors
         dx = torch.empty_like(x)
-        sums = None if bias is None else torch.empty(bias.shape, dtype=torch.float32)
+        sums = None if bias is None else bias.new_empty(bias.shape, dtype=torch.float32)
         ctx.library.call(f"{ctx.name}_backward_{suffix(x.dtype)}", *_shape(x), dx, sums, grads[0].contiguous(), x, bias)
         return dx, None if sums is None else sums.to(x.dtype), None, None
 

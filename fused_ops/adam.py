@@ -8,6 +8,7 @@ leaves every tensor's bits unchanged, whatever the gradient holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,14 @@ def _library(param_out: Tensor | None, grad: Tensor, *state: Tensor) -> tuple[Li
     if library is None or not flat or grad.dtype not in SUFFIXES or out not in SUFFIXES:
         return None, ""
     return library, f"{suffix(grad.dtype)}_{suffix(out)}"
+
+
+def _changed(*tensors: Tensor | None) -> None:
+    increment_version([tensor for tensor in tensors if tensor is not None])
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
 
 
 def _scaled(grad: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,18 +76,25 @@ def adam_step(
     w = w (1 - lr weight_decay) - lr/(1-b1^step) * m / (sqrt(v)/sqrt(1-b2^step) + eps)
     (Kingma and Ba 2015, arXiv:1412.6980; Loshchilov and Hutter 2019, arXiv:1711.05101; the order of torch.optim.AdamW.)
     """
+    library, name = _library(param_out, grad, master, exp_avg, exp_avg_sq)
+    shrink, decay = (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+    if library is not None and library.on_device:
+        scalars = step.double(), multiplier.double(), skip
+        logs = _log(beta1), _log(beta2)
+        numbers = lr, shrink, decay, *logs, 1 - beta1, beta2, 1 - beta2, eps
+        tensors = param_out, master, grad, exp_avg, exp_avg_sq
+        library.call(f"adam_on_device_{name}", master.numel(), *tensors, *scalars, *map(float, numbers))
+        _changed(param_out, master, exp_avg, exp_avg_sq)
+        return
     on_host = _is_readable(skip)
     if on_host and bool(skip):
         return
     step_size = lr / (1 - beta1**step)
     root = (1 - beta2**step).sqrt()
-    shrink = 1 - lr * weight_decay if decoupled else 1.0
-    library, name = _library(param_out, grad, master, exp_avg, exp_avg_sq) if on_host else (None, "")
-    if library is not None:
-        decay = 0.0 if decoupled else weight_decay
+    if library is not None and on_host:
         numbers = float(step_size), float(root), shrink, decay, 1 - beta1, beta2, 1 - beta2, eps, float(multiplier)
         library.call(f"adam_{name}", master.numel(), param_out, master, grad, exp_avg, exp_avg_sq, *map(float, numbers))
-        increment_version([tensor for tensor in (param_out, master, exp_avg, exp_avg_sq) if tensor is not None])
+        _changed(param_out, master, exp_avg, exp_avg_sq)
         return
     for at in _blocks(master.numel(), master.device):
         w, m, v = master[at], exp_avg[at], exp_avg_sq[at]
@@ -117,14 +133,19 @@ def sgd_step(
     skip: Tensor,
 ) -> None:
     """One step in place, of torch.optim.SGD: g = grad * multiplier + weight_decay * w; u = momentum * u + g; w -= lr * u."""
+    library, name = _library(param_out, grad, master, momentum_buffer)
+    if library is not None and library.on_device:
+        tensors, scalars = (param_out, master, grad, momentum_buffer), (multiplier.double(), skip)
+        library.call(f"sgd_on_device_{name}", master.numel(), *tensors, *scalars, *map(float, (lr, momentum, weight_decay)))
+        _changed(param_out, master, momentum_buffer)
+        return
     on_host = _is_readable(skip)
     if on_host and bool(skip):
         return
-    library, name = _library(param_out, grad, master, momentum_buffer) if on_host else (None, "")
-    if library is not None:
+    if library is not None and on_host:
         numbers = float(lr), float(momentum), float(weight_decay), float(multiplier)
         library.call(f"sgd_{name}", master.numel(), param_out, master, grad, momentum_buffer, *numbers)
-        increment_version([tensor for tensor in (param_out, master, momentum_buffer) if tensor is not None])
+        _changed(param_out, master, momentum_buffer)
         return
     for at in _blocks(master.numel(), master.device):
         w, u = master[at], momentum_buffer[at]

@@ -1,7 +1,7 @@
 """Random bits that are a pure function of a key and a counter, reference body.
 
 A counter-based hash (the finaliser of SplitMix64: Steele et al. 2014, doi 10.1145/2660193.2660195, keyed twice per row)
-in wrapping int64. csrc/cpu/dropout.cpp computes the same bits.
+in wrapping int64. csrc/cpu/dropout.cpp and csrc/cuda/dropout.cu compute the same bits.
 """
 
 from __future__ import annotations

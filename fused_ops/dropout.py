@@ -39,7 +39,7 @@ def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
 
 def _forward(library: Library, x: Tensor, bias: Tensor | None, residual: Tensor | None, keys: Tensor | None, p: float) -> Tensor:
     columns = x.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     given = x.contiguous(), bias if bias is None else bias.contiguous(), residual if residual is None else residual.contiguous()
     library.call(f"bias_dropout_residual_{suffix(x.dtype)}", x.numel() // columns, columns, out, *given, *_arguments(keys, p))
     return out
@@ -75,7 +75,7 @@ class _BiasDropoutResidual(torch.autograd.Function):
         if not ctx.biased:
             return grad if keys is None else _dropped(grad, keys, ctx.p), None, grad, None, None, None
         columns = grad.shape[-1]
-        dx, sums = grad if keys is None else torch.empty_like(grad), torch.empty(columns)
+        dx, sums = grad if keys is None else torch.empty_like(grad), grad.new_empty(columns, dtype=torch.float32)
         name = f"bias_dropout_backward_{suffix(grad.dtype)}"
         ctx.library.call(name, grad.numel() // columns, columns, dx, sums, grad, *_arguments(keys, ctx.p))
         return dx, sums.to(grad.dtype), grad, None, None, None

@@ -90,7 +90,7 @@ class _Norm(torch.autograd.Function):
         x, h = x.contiguous(), x.shape[-1]
         rows = x.numel() // h
         y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
-        mean, scale = None if bias is None else torch.empty(rows), torch.empty(rows)
+        mean, scale = None if bias is None else x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
         added = residual if residual is None else residual.contiguous()
         parameters = weight.contiguous(), bias if bias is None else bias.contiguous()
         library.call(f"{ctx.name}_{suffix(x.dtype)}", rows, h, y, total, x, added, *parameters, mean, scale, float(eps))
@@ -105,7 +105,7 @@ class _Norm(torch.autograd.Function):
         if grad is None:
             return passed, passed, None, None, None, None
         h, dx = x.shape[-1], torch.empty_like(x)
-        sums = torch.empty((1 if mean is None else 2, h))
+        sums = x.new_empty((1 if mean is None else 2, h), dtype=torch.float32)
         incoming = grad.contiguous(), None if passed is None else passed.contiguous()
         name = f"{ctx.name}_backward_{suffix(x.dtype)}"
         ctx.library.call(name, scale.numel(), h, dx, sums, *incoming, x, weight.contiguous(), mean, scale)

@@ -86,7 +86,7 @@ def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
     if library is None:
         total = grad.sum(0, dtype=wide(grad.dtype))
     else:
-        total = torch.empty(grad.shape[1], dtype=torch.float32)
+        total = grad.new_empty(grad.shape[1], dtype=torch.float32)
         library.call(f"column_sums_{suffix(grad.dtype)}", *grad.shape, grad.stride(0), grad, total)
     _ = into.add_(total) if add else into.copy_(total)
 

@@ -18,7 +18,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
     library = kernels(flat)
     if library is not None:
-        total = torch.empty((), dtype=torch.float64)
+        total = flat.new_empty((), dtype=torch.float64)
         library.call(f"sum_of_squares_{suffix(flat.dtype)}", flat.numel(), flat.contiguous(), total)
         return total
     size = HOST_ELEMENTS if x.device.type == "cpu" else DEVICE_ELEMENTS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fused_ops.native.library import choice, cpu_library, torch_library
+from fused_ops.native.binding import Library
+from fused_ops.native.library import choice, cpu_library, cuda_library, torch_library
 
 REFERENCE = "torch reference"
 COMPILED = "torch reference, compiled"
@@ -32,13 +33,15 @@ in loops over blocks of rows (dropout)."""
 
 def describe(device: torch.device | str = "cpu") -> dict[str, str]:
     """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always takes)."""
-    kind = str(device).partition(":")[0]
-    on_cpu = kind == "cpu" or (kind == "auto" and not torch.cuda.is_available())
-    bodies: dict[str, str] = {}
-    for ops, load in ((OPS, cpu_library), (MATRIX_OPS, torch_library)):
-        library = load(choice()) if on_cpu else None
-        bodies |= dict.fromkeys(ops, REFERENCE if library is None else f"{library.level} kernel")
-    return bodies
+    kind, _, index = str(device).partition(":")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    libraries: dict[tuple[str, ...], Library | None] = dict.fromkeys((OPS, MATRIX_OPS))
+    if kind == "cpu":
+        libraries = {OPS: cpu_library(choice()), MATRIX_OPS: torch_library(choice())}
+    elif kind == "cuda" and torch.cuda.is_available():
+        libraries[OPS] = cuda_library(choice(), int(index or torch.cuda.current_device()))
+    return {op: REFERENCE if library is None else f"{library.level} kernel" for ops, library in libraries.items() for op in ops}
 
 
 def compiled(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:

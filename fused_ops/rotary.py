@@ -40,7 +40,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, turned: int, libra
         angles = cos.view(shape), sin.view(shape) * sign
         return torch.cat([_rotated(x[..., :turned, :], *angles), x[..., turned:, :]], dim=-2)
     s, b, groups, heads, d = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     tables = cos.contiguous(), sin.contiguous()
     library.call(f"rotate_{suffix(x.dtype)}", s, b, groups, heads, turned, d // 2, out, x.contiguous(), *tables, sign)
     return out

@@ -52,7 +52,7 @@ class _Kernel(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, library: Library) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.library, ctx.shape = library, (gate.numel() // gate.shape[-1], gate.shape[-1])
-        out = torch.empty(gate.shape, dtype=gate.dtype)
+        out = gate.new_empty(gate.shape)
         library.call(f"swiglu_{suffix(gate.dtype)}", *ctx.shape, out, *_rows(gate), *_rows(up))
         return out
 
@@ -60,7 +60,7 @@ class _Kernel(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
-        grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype) for _ in range(2))
+        grad_gate, grad_up = (gate.new_empty(gate.shape) for _ in range(2))
         name = f"swiglu_backward_{suffix(gate.dtype)}"
         ctx.library.call(name, *ctx.shape, grad_gate, grad_up, gate.shape[-1], grads[0].contiguous(), *_rows(gate), *_rows(up))
         return grad_gate, grad_up, None

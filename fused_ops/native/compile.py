@@ -1,7 +1,9 @@
 """From the C++ sources to shared libraries, by ninja and the machine's compiler. Standard library only: setup.py runs this too.
 
 A target is one library: `cpu_*` for a level of instruction set, from `csrc/cpu`, which binds to no torch. `torch_*`, from
-`csrc/torch`, needs torch's headers and is therefore built at first use against the torch that is installed.
+`csrc/torch`, needs torch's headers and is therefore built at first use against the torch that is installed. `cuda_*`, from
+`csrc/cuda`, binds to no torch either, and is built at first use by nvcc for the card that is there; `cuda_emulated` is the same
+sources for the CPU.
 """
 
 from __future__ import annotations
@@ -29,29 +31,60 @@ LEVELS = {
 }
 """Instruction set levels, best first, and what makes the compiler use them."""
 
+CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+EMULATION_FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=fast")
+
 
 class CompileError(RuntimeError):
     """There is no compiler, or it failed; the message says what to do or holds its last words."""
 
 
 @dataclass(frozen=True)
+class Compiler:
+    """How a compiler is found: the variable that names it, commands that are tried, and what to do where there is none."""
+
+    called: str
+    variable: str
+    commands: tuple[str, ...]
+    advice: str
+
+
+CPP = Compiler("C++ compiler", "CXX", ("g++", "c++", "clang++"), "`sudo apt-get install -y g++` installs one")
+NVCC = Compiler(
+    "CUDA compiler",
+    "CUDACXX",
+    ("nvcc", "/usr/local/cuda/bin/nvcc"),
+    "install the CUDA toolkit of the version that torch was built for (`python -c 'import torch; print(torch.version.cuda)'`), "
+    "or name its nvcc in CUDACXX",
+)
+
+
+@dataclass(frozen=True)
 class Target:
-    """A shared library: `name`.so from every .cpp of a folder of `csrc`."""
+    """A shared library: `name`.so from every source of a folder of `csrc`."""
 
     name: str
     folder: str
     flags: tuple[str, ...]
     includes: tuple[str, ...] = field(default=())
     links: tuple[str, ...] = field(default=())
+    compiler: Compiler = CPP
 
     @property
     def sources(self) -> list[Path]:
-        return sorted((SOURCES / self.folder).glob("*.cpp"))
+        folder = SOURCES / self.folder
+        return sorted([*folder.glob("*.cpp"), *folder.glob("*.cu")])
+
+    @property
+    def inputs(self) -> list[Path]:
+        """Sources and the headers that they may include."""
+        folders = {self.folder, "cpu"} if self.folder == "torch" else {self.folder}
+        return sorted([*self.sources, *(path for folder in folders for path in (SOURCES / folder).glob("*.h"))])
 
     def digest(self) -> str:
-        """Of everything that decides what the library does: its sources, all headers, flags."""
+        """Of everything that decides what the library does: its inputs and flags."""
         text = hashlib.sha256(json.dumps([self.name, self.flags, self.includes, self.links]).encode())
-        for path in sorted([*SOURCES.rglob("*.h"), *self.sources]):
+        for path in self.inputs:
             text.update(path.name.encode() + path.read_bytes())
         return text.hexdigest()[:20]
 
@@ -66,26 +99,37 @@ def cpu_target(level: str) -> Target:
     return Target(f"cpu_{level}", "cpu", FLAGS + WARNINGS + LEVELS[level])
 
 
-def compiler() -> str:
-    """The command of the C++ compiler. Raises CompileError where there is none, with the line that installs one."""
-    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+def cuda_target(capability: str) -> Target:
+    """The CUDA kernels for cards of a compute capability, "90" for 9.0."""
+    flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{capability},code=sm_{capability}")
+    return Target(f"cuda_sm{capability}", "cuda", flags, compiler=NVCC)
+
+
+def emulated_target() -> Target:
+    """The CUDA kernels for the CPU (csrc/cuda/emulation.h)."""
+    return Target("cuda_emulated", "cuda", EMULATION_FLAGS + WARNINGS)
+
+
+def compiler(kind: Compiler = CPP) -> str:
+    """The command of a compiler. Raises CompileError where there is none, with what installs one."""
+    wanted = (os.environ[kind.variable],) if os.environ.get(kind.variable) else kind.commands
     for command in wanted:
         if shutil.which(shlex.split(command)[0]):
             return command
-    raise CompileError(f"no C++ compiler ({', '.join(wanted)}) was found; `sudo apt-get install -y g++` installs one")
+    raise CompileError(f"no {kind.called} ({', '.join(wanted)}) was found; {kind.advice}")
 
 
 def compiler_version(command: str) -> str:
-    """First line of what the compiler says about itself."""
+    """The line with its version, of what the compiler says about itself."""
     said = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False)
-    return (said.stdout or said.stderr).partition("\n")[0]
+    lines = (said.stdout or said.stderr).splitlines() or [""]
+    return next((line for line in lines if " release " in line), lines[0])  # nvcc begins with its name and the copyright
 
 
 def build(targets: Sequence[Target], folder: Path, work: Path) -> list[Path]:
     """Compile the targets in `work` and put each finished library into `folder` by one rename. Raises CompileError."""
-    command = compiler()
     work.mkdir(parents=True, exist_ok=True)
-    (work / "build.ninja").write_text(_rules(targets, command))
+    (work / "build.ninja").write_text(_rules(targets))
     done = subprocess.run([*_ninja(), "-C", str(work)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError("compiling the kernels failed:\n" + "\n".join(done.stdout.splitlines()[-30:]) + done.stderr)
@@ -107,7 +151,7 @@ def _ninja() -> list[str]:
     raise CompileError("ninja was not found; `pip install ninja` installs it")
 
 
-def _rules(targets: Sequence[Target], command: str) -> str:
+def _rules(targets: Sequence[Target]) -> str:
     """The text of build.ninja.
 
     OpenMP is compiled in but not linked: its functions are found at load time in the runtime that torch has loaded. A
@@ -115,19 +159,20 @@ def _rules(targets: Sequence[Target], command: str) -> str:
     """
     lines = [
         "rule compile",
-        f"  command = {command} $flags -MD -MF $out.d -c $in -o $out",
+        "  command = $compiler $flags -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = {command} -shared $in -o $out $links",
+        "  command = $compiler -shared $in -o $out $links",
     ]
     for target in targets:
+        command = f"  compiler = {compiler(target.compiler)}"
         flags = " ".join([*target.flags, *(f"-isystem {_escaped(path)}" for path in target.includes)])
         objects = []
         for source in target.sources:
             objects.append(f"{target.name}/{source.stem}.o")
-            lines += [f"build {objects[-1]}: compile {_escaped(str(source))}", f"  flags = {flags}"]
-        lines += [f"build {target.name}.so: link {' '.join(objects)}", f"  links = {' '.join(target.links)}"]
+            lines += [f"build {objects[-1]}: compile {_escaped(str(source))}", command, f"  flags = {flags}"]
+        lines += [f"build {target.name}.so: link {' '.join(objects)}", command, f"  links = {' '.join(target.links)}"]
     return "\n".join(lines) + "\n"
 
 

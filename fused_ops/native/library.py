@@ -1,59 +1,30 @@
 """The compiled kernels of this process: found, or compiled once per machine, and loaded.
 
-`MEGAZERO_FUSED` says which body of the ops runs on the CPU: `auto` (default: the best instruction set of the machine),
-`reference` (the plain torch bodies), or one of `avx512_bf16`, `avx512`, `avx2`, `generic` at most.
+`MEGAZERO_FUSED` says which body of the ops runs: `auto` (default: CUDA kernels on a GPU, on the CPU those for the best instruction
+set of the machine), `reference` (the plain torch bodies), or on the CPU one of `avx512_bf16`, `avx512`, `avx2`, `generic` at most.
+`emulated` runs the CUDA kernels on the CPU, very slowly: for their tests.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import hashlib
 import os
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops.native import compile as compiling
+from fused_ops.native.binding import Library
+from fused_ops.native.cache import built
 from fused_ops.native.compile import CompileError, Target
+from fused_ops.native.cuda import CudaLibrary
 
-INSTALLED = Path(__file__).resolve().parents[1] / "_kernels"
-CHOICES = ("auto", "reference", *compiling.LEVELS)
+EMULATED = "emulated"
+CHOICES = ("auto", "reference", *compiling.LEVELS, EMULATED)
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
-
-
-class Library:
-    """A loaded library. `call` hands tensors over as pointers and numbers as they are declared."""
-
-    def __init__(self, path: Path, level: str) -> None:
-        self.path, self.level = path, level
-        _load_openmp()
-        self._handle = ctypes.CDLL(str(path))
-        self._functions: dict[str, Any] = {}
-
-    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        """Run `name`. Tensors (contiguous, on the CPU) and None become pointers, int int64, float float; threads come first."""
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = getattr(self._handle, name)
-            function.restype = None
-        function(ctypes.c_int64(torch.get_num_threads()), *[_converted(argument) for argument in arguments])
-
-
-def _converted(argument: Tensor | int | float | None) -> Any:
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if argument is None:
-        return ctypes.c_void_p(None)
-    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 
 def choice() -> str:
@@ -65,18 +36,23 @@ def choice() -> str:
 
 
 def kernels(*tensors: Tensor) -> Library | None:
-    """The kernels, if they are there and can take these tensors: on the CPU, of one dtype among fp32, bf16, fp16; else None."""
-    return cpu_library(choice()) if _can_take(tensors) else None
+    """The kernels, if they are there and can take these tensors: of one device, and of one dtype among fp32, bf16, fp16; else None."""
+    if not _can_take(tensors):
+        return None
+    device = tensors[0].device
+    if device.type == "cpu":
+        return cpu_library(choice())
+    return cuda_library(choice(), device.index) if device.type == "cuda" else None
 
 
 def matrix_kernels(*tensors: Tensor) -> Library | None:
-    """As `kernels`, those that rest on torch's matrix products."""
-    return torch_library(choice()) if _can_take(tensors) else None
+    """As `kernels`, those that rest on torch's matrix products; on the CPU only."""
+    return torch_library(choice()) if tensors[0].device.type == "cpu" and _can_take(tensors) else None
 
 
 def _can_take(tensors: tuple[Tensor, ...]) -> bool:
     first = tensors[0]
-    return first.device.type == "cpu" and first.dtype in SUFFIXES and all(t.dtype == first.dtype for t in tensors[1:])
+    return first.dtype in SUFFIXES and all(t.dtype == first.dtype and t.device == first.device for t in tensors[1:])
 
 
 def suffix(dtype: torch.dtype) -> str:
@@ -105,6 +81,8 @@ def cpu_library(asked: str) -> Library | None:
     """The library for a choice of MEGAZERO_FUSED, loaded once. None for `reference`, and with one warning where none can be had."""
     if asked == "reference":
         return None
+    if asked == EMULATED:
+        return CudaLibrary(built(compiling.emulated_target()), "emulated CUDA")
     best = list(compiling.LEVELS).index(level())
     wanted = level() if asked == "auto" else list(compiling.LEVELS)[max(best, list(compiling.LEVELS).index(asked))]
     try:
@@ -117,7 +95,7 @@ def cpu_library(asked: str) -> Library | None:
 @cache
 def torch_library(asked: str) -> Library | None:
     """The kernels on torch's matrix products, for a choice of MEGAZERO_FUSED; as `cpu_library`, which must be there too."""
-    base = cpu_library(asked)
+    base = None if asked == EMULATED else cpu_library(asked)
     if base is None:
         return None
     root = Path(torch.__file__).parent
@@ -132,57 +110,14 @@ def torch_library(asked: str) -> Library | None:
         return None
 
 
-def built(target: Target) -> Path:
-    """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts together).
-
-    The cache holds a library per compiler. Without one, another machine's serves, where the cache is shared.
-    """
-    installed = INSTALLED / f"{target.name}.so"
-    if installed.exists() and _is_current(installed):
-        return installed
-    folder = cache_folder() / target.digest()
-    try:
-        version = compiling.compiler_version(compiling.compiler())
-    except CompileError:
-        if others := sorted(folder.glob(f"*/{target.name}.so")):
-            return others[0]
-        raise
-    found = folder / hashlib.sha256(version.encode()).hexdigest()[:8] / f"{target.name}.so"
-    if not found.exists():
-        found.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(found.with_suffix(".lock")):
-            if not found.exists():
-                with tempfile.TemporaryDirectory(dir=found.parent) as work:
-                    compiling.build([target], found.parent, Path(work))
-    return found
-
-
-def cache_folder() -> Path:
-    """Where kernels compiled at first use are kept: $MEGAZERO_KERNEL_CACHE, else under the user's cache folder."""
-    given = os.environ.get("MEGAZERO_KERNEL_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(given) if given else Path(base) / "megazero" / "kernels"
-
-
-def _is_current(installed: Path) -> bool:
-    """Not so where somebody works on the sources of an editable install."""
-    made = installed.stat().st_mtime
-    return all(path.stat().st_mtime <= made for path in compiling.SOURCES.rglob("*.[ch]*"))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The kernel's own file lock: it goes with the process that holds it, so none is ever stale."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 @cache
-def _load_openmp() -> None:
-    """Make the functions of torch's OpenMP runtime visible to the kernels, which are linked to none."""
+def cuda_library(asked: str, index: int) -> Library | None:
+    """The CUDA kernels for card `index`, compiled for its kind at first use. None for `reference`, and with one warning where none can be had."""
+    if asked == "reference":
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
     try:
-        loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line.rsplit("/", 1)[-1]]
-    except OSError:
-        loaded = []
-    ctypes.CDLL(loaded[0] if loaded else "libgomp.so.1", ctypes.RTLD_GLOBAL)
+        return CudaLibrary(built(compiling.cuda_target(f"{major}{minor}")), f"CUDA sm_{major}{minor}")
+    except (CompileError, OSError) as error:
+        warnings.warn(f"megazero runs without its CUDA kernels, with torch's own ops instead: {error}", stacklevel=2)
+        return None

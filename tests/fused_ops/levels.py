@@ -1,4 +1,7 @@
-"""What the tests of the kernels share: every instruction set level of the machine, drawn numbers, and bounds."""
+"""What the tests of the kernels share: every instruction set level of the machine, drawn numbers, and bounds.
+
+The CUDA kernels are two of the levels: on the CPU emulated, which runs all of their code but no card's, and on a card.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -9,29 +12,54 @@ from torch import Tensor
 from fused_ops.native import library
 from fused_ops.native.compile import LEVELS
 
-HERE = list(LEVELS)[list(LEVELS).index(library.level()) :]
+CARD = pytest.param(
+    "CUDA", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine")]
+)
+CPU_LEVELS = list(LEVELS)[list(LEVELS).index(library.level()) :]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=[*CPU_LEVELS, library.EMULATED, CARD])
 def level(request, monkeypatch) -> Iterator[str]:
-    """The kernels of one level; skipped where there is no compiler.
+    """The kernels of one level; skipped where there is no compiler. Tensors that say nothing else lie where its kernels take them."""
+    if request.param != "CUDA":
+        yield from _of_level(request, monkeypatch)
+        return
+    found = library.cuda_library("auto", torch.cuda.current_device())
+    assert found is not None, "the machine has a card and no kernels for it"
+    with torch.device("cuda"):
+        yield "CUDA"
 
-    One thread: what a kernel does with more is a test of its own, and threads that wait for each other on a busy machine take long.
-    """
+
+@pytest.fixture(params=CPU_LEVELS)
+def cpu_level(request, monkeypatch) -> Iterator[str]:
+    """As `level`, for kernels that only CPUs have."""
+    yield from _of_level(request, monkeypatch)
+
+
+def _of_level(request, monkeypatch) -> Iterator[str]:
+    """One thread: what a kernel does with more is a test of its own, and threads that wait for each other on a busy machine take long."""
     threads = torch.get_num_threads()
     monkeypatch.setenv("MEGAZERO_FUSED", request.param)
     found = library.cpu_library(request.param)
     if found is None:
         pytest.skip("no compiler, no kernels")
-    assert found.level == request.param
+    assert found.level.startswith(request.param)
     torch.set_num_threads(1)
     yield request.param
     torch.set_num_threads(threads)
 
 
 def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    """Normally distributed, the same on every device."""
+    values = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+    return values.to(torch.get_default_device()).to(dtype)
+
+
+def integers(first: int, stop: int, shape: tuple[int, ...], seed: int = 1) -> Tensor:
+    """int64 in [first, stop), the same on every device."""
+    values = torch.randint(first, stop, shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return values.to(torch.get_default_device())
 
 
 SHORT = 1 / 16

@@ -17,9 +17,9 @@ from fused_ops.attention import causal_attention
 from fused_ops.attention_reference import reference_attention
 from fused_ops.native import library
 from fused_ops.softmax import alibi_slopes
-from tests.fused_ops.levels import DTYPES, drawn, level, the_same_for_any_threads
+from tests.fused_ops.levels import DTYPES, cpu_level, drawn, the_same_for_any_threads
 
-__all__ = ["level"]
+__all__ = ["cpu_level"]
 BOUNDS = {torch.float32: (2e-6, 6e-6), torch.float16: (4e-4, 1e-3), torch.bfloat16: (3.5e-3, 8e-3)}
 """Of the error: its norm relative to the result's, and its largest value relative to the result's largest."""
 
@@ -91,7 +91,7 @@ def test_equals_the_specification(s, b, groups, repeats, d, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_on_every_level(level, dtype):
+def test_on_every_level(cpu_level, dtype):
     for s, d, run in ((5, 8, 0), (150, 40, 0), (600, 33, 70)):
         Case(s, 2, 1, 2, d, dtype, run=run).check()
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_ops.cross_entropy import row_statistics, write_gradient
-from tests.fused_ops.levels import DTYPES, assert_close, drawn, level, same_kind
+from tests.fused_ops.levels import DTYPES, assert_close, drawn, integers, level, same_kind
 
 __all__ = ["level"]
 
 
 def targets(rows: int, real: int, seed: int = 1) -> Tensor:
     """Columns of the labels; about a third lies on other ranks."""
-    found = torch.randint(0, max(real, 1), (rows,), generator=torch.Generator().manual_seed(seed))
+    found = integers(0, max(real, 1), (rows,), seed)
     return torch.where(torch.arange(rows) % 3 == 2, -1, found) if real else torch.full((rows,), -1)
 
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_ops.dropout import bias_dropout_residual, dropout
-from tests.fused_ops.levels import DTYPES, assert_close, drawn, level, same_kind
+from tests.fused_ops.levels import DTYPES, assert_close, drawn, integers, level, same_kind
 
 __all__ = ["level"]
 
 
 def keys_for(*shape: int) -> Tensor:
-    return torch.randint(-(2**63), 2**63 - 1, shape, generator=torch.Generator().manual_seed(5))
+    return integers(-(2**63), 2**63 - 1, shape, 5)
 
 
 def run(x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor | None, p: float, grad: Tensor) -> list[Tensor]:

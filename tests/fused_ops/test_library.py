@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fused_ops.native import cache as kept
+from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from fused_ops.native.compile import LEVELS, CompileError, cpu_target
 
@@ -34,7 +36,7 @@ def test_levels_are_choices():
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache and nothing installed."""
     monkeypatch.setenv("MEGAZERO_KERNEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(library, "INSTALLED", tmp_path / "nowhere")
+    monkeypatch.setattr(kept, "INSTALLED", tmp_path / "nowhere")
     return tmp_path
 
 
@@ -49,16 +51,16 @@ def put(cache: Path, level: str, compiler: str) -> Path:
 def test_without_a_compiler_what_another_machine_compiled_serves(cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     made = put(cache, "generic", "01234567")
-    assert library.built(cpu_target("generic")) == made
+    assert kept.built(cpu_target("generic")) == made
     with pytest.raises(CompileError, match="no-such-compiler"):
-        library.built(cpu_target("avx2"))
+        kept.built(cpu_target("avx2"))
 
 
 def test_another_compiler_compiles_for_itself(cache, monkeypatch):
     made = put(cache, "generic", "01234567")
-    monkeypatch.setattr(library.compiling, "compiler", lambda: "some-compiler")
-    monkeypatch.setattr(library.compiling, "compiler_version", lambda command: f"{command} 1")
-    monkeypatch.setattr(library.compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
-    found = library.built(cpu_target("generic"))
+    monkeypatch.setattr(compiling, "compiler", lambda kind: "some-compiler")
+    monkeypatch.setattr(compiling, "compiler_version", lambda command: f"{command} 1")
+    monkeypatch.setattr(compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
+    found = kept.built(cpu_target("generic"))
     assert found.exists() and found != made and found.parent.parent == made.parent.parent
-    assert library.built(cpu_target("generic")) == found
+    assert kept.built(cpu_target("generic")) == found

@@ -1,0 +1,84 @@
+// Sums over the rows of a matrix, in float and in an order that only the shape decides: first of parts of the rows, then of the parts.
+#pragma once
+
+#include "launch.h"
+#include "numbers.h"
+
+namespace mz {
+
+constexpr int STRIP = 32, DEEP = 8;  // threads of a block beside each other, and below: they take every eighth row
+
+// partial[part][array * columns + column] += over the rows of a part, `array` counting what body makes: body(row, column) returns
+// Floats<W> for each of ARRAYS in a Sums.
+template <int ARRAYS, int W> struct Sums { Floats<W> of[ARRAYS]; };
+
+// The sum of x over the threads below each other; for the uppermost of them.
+template <int W> MZ_DEVICE Floats<W> over_depth(Floats<W> x) {
+  __shared__ float below[DEEP][STRIP][W];
+  __syncthreads();  // the last call's have been read
+#pragma unroll
+  for (int j = 0; j < W; ++j) below[threadIdx.y][threadIdx.x][j] = x[j];
+  __syncthreads();
+  if (threadIdx.y == 0) {
+#pragma unroll
+    for (int y = 1; y < DEEP; ++y) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) x[j] += below[y][threadIdx.x][j];
+    }
+  }
+  return x;
+}
+
+// Body: a struct of numbers and pointers with W, ARRAYS and `Sums<ARRAYS, W> operator()(row, column)`, which may also write.
+template <typename Body> __global__ void MZ_BOUNDS(STRIP* DEEP) sum_part(Body body, int64_t rows, int64_t columns, float* partial) {
+  constexpr int W = Body::W, ARRAYS = Body::ARRAYS;
+  int64_t column = ((int64_t)blockIdx.x * STRIP + threadIdx.x) * W, parts = gridDim.y, part = blockIdx.y;
+  int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
+  Sums<ARRAYS, W> total;
+#pragma unroll
+  for (int k = 0; k < ARRAYS; ++k) total.of[k] = all_of<W>(0.0f);
+  if (column < columns) {
+#pragma unroll 4
+    for (int64_t row = first + threadIdx.y; row < last; row += DEEP) {
+      Sums<ARRAYS, W> own = body(row, column);
+#pragma unroll
+      for (int k = 0; k < ARRAYS; ++k) total.of[k] = total.of[k] + own.of[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < ARRAYS; ++k) {
+    Floats<W> sum = over_depth(total.of[k]);
+    if (threadIdx.y == 0 && column < columns) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) partial[(part * ARRAYS + k) * columns + column + j] = sum[j];
+    }
+  }
+}
+
+// result[column] = the sum of partial[part][column] over the parts.
+static __global__ void MZ_BOUNDS(STRIP* DEEP) sum_parts(const float* partial, int64_t parts, int64_t columns, float* result) {
+  int64_t column = (int64_t)blockIdx.x * STRIP + threadIdx.x;
+  Floats<1> total = all_of<1>(0.0f);
+  if (column < columns) {
+    for (int64_t part = threadIdx.y; part < parts; part += DEEP) total[0] += partial[part * columns + column];
+  }
+  total = over_depth(total);
+  if (threadIdx.y == 0 && column < columns) result[column] = total[0];
+}
+
+inline int add_parts(const Launch& to, const float* partial, int64_t parts, int64_t columns, float* result) {
+  return launch(to, sum_parts, dim3((unsigned)parts_of(columns, STRIP)), dim3(STRIP, DEEP), partial, parts, columns, result);
+}
+
+// result[array][column]: the sums over all rows.
+template <typename Body> int sum_over_rows(Launch& to, const Body& body, int64_t rows, int64_t columns, float* result) {
+  if (!columns) return cudaSuccess;
+  int64_t strips = parts_of(columns, STRIP * Body::W);
+  int64_t parts = larger<int64_t>(1, smaller<int64_t>(parts_of(rows, 4 * DEEP), parts_of(1024, strips)));
+  float* partial = scratch<float>(to, parts * Body::ARRAYS * columns);
+  if (!partial) return MORE_SCRATCH;
+  int error = launch(to, sum_part<Body>, dim3((unsigned)strips, (unsigned)parts), dim3(STRIP, DEEP), body, rows, columns, partial);
+  return error ? error : add_parts(to, partial, parts, Body::ARRAYS * columns, result);
+}
+
+}  // namespace mz

@@ -1,0 +1,44 @@
+// Gradient rows added into the rows of an fp32 table. The tokens come sorted by id, those of one id in their order: whoever stands at the
+// first of an id adds up all of its rows, so that the order of the additions is that of the tokens and no two threads write to one place.
+#include "launch.h"
+#include "numbers.h"
+
+using namespace mz;
+
+namespace {
+
+constexpr int THREADS = 128;
+
+// order[i]: the token that comes i-th. Ids outside the table, which the forward lookup has refused, are passed over.
+template <typename T, int W>
+__global__ void MZ_BOUNDS(THREADS)
+    add_rows(int64_t tokens, int64_t rows, int64_t columns, float* into, const int64_t* ids, const int64_t* order, const T* grad) {
+  int64_t first = blockIdx.x, id = ids[order[first]];
+  if (id < 0 || id >= rows || (first > 0 && ids[order[first - 1]] == id)) return;
+  for (int64_t column = ((int64_t)blockIdx.y * THREADS + threadIdx.x) * W; column < columns; column += (int64_t)gridDim.y * THREADS * W) {
+    Floats<W> total = load<W>(into + id * columns + column);
+    for (int64_t i = first; i < tokens; ++i) {
+      int64_t token = order[i];
+      if (ids[token] != id) break;
+      total = total + load<W>(grad + token * columns + column);
+    }
+    store<W>(into + id * columns + column, total);
+  }
+}
+
+template <typename T, int W>
+int run(const Launch& to, int64_t tokens, int64_t rows, int64_t columns, float* into, const int64_t* ids, const int64_t* order, const T* grad) {
+  dim3 grid((unsigned)tokens, (unsigned)smaller<int64_t>(64, parts_of(columns, THREADS * W)));
+  return launch(to, add_rows<T, W>, grid, dim3(THREADS), tokens, rows, columns, into, ids, order, grad);
+}
+
+}  // namespace
+
+#define MZ_KERNEL(SUFFIX, T)                                                                                                           \
+  MZ_API int embedding_gradient_sorted_##SUFFIX(Launch* to, int64_t tokens, int64_t rows, int64_t columns, float* into,                \
+                                                const int64_t* ids, const int64_t* order, const T* grad) {                             \
+    constexpr int W = WIDEST<T>;                                                                                                       \
+    if (columns % W == 0 && aligned<W>(into) && aligned<W>(grad)) return run<T, W>(*to, tokens, rows, columns, into, ids, order, grad); \
+    return run<T, 1>(*to, tokens, rows, columns, into, ids, order, grad);                                                              \
+  }
+MZ_FOR_DTYPES(MZ_KERNEL)

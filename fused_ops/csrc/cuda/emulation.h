@@ -1,0 +1,172 @@
+// CUDA's words for a C++ compiler: a launch runs on the host, block after block, the threads of a block as fibers that take turns where
+// they wait for each other. For tests of what is not speed: launch geometry, indices, alignment, barriers, shuffles.
+//
+// Threads of a block run in a different order in every sweep, so that a missing barrier shows. Errors that a card would trap on, or hang
+// on, end the process with a message: an access that is not aligned, a shuffle that part of a warp has left, a barrier that not all reach.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __shared__ static thread_local
+#define __launch_bounds__(...)
+#define __restrict__ __restrict
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+typedef void* cudaStream_t;
+typedef int cudaError_t;
+constexpr cudaError_t cudaSuccess = 0;
+inline const char* cudaGetErrorString(cudaError_t) { return "an error of the emulation"; }
+
+inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace mz::emulation {
+
+[[noreturn]] inline void fail(const char* what) {
+  fprintf(stderr, "emulated kernel, block (%u, %u), thread (%u, %u): %s\n", blockIdx.x, blockIdx.y, threadIdx.x, threadIdx.y, what);
+  abort();
+}
+
+enum State { READY, AT_WARP, AT_BLOCK, DONE };
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(64 << 10);
+  State state = DONE;
+};
+
+// The block that runs.
+struct Block {
+  std::vector<Fiber> fibers = std::vector<Fiber>(1024);
+  ucontext_t scheduler;
+  int count = 0, current = 0;
+  void (*body)(void*) = nullptr;
+  void* argument = nullptr;
+  uint64_t slots[1024];  // what each thread shows to its warp
+  unsigned sweep = 0;
+
+  void yield(State state) {
+    int own = current;
+    dim3 index = threadIdx;
+    fibers[own].state = state;
+    swapcontext(&fibers[own].context, &scheduler);
+    current = own, threadIdx = index;
+  }
+  void release(State state, int begin, int end) {
+    for (int i = begin; i < end; ++i) fibers[i].state = READY;
+    (void)state;
+  }
+  bool all(State state, int begin, int end) const {
+    for (int i = begin; i < end; ++i)
+      if (fibers[i].state != state) return false;
+    return true;
+  }
+  bool any(State state, int begin, int end) const {
+    for (int i = begin; i < end; ++i)
+      if (fibers[i].state == state) return true;
+    return false;
+  }
+  void run_ready() {
+    ++sweep;
+    int stride = sweep % 2 ? 1 : count - 1, at = (int)(sweep * 2654435761u % (unsigned)count);  // forwards and backwards, from anywhere
+    for (int i = 0; i < count; ++i, at = (at + stride) % count) {
+      if (fibers[at].state != READY) continue;
+      current = at;
+      threadIdx = dim3(at % blockDim.x, at / blockDim.x % blockDim.y, at / (blockDim.x * blockDim.y));
+      swapcontext(&scheduler, &fibers[at].context);
+    }
+  }
+  void run() {
+    while (!all(DONE, 0, count)) {
+      run_ready();
+      bool moved = false;
+      for (int begin = 0; begin < count; begin += 32) {
+        int end = begin + 32 < count ? begin + 32 : count;
+        if (any(AT_WARP, begin, end) && any(DONE, begin, end)) fail("threads of a warp wait for others that have ended");
+        if (all(AT_WARP, begin, end)) release(AT_WARP, begin, end), moved = true;
+      }
+      if (moved || all(DONE, 0, count)) continue;
+      if (any(AT_BLOCK, 0, count) && any(DONE, 0, count)) fail("threads wait at a barrier for others that have ended");
+      if (!all(AT_BLOCK, 0, count)) fail("some threads wait at a barrier and others for their warp");
+      release(AT_BLOCK, 0, count);
+    }
+  }
+};
+
+inline Block& block() {
+  static thread_local Block one;
+  return one;
+}
+
+inline void enter() {
+  Block& own = block();
+  int index = own.current;
+  own.body(own.argument);
+  own.fibers[index].state = DONE;
+  swapcontext(&own.fibers[index].context, &own.scheduler);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, Arguments... arguments) {
+  Block& own = block();
+  std::tuple<Parameters...> given(arguments...);
+  auto call = [&] { std::apply(kernel, given); };
+  own.body = [](void* argument) { (*static_cast<decltype(call)*>(argument))(); };
+  own.argument = &call;
+  own.count = (int)(threads.x * threads.y * threads.z);
+  if (own.count < 1 || own.count > 1024 || !grid.x || !grid.y || grid.y > 65535 || grid.x > 0x7FFFFFFF) return 9;
+  gridDim = grid, blockDim = threads;
+  for (unsigned y = 0; y < grid.y; ++y)
+    for (unsigned x = 0; x < grid.x; ++x) {
+      blockIdx = dim3(x, y);
+      for (int i = 0; i < own.count; ++i) {
+        Fiber& fiber = own.fibers[i];
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, enter, 0);
+        fiber.state = READY;
+      }
+      own.run();
+    }
+  return cudaSuccess;
+}
+
+inline void check_alignment(const void* pointer, size_t alignment) {
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment) fail("an access that is not aligned");
+}
+
+}  // namespace mz::emulation
+
+#define MZ_ALIGNED(pointer, type) mz::emulation::check_alignment(pointer, alignof(type))
+
+inline void __syncthreads() { mz::emulation::block().yield(mz::emulation::AT_BLOCK); }
+
+template <typename T> T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32) {
+  auto& block = mz::emulation::block();
+  if (mask != 0xFFFFFFFFu || width != 32) mz::emulation::fail("shuffles are emulated for whole warps");
+  if (block.count % 32) mz::emulation::fail("a shuffle in a block that is not made of whole warps");
+  memcpy(&block.slots[block.current], &value, sizeof(T));
+  block.yield(mz::emulation::AT_WARP);
+  memcpy(&value, &block.slots[block.current ^ distance], sizeof(T));
+  block.yield(mz::emulation::AT_WARP);
+  return value;
+}
+
+inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
+inline float __fdividef(float a, float b) { return a / b; }

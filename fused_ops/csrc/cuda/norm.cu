@@ -1,0 +1,180 @@
+// LayerNorm and RMSNorm, alone or of a sum, and their gradients. What is normalised is the sum as it is stored.
+//
+// The gradients of weight and bias are sums over rows. Groups of threads go through many rows each, with their columns' sums in registers,
+// so that a row is read once for everything. The number of groups depends on the shape only, and with it the order of the sums.
+#include "columns.h"
+#include "rows.h"
+
+using namespace mz;
+
+namespace {
+
+constexpr int64_t RESIDENT = 65536;  // threads that go through rows together: half of what fills an H100 leaves them 128 registers
+
+template <bool CENTRED, typename T, typename Tiles>
+__global__ void MZ_BOUNDS(Tiles::THREADS) forward(int64_t rows, int64_t h, T* y, T* total, const T* x, const T* residual, const T* weight,
+                                                   const T* bias, float* mean, float* scale, float eps) {
+  constexpr int W = Tiles::W;
+  int64_t row = Tiles::row();
+  if (row >= rows) return;
+  x += row * h, y += row * h, total += row * h;
+  Part<T, Tiles> part(x, h);
+  if (residual) {
+    residual += row * h;
+    each_pack<Tiles>(h, [&](int64_t i, int p) {
+      Floats<W> value = map([](float a, float b) { return rounded<T>(a + b); }, part.at(i, p), load<W>(residual + i));
+      store<W>(total + i, value);
+      if constexpr (Tiles::KEEPS) part.kept[p] = value;
+    });
+    part.row = total;  // what this thread reads again of it, it has written itself
+  }
+  float centre = 0.0f;
+  if constexpr (CENTRED) {
+    each_pack<Tiles>(h, [&](int64_t i, int p) {
+      Floats<W> value = part.at(i, p);
+#pragma unroll
+      for (int j = 0; j < W; ++j) centre += value[j];
+    });
+    centre = over_group<Tiles::GROUP>(centre, Sum()) / (float)h;
+  }
+  float square = 0.0f;
+  each_pack<Tiles>(h, [&](int64_t i, int p) {
+    Floats<W> value = part.at(i, p);
+#pragma unroll
+    for (int j = 0; j < W; ++j) square += (value[j] - centre) * (value[j] - centre);
+  });
+  float factor = 1.0f / sqrtf(over_group<Tiles::GROUP>(square, Sum()) / (float)h + eps);
+  each_pack<Tiles>(h, [&](int64_t i, int p) {
+    Floats<W> value = part.at(i, p), gain = load<W>(weight + i);
+    value = map([&](float v, float g) { return (v - centre) * factor * g; }, value, gain);
+    if constexpr (CENTRED) value = value + load<W>(bias + i);
+    store<W>(y + i, value);
+  });
+  if (threadIdx.x == 0) {
+    if constexpr (CENTRED) mean[row] = centre;
+    scale[row] = factor;
+  }
+}
+
+// The inputs of a gradient. passed: that of the sum itself, or null.
+template <typename T> struct Gradient {
+  int64_t rows, h;
+  T* dx;
+  const T *grad, *passed, *x, *weight;
+  const float *mean, *scale;
+};
+
+// dx of a row: scale * (g w - its mean - unit * the mean of g w unit) + passed, unit being the normalised x.
+template <bool CENTRED, typename T, typename Tiles, typename PerPack>
+MZ_DEVICE void backward_row(const Gradient<T>& k, int64_t row, const PerPack& per_pack) {
+  constexpr int W = Tiles::W;
+  int64_t at = row * k.h;
+  Part<T, Tiles> x(k.x + at, k.h), grad(k.grad + at, k.h);
+  float centre = CENTRED ? k.mean[row] : 0.0f, factor = k.scale[row];
+  Floats<2> sums{{0.0f, 0.0f}};
+  each_pack<Tiles>(k.h, [&](int64_t i, int p) {
+    Floats<W> gain = load<W>(k.weight + i), value = x.at(i, p), in = grad.at(i, p);
+    Floats<W> unit = map([&](float v) { return (v - centre) * factor; }, value);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      sums[0] += in[j] * gain[j];
+      sums[1] += in[j] * gain[j] * unit[j];
+    }
+    per_pack(p, in, unit);
+  });
+  sums = over_group<Tiles::GROUP>(sums, Sum());
+  float average = CENTRED ? sums[0] / (float)k.h : 0.0f, along = sums[1] / (float)k.h;
+  each_pack<Tiles>(k.h, [&](int64_t i, int p) {
+    Floats<W> gain = load<W>(k.weight + i), value = x.at(i, p), in = grad.at(i, p);
+    value = map([&](float v, float g, float w) { return factor * (g * w - average - (v - centre) * factor * along); }, value, in, gain);
+    if (k.passed) value = value + load<W>(k.passed + at + i);
+    store<W>(k.dx + at + i, value);
+  });
+}
+
+// Rows in registers: a group takes every groups-th row. partial[group][0 or 1][column]: sums of g unit, and of g.
+template <bool CENTRED, typename T, typename Tiles>
+__global__ void MZ_BOUNDS(Tiles::THREADS) backward(Gradient<T> k, int64_t groups, float* partial) {
+  constexpr int W = Tiles::W, PACKS = Tiles::PACKS, ARRAYS = CENTRED ? 2 : 1;
+  int64_t group = Tiles::row();
+  if (group >= groups) return;
+  Floats<W> of_weight[PACKS], of_bias[PACKS];
+#pragma unroll
+  for (int p = 0; p < PACKS; ++p) of_weight[p] = of_bias[p] = all_of<W>(0.0f);
+  for (int64_t row = group; row < k.rows; row += groups) {
+    backward_row<CENTRED, T, Tiles>(k, row, [&](int p, const Floats<W>& in, const Floats<W>& unit) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        of_weight[p][j] += in[j] * unit[j];
+        if constexpr (CENTRED) of_bias[p][j] += in[j];
+      }
+    });
+  }
+  float* own = partial + group * ARRAYS * k.h;
+  each_pack<Tiles>(k.h, [&](int64_t i, int p) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      own[i + j] = of_weight[p][j];
+      if constexpr (CENTRED) own[k.h + i + j] = of_bias[p][j];
+    }
+  });
+}
+
+// Longer rows: their dx alone, and the sums with a second reading.
+template <bool CENTRED, typename T, typename Tiles> __global__ void MZ_BOUNDS(Tiles::THREADS) backward_long(Gradient<T> k) {
+  backward_row<CENTRED, T, Tiles>(k, Tiles::row(), [](int, const auto&, const auto&) {});
+}
+template <bool CENTRED, typename T, int W_> struct ParameterGradient {
+  static constexpr int W = W_, ARRAYS = CENTRED ? 2 : 1;
+  const T *grad, *x;
+  const float *mean, *scale;
+  int64_t h;
+  MZ_DEVICE Sums<ARRAYS, W> operator()(int64_t row, int64_t column) const {
+    float centre = CENTRED ? mean[row] : 0.0f, factor = scale[row];
+    Floats<W> in = load<W>(grad + row * h + column), value = load<W>(x + row * h + column);
+    Sums<ARRAYS, W> result;
+    result.of[0] = map([&](float g, float v) { return g * ((v - centre) * factor); }, in, value);
+    if constexpr (CENTRED) result.of[1] = in;
+    return result;
+  }
+};
+
+template <bool CENTRED, typename T> int backwards(Launch& to, const Gradient<T>& k, float* sums, bool wide) {
+  constexpr int ARRAYS = CENTRED ? 2 : 1;
+  return with_tiling<T>(k.h, wide, [&](auto tiles) {
+    typedef decltype(tiles) Tiles;
+    if constexpr (Tiles::KEEPS) {
+      int64_t groups = smaller<int64_t>(k.rows, RESIDENT / Tiles::GROUP);
+      float* partial = scratch<float>(to, groups * ARRAYS * k.h);
+      if (!partial) return MORE_SCRATCH;
+      dim3 blocks((unsigned)parts_of(groups, Tiles::ROWS));
+      int error = launch(to, backward<CENTRED, T, Tiles>, blocks, Tiles::threads(), k, groups, partial);
+      return error ? error : add_parts(to, partial, groups, ARRAYS * k.h, sums);
+    } else {
+      ParameterGradient<CENTRED, T, Tiles::W> body{k.grad, k.x, k.mean, k.scale, k.h};
+      int error = sum_over_rows(to, body, k.rows, k.h, sums);
+      return error ? error : launch(to, backward_long<CENTRED, T, Tiles>, dim3((unsigned)k.rows), Tiles::threads(), k);
+    }
+  });
+}
+
+}  // namespace
+
+#define MZ_NORM(NAME, CENTRED, SUFFIX, T)                                                                                              \
+  MZ_API int NAME##_##SUFFIX(Launch* to, int64_t rows, int64_t h, T* y, T* total, const T* x, const T* residual, const T* weight,      \
+                             const T* bias, float* mean, float* scale, float eps) {                                                    \
+    bool wide = h % WIDEST<T> == 0 && aligned<WIDEST<T>>(y, total, x, residual, weight, bias);                                         \
+    return with_tiling<T>(h, wide, [&](auto tiles) {                                                                                   \
+      typedef decltype(tiles) Tiles;                                                                                                   \
+      dim3 blocks((unsigned)parts_of(rows, Tiles::ROWS));                                                                              \
+      return launch(*to, forward<CENTRED, T, Tiles>, blocks, Tiles::threads(), rows, h, y, total, x, residual, weight, bias, mean,     \
+                    scale, eps);                                                                                                       \
+    });                                                                                                                                \
+  }                                                                                                                                    \
+  MZ_API int NAME##_backward_##SUFFIX(Launch* to, int64_t rows, int64_t h, T* dx, float* sums, const T* grad, const T* passed,         \
+                                      const T* x, const T* weight, const float* mean, const float* scale) {                            \
+    bool wide = h % WIDEST<T> == 0 && aligned<WIDEST<T>>(dx, grad, passed, x, weight);                                                 \
+    return backwards<CENTRED, T>(*to, {rows, h, dx, grad, passed, x, weight, mean, scale}, sums, wide);                                \
+  }
+#define MZ_KERNEL(SUFFIX, T) MZ_NORM(layer_norm, true, SUFFIX, T) MZ_NORM(rms_norm, false, SUFFIX, T)
+MZ_FOR_DTYPES(MZ_KERNEL)

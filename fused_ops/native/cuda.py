@@ -1,0 +1,65 @@
+"""The CUDA kernels: launched on torch's current stream, with scratch memory that is kept per stream."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.native.binding import Library, converted
+
+MORE_SCRATCH = -1
+_FIRST_BYTES = 1 << 20
+
+
+class _Launch(ctypes.Structure):
+    """`Launch` of csrc/cuda/launch.h."""
+
+    _fields_ = [("stream", ctypes.c_void_p), ("scratch", ctypes.c_void_p), ("bytes", ctypes.c_int64), ("needed", ctypes.c_int64)]
+
+
+class CudaLibrary(Library):
+    """Its functions queue kernels and return at once. Sums over rows need memory for their parts, which launches of one stream share.
+
+    Of a scratch that has grown the smaller ones stay too: a captured graph may hold them. Each is at least twice the one before, so all
+    together are less than twice the last.
+    """
+
+    on_device = True
+    result = ctypes.c_int
+
+    def __init__(self, path: Path, level: str) -> None:
+        super().__init__(path, level)
+        self._scratch: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+        """Queue `name` on the current stream of the tensors' device. Tensors and None become pointers, int int64, float float.
+
+        Raises RuntimeError where the launch fails. What a kernel does wrong later is reported by CUDA as for every other kernel.
+        """
+        device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        function, given = self.function(name), [converted(argument) for argument in arguments]
+        launch = self._launch(device, stream, 0)
+        code = function(ctypes.byref(launch), *given)
+        if code == MORE_SCRATCH:
+            launch = self._launch(device, stream, launch.needed)
+            code = function(ctypes.byref(launch), *given)
+        if code:
+            raise RuntimeError(f"{name}: {self._error(code)} (CUDA error {code})")
+
+    def _launch(self, device: torch.device, stream: int, needed: int) -> _Launch:
+        kept = self._scratch.setdefault((device, stream), [])
+        held = kept[-1].numel() if kept else 0
+        if not kept or held < needed:
+            kept.append(torch.empty(max(needed, 2 * held, _FIRST_BYTES), dtype=torch.uint8, device=device))
+        return _Launch(stream, kept[-1].data_ptr(), kept[-1].numel(), 0)
+
+    def _error(self, code: int) -> str:
+        function: Any = self.function("error_text")
+        function.restype = ctypes.c_char_p
+        text: bytes = function(ctypes.c_int64(code))
+        return text.decode()
