@@ -1,18 +1,22 @@
 """Causal self-attention from the fused projection to the context, with grouped queries, ALiBi and document boundaries.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. On the CPU a blocked kernel on the matrix units
-(csrc/torch/attention_*.cpp) whose memory is linear in s: it reads queries, keys and values where they lie and writes their
-gradients into one tensor of the same layout. Otherwise the reference.
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function with five bodies; fused_ops/attention_rule.py
+says which runs. On the CPU it is a blocked kernel on the matrix units (csrc/torch/attention_*.cpp) whose memory is linear in s: it
+reads queries, keys and values where they lie and writes their gradients into one tensor of the same layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_ops.attention_flex import flex_attention
 from fused_ops.attention_reference import reference_attention
+from fused_ops.attention_rule import NOTHING_TRIED, Body, Case, Offer, capability, choose
+from fused_ops.attention_sdpa import efficient_attention, flash_attention
 from fused_ops.native.library import Library, matrix_kernels, suffix
 
 
@@ -42,20 +46,55 @@ class _Attention(torch.autograd.Function):
 
 
 def causal_attention(
-    mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None
+    mixed: Tensor,
+    groups: int,
+    repeats: int,
+    head_dim: int,
+    *,
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+    offer: Offer = NOTHING_TRIED,
 ) -> Tensor:
     """softmax(scale query key^T + slope * key position) value over the visible keys: [s, b, g(r + 2)d] -> [s, b, nd].
 
     mixed: a key-value head's r query heads, then its key, then its value. A query sees keys up to its own position, and with
-    documents (int64 [b, s], equal numbers adjacent) those of its own document only. slopes: [n] or None. 16-bit tensors are
-    multiplied with sums in fp32; the gradient of `mixed` is one tensor. What is not finite reaches all that depends on it,
-    and may reach more of the same sample and key-value head. The kernel's results do not depend on the number of threads.
+    documents (int64 [b, s], equal numbers adjacent) those of its own document only. slopes: [n] or None. dropout: applied to the
+    probabilities [b, n, s, s]. offer: what the run asks for and the machine has. 16-bit tensors are multiplied with sums in fp32; the
+    gradient of `mixed` is one tensor. What is not finite reaches all that depends on it, and may reach more of the same sample and
+    key-value head. The CPU kernel's results do not depend on the number of threads. Raises ValueError where gradients are
+    recorded and the body that was asked for cannot compute this.
     """
-    library = matrix_kernels(mixed)
-    if library is None or mixed.numel() == 0:
-        return reference_attention(mixed, groups, repeats, head_dim, scale=scale, slopes=slopes, documents=documents)
-    sizes = (mixed.shape[0], mixed.shape[1], groups, repeats, head_dim)
+    heads = groups, repeats, head_dim
+    library = matrix_kernels(mixed) if dropout is None else None
+    case = Case(
+        mixed.device.type,
+        mixed.dtype,
+        head_dim,
+        mixed.shape[0],
+        alibi=slopes is not None,
+        documents=documents is not None,
+        dropout=dropout is not None,
+        recorded=torch.is_grad_enabled(),
+        kernel=library is not None,
+        capability=capability(mixed.device),
+    )
+    body = choose(case, offer).body if mixed.numel() else Body.SOFTMAX
+    if body is Body.KERNEL:
+        assert library is not None
+        return _kernel(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)
+    if body is Body.FLASH:
+        return flash_attention(mixed, *heads, scale=scale)
+    if body is Body.EFFICIENT:
+        return efficient_attention(mixed, *heads, scale=scale)
+    if body is Body.FLEX:
+        return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
+    return reference_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout)
+
+
+def _kernel(library: Library, mixed: Tensor, *sizes: int, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
     slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
     documents = None if documents is None else documents.contiguous()
-    result: Tensor = _Attention.apply(mixed.contiguous(), library, sizes, scale, slopes, documents)
+    result: Tensor = _Attention.apply(mixed.contiguous(), library, (*mixed.shape[:2], *sizes), scale, slopes, documents)
     return result

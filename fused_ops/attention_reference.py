@@ -1,4 +1,5 @@
-"""Causal attention with grouped queries in plain torch: the specification of fused_ops/attention.py, and its body for every device.
+"""Causal attention with grouped queries in plain torch and the fused softmax: the specification of fused_ops/attention.py, and its body
+for every case on every device.
 
 s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The projection `mixed` [s, b, g(r + 2)d] holds a
 key-value head's r query heads, then its key, then its value.
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fused_ops.softmax import scaled_causal_alibi_softmax
@@ -28,19 +28,9 @@ def reference_attention(
 ) -> Tensor:
     """As `causal_attention`, of any dtype. dropout: applied to the probabilities [b, n, s, s]."""
     s, b, _ = mixed.shape
-    query, key, value = mixed.view(s, b, groups, repeats + 2, head_dim).split([repeats, 1, 1], dim=3)
-    if slopes is None and documents is None and dropout is None:
-        context = _fused(query, key, value, scale)
-    else:
-        context = _scored(query, key, value, scale, slopes, documents, dropout)
+    query, key, value = mixed.unflatten(2, (groups, repeats + 2, head_dim)).split([repeats, 1, 1], dim=3)
+    context = _scored(query, key, value, scale, slopes, documents, dropout)
     return context.reshape(s, b, groups * repeats * head_dim)
-
-
-def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Without biases, documents or dropout: torch's own kernel, which keeps no scores. [s, b, g, r or 1, d] -> [s, b, n, d]."""
-    q, k, v = (tensor.flatten(2, 3).permute(1, 2, 0, 3) for tensor in (query, key, value))
-    context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[3] > 1)
-    return context.permute(2, 0, 1, 3)
 
 
 def _scored(

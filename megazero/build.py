@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from fused_ops.attention_rule import NOTHING_TRIED, Offer
+from fused_ops.attention_trial import Wanted, find_offer
 from fused_ops.registry import compiled
-from megazero.config.derive import padded_vocab, pipeline_schedule
+from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
+from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.model.count import parameters_per_layer
 from megazero.model.stage import Stage, StageSpec, build_stage
@@ -64,10 +67,10 @@ def stage_specs(run: Run) -> tuple[StageSpec, ...]:
 
 def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
     """The model chunks of this rank, without values: `ModelState.initialise` or a checkpoint gives those."""
-    return _stages_of(run, grid.at.pp, grid.tp, grid.device)
+    return _stages_of(run, grid.at.pp, grid.tp, grid.device, attention_offer(run, grid.device))
 
 
-def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list[Stage]:
+def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device, attention: Offer = NOTHING_TRIED) -> list[Stage]:
     stages: list[Stage] = []
     specs, chunks = stage_specs(run), chunks_of(run)
     tied = not run.model.untie_embeddings_and_output_weights
@@ -89,12 +92,38 @@ def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device) -> list
                 label_smoothing=run.optimizer.label_smoothing,
                 z_loss=run.optimizer.z_loss,
                 compile=run.parallel.compile,
+                attention=attention,
                 device=device,
                 tied_across_stages=tied and not together,
                 shared_embedding=None if first is None else first.word,
             )
         )
     return stages
+
+
+def wanted_attention(run: Run) -> Wanted:
+    """Attention as this run's training has it on one rank."""
+    model, tp = run.model, run.parallel.tp
+    groups = query_groups(model)
+    return Wanted(
+        compute_dtype(run.optimizer.precision),
+        model.seq_length,
+        run.schedule.micro_batch_size,
+        groups // tp,
+        model.num_attention_heads // groups,
+        head_dim(model),
+        alibi=model.position_embedding == "alibi",
+        documents=model.document_mask,
+        dropout=model.attention_dropout > 0,
+    )
+
+
+def attention_offer(run: Run, device: torch.device) -> Offer:
+    """What this rank has for the run's attention; on a GPU found by trying, once. Raises ConfigError where --attention cannot be had."""
+    try:
+        return find_offer(run.parallel.attention, wanted_attention(run), device)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:

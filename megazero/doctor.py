@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fused_ops import registry
+from fused_ops.attention_rule import choose
+from fused_ops.attention_trial import Wanted, find_offer
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from megazero import allocator
@@ -118,6 +120,16 @@ def _devices() -> Iterator[Finding]:
     for index in range(cards):
         card = torch.device("cuda", index)
         yield Finding(f"cuda:{index}", f"{devices.name(card)}, {(devices.total_memory_bytes(card) or 0) / 2**30:.0f} GiB")
+    yield from _attention(torch.device("cuda", 0) if cards else torch.device("cpu"))
+
+
+def _attention(device: torch.device) -> Iterator[Finding]:
+    """What a small bf16 run would compute attention with, tried."""
+    with suppress(ValueError):  # MEGAZERO_FUSED, which has been told
+        for name, alibi in (("attention", False), ("with ALiBi", True)):
+            wanted = Wanted(torch.bfloat16, 256, 1, 4, 1, 64, alibi=alibi)
+            found = choose(wanted.case(device), find_offer("auto", wanted, device))
+            yield Finding(name, f"{found.body.value}: {found.reason}")
 
 
 def _backends() -> Iterator[Finding]:

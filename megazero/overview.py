@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from fused_ops.attention_rule import Body, choose
 from fused_ops.registry import COMPILED, describe
 from megazero import allocator
 from megazero import device as devices
-from megazero.build import chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs
+from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import run_dict
@@ -36,19 +37,22 @@ def overview(run: Run, grid: ProcessGrid, text: str, start: str, changes: list[t
         ("Schedule", banner.pairs([*_schedule(run, axes, micro_batches), *_communication(run, grid)])),
         ("Run", banner.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", banner.changes_table(changes)),
-        ("Ops", _ops(run)),
+        ("Ops", _ops(run, grid.device)),
         ("Resolved run (run.yaml of the save folder; --config takes it)", _resolved(run)),
     ]
     return banner.sections(parts)
 
 
-def _ops(run: Run) -> str:
-    device = run.parallel.device
+def _ops(run: Run, device: torch.device) -> str:
     ops = compiled_ops(run, device)
-    table = banner.fused_ops_table(describe(device) | dict.fromkeys(ops, COMPILED))
-    if ops or not run.parallel.compile:
-        return table
-    return f"{table}\n" + banner.pairs([("--compile", "changes nothing: its ops have kernels here, which are faster")])
+    attention = choose(wanted_attention(run).case(device), attention_offer(run, device))
+    bodies = describe(device) | dict.fromkeys(ops, COMPILED)
+    if attention.body is not Body.KERNEL:
+        bodies["attention"] = attention.body.value
+    lines = [("attention", f"{attention.body.value}: {attention.reason}")]
+    if run.parallel.compile and not ops:
+        lines.append(("--compile", "changes nothing: its ops have kernels here, which are faster"))
+    return f"{banner.fused_ops_table(bodies)}\n{banner.pairs(lines)}"
 
 
 def _model(run: Run) -> list[tuple[str, str]]:

@@ -10,10 +10,13 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
+from fused_ops.attention_trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
 from megazero import device as devices
-from megazero.build import axes_of, compiled_ops, with_vocabulary
+from megazero.build import axes_of, compiled_ops, wanted_attention, with_vocabulary
 from megazero.checkpoint.compat import Change, compare, run_from
 from megazero.checkpoint.manager import Found, find
 from megazero.config.level import ConfigError
@@ -48,7 +51,7 @@ class Prepared:
 
 def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
-    problems = [*_unusable_places(run), *(_unknown_kernels() or _uncompilable(run))]
+    problems = [*_unusable_places(run), *(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)])]
     if problems:
         raise ConfigError(problems)
     try:
@@ -123,10 +126,23 @@ def _unusable_places(run: Run) -> list[str]:
 
 def _uncompilable(run: Run) -> list[str]:
     """What --compile would fail with in the middle of the first step. Where every op has a kernel, nothing is compiled."""
-    on_cuda = run.parallel.device == "cuda" or (run.parallel.device == "auto" and devices.cuda_available())
-    kind = "cuda" if on_cuda else "cpu"
+    kind = _kind(run)
     reason = try_compiler(kind) if compiled_ops(run, kind) else None
     return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
+
+
+def _kind(run: Run) -> str:
+    on_cuda = run.parallel.device == "cuda" or (run.parallel.device == "auto" and devices.cuda_available())
+    return "cuda" if on_cuda else "cpu"
+
+
+def _impossible_attention(run: Run) -> list[str]:
+    """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model tries."""
+    device = torch.device(_kind(run))
+    if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
+        return []
+    against = problem(run.parallel.attention, wanted_attention(run), device)
+    return [] if against is None else [f"--attention {run.parallel.attention} on {device.type}: {against}; nearest: --attention auto"]
 
 
 def _unknown_kernels() -> list[str]:

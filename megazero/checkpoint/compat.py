@@ -102,7 +102,7 @@ _FREE = {
     **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
     **_plain("parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"),
-    **_plain("parallel", "device", "backend", "shared_memory", "compile"),
+    **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention"),
     **_plain("optimizer", "precision", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
     **_plain("schedule", "micro_batch_size", "train_iters", "train_samples"),
     **_plain("data", "valid_data_path"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from megazero.config.derive import ffn_width, pipeline_schedule, query_groups
+from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
 from megazero.config.facts import Facts, Found, check, divisors, nearest, nearest_multiples
 
 
@@ -144,6 +144,22 @@ def _backend(f: Facts) -> Found:
         yield "--backend nccl carries no tensors of --device cpu; nearest: --backend gloo"
 
 
+def _attention(f: Facts) -> Found:
+    """What a forced body can compute on no machine. What depends on the machine is found where that is known."""
+    m, asked, precision = f.run.model, f.run.parallel.attention, f.run.optimizer.precision
+    alibi, documents = m.position_embedding == "alibi", m.document_mask
+    cannot = {f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0} if asked in ("flash", "flex") else {}
+    if asked == "flash":
+        cannot |= {"--position-embedding alibi": alibi, "--document-mask": documents}
+    if asked == "flex":
+        size = head_dim(m) if m.hidden_size % m.num_attention_heads == 0 else 16
+        heads = f"--hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {size} (16 to 256 it does)"
+        cannot |= {f"--precision {precision}": precision == "fp64", heads: not 16 <= size <= 256}
+    found = [words for words, wrong in cannot.items() if wrong]
+    if found:
+        yield f"--attention {asked} does not compute {', '.join(found)}; nearest: --attention auto, or softmax, which computes everything"
+
+
 LAYOUT_CHECKS = (
     check(_heads, "hidden_size", "num_attention_heads", "num_query_groups", "position_embedding"),
     check(_positions, "max_position_embeddings", "seq_length", "position_embedding"),
@@ -157,4 +173,8 @@ LAYOUT_CHECKS = (
     check(_world, "tp", "pp"),
     check(_backend, "backend", "device"),
     check(_reduce_dtype, "precision", "grad_reduce_dtype"),
+    check(
+        _attention,
+        *("attention", "position_embedding", "document_mask", "attention_dropout", "precision", "hidden_size", "num_attention_heads"),
+    ),
 )

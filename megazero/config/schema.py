@@ -92,6 +92,8 @@ class ParallelConfig:
     "Overlap gradient reduction and parameter gather with compute; results are the same either way."
     compile: bool = option(False)
     "Run those ops of the blocks that have no kernel (on GPUs, in fp64) through torch.compile. A CPU's kernels are faster and stay: 1.17 s a step, compiled 1.50, plain 1.60 (docs/performance.md)."
+    attention: str = option("auto", choices=("auto", "flash", "flex", "softmax"))
+    "How attention is computed: torch's flash (no ALiBi, no documents), FlexAttention (CUDA), or products and softmax; auto: the best for the case, which the banner names."
     bucket_size: int = option(8_388_608)
     "Elements of one gradient bucket: what is reduced and gathered in one message."
     grad_reduce_dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))

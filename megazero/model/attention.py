@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention import causal_attention
-from fused_ops.attention_reference import reference_attention
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
 from megazero.batch import MicroBatch
@@ -45,7 +44,7 @@ class Attention(nn.Module):
         self.slopes = AlibiSlopes(model.num_attention_heads, tp.index, tp.size) if model.position_embedding == "alibi" else None
         self.angles = RotaryAngles(size, model.rotary_base) if model.position_embedding == "rotary" else None
         self.dropout = AttentionDropout(number, layout)
-        self.recompute_core, self.compile_ops = layout.recompute == "selective", layout.compile
+        self.recompute_core, self.compile_ops, self.offer = layout.recompute == "selective", layout.compile, layout.attention
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         mixed = self.qkv(hidden)
@@ -63,7 +62,6 @@ class Attention(nn.Module):
         slopes = None if self.slopes is None else self.slopes(mixed)
         scale = 1 / math.sqrt(self.size)
         with compiled_bodies(self.compile_ops):  # recomputed, the core runs by itself
-            if self.dropout.is_active:
-                dropout = partial(self.dropout, samples=batch.samples)
-                return reference_attention(mixed, *heads, scale=scale, slopes=slopes, documents=batch.documents, dropout=dropout)
-            return causal_attention(mixed, *heads, scale=scale, slopes=slopes, documents=batch.documents)
+            dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
+            documents = batch.documents
+            return causal_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout, offer=self.offer)

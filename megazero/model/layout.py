@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fused_ops.attention_rule import NOTHING_TRIED, Offer
 from megazero.config.schema import ModelConfig
 from megazero.mpu.grid import Group
 from megazero.mpu.norm import LayerNorm, RMSNorm
@@ -26,6 +27,7 @@ class ModelLayout:
     recompute_num_layers with full: blocks whose global number is a multiple of this
     seed                 keys dropout
     compile              ops of the blocks without a kernel run what torch.compile makes of them
+    attention            what the run asks for, and this rank has, to compute attention with
     label_smoothing, z_loss  of the training loss; evaluation is plain cross-entropy
     """
 
@@ -40,6 +42,7 @@ class ModelLayout:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     compile: bool = False
+    attention: Offer = NOTHING_TRIED
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fused_ops.attention_rule import NOTHING_TRIED, Offer
 from megazero.batch import MicroBatch
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig
@@ -111,6 +112,7 @@ def build_stage(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     compile: bool = False,
+    attention: Offer = NOTHING_TRIED,
     device: torch.device | str = "cpu",
     tied_across_stages: bool = False,
     shared_embedding: VocabParallelEmbedding | None = None,
@@ -128,6 +130,7 @@ def build_stage(
         label_smoothing,
         z_loss,
         compile,
+        attention,
     )
     return Stage(layout, spec, tied_across_stages=tied_across_stages, shared_embedding=shared_embedding)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from typing import Any
 
 import pytest
 
+from fused_ops.attention_rule import ASKED, Case, Offer, obstacle
 from megazero.config.checks_training import EFFECT
+from megazero.config.dtypes import compute_dtype
 from megazero.config.options import run_options
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.validate import RANGES
@@ -54,6 +57,16 @@ REFUSED = [
     ("--pp 2 --partition 4 4 4", 2, "has 3 numbers, but --pp 2 x --virtual-stages 1 = 2", "--partition 4 8"),
     ("--pp 3 --partition 6 0 6", 3, "leaves chunk 1 empty", "--partition 0 12 0"),
     ("--pp 2 --partition 6 6 --partition-by time", 2, "--partition-by time has no say", "--partition-by parameters"),
+    (
+        "--attention flash",
+        1,
+        "--attention flash does not compute --position-embedding alibi; nearest: --attention auto, or softmax",
+        "--position-embedding learned",
+    ),
+    ("--attention flash --position-embedding none --document-mask", 1, "flash does not compute --document-mask", "--attention flex"),
+    ("--attention flex --attention-dropout 0.1", 1, "flex does not compute --attention-dropout 0.1", "--attention softmax"),
+    ("--attention flex --precision fp64", 1, "flex does not compute --precision fp64", "--attention auto"),
+    ("--attention flex --hidden-size 96", 1, "/ --num-attention-heads 12 = 8 (16 to 256 it does)", "--num-attention-heads 6"),
     ("--pp 2 --pipeline-schedule interleaved", 2, "interleaved needs --virtual-stages 2 or more, not 1", "--virtual-stages 2"),
     ("--pp 2 --pipeline-schedule 1f1b --virtual-stages 2", 2, "1f1b has one model chunk per rank", "--pipeline-schedule gpipe"),
     ("--pp 2 --pipeline-schedule zb-v", 2, "zb-v lays two model chunks per rank in a V, not --virtual-stages 1", "--virtual-stages 2"),
@@ -200,6 +213,25 @@ def test_values_offered_as_nearest_are_valid() -> None:
         (text,) = problems(line, None if flag == "tp" else world)
         for value in re.findall(r"\d+", text.rsplit("nearest: ", 1)[1]):
             assert problems(f"{line} --{flag} {value}", None if flag == "tp" else world) == ()
+
+
+def test_attention_is_refused_for_what_the_rule_of_its_bodies_refuses_on_every_machine() -> None:
+    """The rule's reasons that no card takes away, and no others."""
+    fit: dict[str, Any] = {"kernel": False, "capability": (9, 0), "recorded": True}
+    drawn = itertools.product(ASKED, ("alibi", "none"), (False, True), (0.0, 0.1), ("fp64", "fp32", "bf16"), (8, 16, 64, 256, 512))
+    for asked, positions, documents, dropout, precision, size in drawn:
+        line = f"--attention {asked} --position-embedding {positions} --attention-dropout {dropout} --precision {precision}"
+        line += f" --num-attention-heads 2 --hidden-size {2 * size}" + " --document-mask" * documents
+        against = [
+            obstacle(
+                ASKED[asked],
+                Case(kind, compute_dtype(precision), size, 384, positions == "alibi", documents, dropout > 0, **fit),
+                Offer(length=384, flex=""),
+                asked=True,
+            )
+            for kind in ("cpu", "cuda")
+        ]
+        assert bool(problems(line)) == all(against), (line, against)
 
 
 @pytest.mark.parametrize("world_size", range(1, 50))

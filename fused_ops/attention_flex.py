@@ -1,0 +1,111 @@
+"""Causal attention through torch's FlexAttention: ALiBi and documents inside one flash-like kernel that torch.compile writes.
+
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. Compiled is one pure function of tensors and numbers, as
+fused_ops/compiled.py has it: from the projection to the context, so that the split before and the join of gradients after are
+the compiler's to fuse. It is compiled once per shape in a process, for all layers.
+
+Which blocks of 128 x 128 scores exist follows from documents without looking at scores: a document is a run, so what a query block
+sees are the blocks right before it. torch's create_block_mask would evaluate all s x s pairs and sort, for every micro-batch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.attention_sdpa import heads_of, joined
+
+BLOCK = 128
+Blocks = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""For query blocks: number and indices of key blocks that are seen in part, then of those seen whole; for key blocks the same of query
+blocks. Numbers int32 [b or 1, 1, s/128], indices with one more axis of that length, of which the first so many count."""
+
+
+def visible_blocks(length: int, documents: Tensor | None, device: torch.device) -> Blocks:
+    """The blocks that causality and documents (int64 [b, s], equal numbers adjacent) leave; nothing waits for the device.
+
+    With i a query block and j < i a key block: j is seen if the document of its last position is that of i's first, and whole if the
+    document of its first position is that of i's last. A block that the sequence does not fill is never whole, as in torch.
+    """
+    blocks = -(-length // BLOCK)
+    number = torch.arange(blocks, device=device)
+    if documents is None:
+        first = last = number.new_zeros((1, blocks))
+    else:
+        first = documents[:, ::BLOCK]
+        ends = documents[:, BLOCK - 1 :: BLOCK]
+        last = ends if length % BLOCK == 0 else torch.cat([ends, documents[:, -1:]], dim=1)
+    before = number[:, None] > number
+    seen = before & (last[:, None, :] == first[:, :, None])
+    whole = before & (first[:, None, :] == last[:, :, None]) & ((number[:, None] + 1) * BLOCK <= length)
+    slot, own = number, number[:, None]
+    keys, whole_keys = seen.sum(2, keepdim=True), whole.sum(2, keepdim=True)
+    queries, whole_queries = (blocks_of.sum(1).unsqueeze(2) for blocks_of in (seen, whole))
+    part_keys, part_queries = keys - whole_keys, queries - whole_queries
+    lists = (
+        (part_keys + 1, torch.where(slot < part_keys, own - keys + slot, own)),
+        (whole_keys, own - whole_keys + slot),
+        (part_queries + 1, torch.where(slot > 0, own + whole_queries + slot, own)),
+        (whole_queries, (own + 1 + slot).expand(len(first), blocks, blocks)),
+    )
+    counts = [count[:, None, :, 0].to(torch.int32) for count, _ in lists]
+    indices = [index.clamp(0, blocks - 1)[:, None].to(torch.int32).contiguous() for _, index in lists]
+    return counts[0], indices[0], counts[1], indices[1], counts[2], indices[2], counts[3], indices[3]
+
+
+@cache
+def causal_blocks(length: int, device: torch.device) -> Blocks:
+    """`visible_blocks` of one document, which every layer and micro-batch shares."""
+    return visible_blocks(length, None, device)
+
+
+def flex_body(
+    mixed: Tensor,
+    groups: int,
+    repeats: int,
+    head_dim: int,
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    blocks: Blocks | None,
+) -> Tensor:
+    """What is compiled. blocks: those of one document; None: found from `documents` here, where a few small kernels do it."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention  # it imports the compiler, a second and 70 MB
+
+    length = mixed.shape[0]
+    query, key, value = heads_of(mixed, groups, repeats, head_dim)
+
+    def biased(score: Tensor, sample: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        # Relative to the query: the softmax is the same, and what is added to the scores that count is small.
+        assert slopes is not None
+        return score + slopes[head] * (k - q)
+
+    def causal(sample: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    def within(sample: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert documents is not None
+        return (q >= k) & (documents[sample, q] == documents[sample, k])
+
+    found = visible_blocks(length, documents, mixed.device) if blocks is None else blocks
+    mask = BlockMask((length, length), *found, (BLOCK, BLOCK), causal if documents is None else within)
+    bias = None if slopes is None else biased
+    context: Any = flex_attention(query, key, value, score_mod=bias, block_mask=mask, scale=scale, enable_gqa=repeats > 1)
+    return joined(context)
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_body, dynamic=False, fullgraph=True)
+
+
+def flex_attention(
+    mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None
+) -> Tensor:
+    """As `fused_ops.attention.causal_attention`, on CUDA. Any s; heads of 16 or more. Compiles at the first call with a shape."""
+    blocks = causal_blocks(mixed.shape[0], mixed.device) if documents is None else None
+    result: Tensor = _compiled()(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks)
+    return result

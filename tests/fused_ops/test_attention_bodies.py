@@ -1,0 +1,344 @@
+"""Which body computes attention, and that each computes the same: SDPA and FlexAttention against the scored path, in float64.
+
+FlexAttention refuses gradients on a CPU in a check of its own, before it looks at anything else. Without the check its eager form has
+them, so that all but the code generated for CUDA is tested here; tests/gpu/test_attention.py tests that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
+
+from fused_ops import attention, attention_flex, attention_trial
+from fused_ops.attention import causal_attention
+from fused_ops.attention_flex import BLOCK, causal_blocks, flex_attention, flex_body, visible_blocks
+from fused_ops.attention_reference import reference_attention
+from fused_ops.attention_rule import ASKED, NOTHING_TRIED, ORDER, Body, Case, Offer, choose, obstacle
+from fused_ops.attention_sdpa import efficient_attention, flash_attention, heads_of
+from fused_ops.attention_trial import Wanted, failure, find_offer, problem
+from fused_ops.softmax import alibi_slopes
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+READY = Offer(length=512, flex="")
+
+
+def case(dtype: torch.dtype = BF16, head_dim: int = 64, length: int = 512, **facts: Any) -> Case:
+    given: dict[str, Any] = {"kind": "cuda", "capability": (9, 0), **facts}
+    return Case(dtype=dtype, head_dim=head_dim, length=length, **given)
+
+
+CPU: dict[str, Any] = {"kind": "cpu", "capability": None}
+RULE = [
+    # What is asked, what there is, what runs, and a word of the reason.
+    (case(**CPU, kernel=True), READY, Body.KERNEL, "the first choice"),
+    (case(**CPU, kernel=True, alibi=True, documents=True), READY, Body.KERNEL, "the first choice"),
+    (case(**CPU, kernel=True, dropout=True), READY, Body.SOFTMAX, "no C\\+\\+ kernel: it draws no dropout"),
+    (case(FP64, **CPU), READY, Body.FLASH, "none for this device and dtype"),
+    (case(FP64, **CPU, alibi=True), READY, Body.SOFTMAX, "ALiBi.*CUDA only"),
+    (case(), READY, Body.FLASH, "no C\\+\\+ kernel"),
+    (case(FP16, 256), READY, Body.FLASH, "no C"),
+    (case(FP16, 264), READY, Body.EFFICIENT, "heads of up to 256"),
+    (case(FP32), READY, Body.EFFICIENT, "bf16 and fp16 only"),
+    (case(FP32, 20), READY, Body.SOFTMAX, "multiple of 8.*blocks of 16"),
+    (case(FP64), READY, Body.SOFTMAX, "no fp64"),
+    (case(alibi=True), READY, Body.FLEX, "no place for ALiBi"),
+    (case(documents=True), READY, Body.FLEX, "knows no documents"),
+    (case(head_dim=80, alibi=True, documents=True), READY, Body.FLEX, "ALiBi"),
+    (case(head_dim=8, alibi=True), READY, Body.SOFTMAX, "heads of 16 to 256"),
+    (case(alibi=True, dropout=True), READY, Body.SOFTMAX, "FlexAttention, compiled: it draws no dropout"),
+    (case(dropout=True), READY, Body.SOFTMAX, "same on every layout"),
+    (case(FP32, alibi=True), READY, Body.SOFTMAX, "blocks of 16"),
+    (case(FP64, alibi=True), READY, Body.SOFTMAX, "fp64"),
+    (case(length=127, alibi=True), READY, Body.SOFTMAX, "shorter than one of its blocks"),
+    (case(alibi=True), NOTHING_TRIED, Body.SOFTMAX, "not tried in this process"),
+    (case(alibi=True), replace(READY, flex="triton is missing"), Body.SOFTMAX, "triton is missing"),
+    (case(), replace(READY, flash="no such symbol"), Body.EFFICIENT, "no such symbol"),
+    (case(FP16, capability=(7, 0)), READY, Body.EFFICIENT, "capability 8.0"),
+    (case(BF16, capability=(7, 0)), READY, Body.FLEX, "capability 8.0"),
+    # Without gradients: FlexAttention at the run's own length only.
+    (case(alibi=True, recorded=False), READY, Body.FLEX, "ALiBi"),
+    (case(alibi=True, recorded=False, length=256), READY, Body.SOFTMAX, "own sequence length"),
+    (case(recorded=False, length=64), READY, Body.FLASH, "no C"),
+    # Forced.
+    (case(**CPU, kernel=True), replace(READY, asked="softmax"), Body.SOFTMAX, "--attention softmax asks"),
+    (case(**CPU, kernel=True), replace(READY, asked="flash"), Body.FLASH, "--attention flash asks"),
+    (case(), replace(READY, asked="flex"), Body.FLEX, "--attention flex asks"),
+    (case(FP32, alibi=True), replace(READY, asked="flex"), Body.FLEX, "asks"),
+    (case(length=64, alibi=True), replace(READY, asked="flex"), Body.FLEX, "asks"),
+    (case(alibi=True, recorded=False, length=256), replace(READY, asked="flex"), Body.SOFTMAX, "own sequence length"),
+    (case(**CPU, kernel=True, alibi=True, recorded=False), replace(READY, asked="flex"), Body.KERNEL, "first choice"),
+]
+
+
+@pytest.mark.parametrize(("asked", "offer", "body", "reason"), RULE)
+def test_the_rule(asked: Case, offer: Offer, body: Body, reason: str) -> None:
+    found = choose(asked, offer)
+    assert found.body is body
+    assert re.search(reason, found.reason), found.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "forced", "reason"),
+    [
+        (case(alibi=True), "flash", "ALiBi"),
+        (case(documents=True), "flash", "documents"),
+        (case(FP32), "flash", "bf16 and fp16 only"),
+        (case(FP64), "flash", "bf16 and fp16 only"),
+        (case(head_dim=512), "flash", "up to 256"),
+        (case(dropout=True), "flash", "dropout"),
+        (case(dropout=True), "flex", "dropout"),
+        (case(FP64), "flex", "fp64"),
+        (case(**CPU), "flex", "CUDA only"),
+    ],
+)
+def test_a_forced_body_that_cannot_is_an_error(asked: Case, forced: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"--attention {forced} cannot run: .*{reason}"):
+        choose(asked, replace(READY, asked=forced))
+
+
+def test_softmax_computes_everything_and_is_last() -> None:
+    assert ORDER[-1] is Body.SOFTMAX and set(ASKED.values()) <= set(ORDER)
+    several: list[dict[str, Any]] = [{}, {"alibi": True, "documents": True, "dropout": True}, {"recorded": False}]
+    for facts in several:
+        for dtype in (BF16, FP32, FP64):
+            assert obstacle(Body.SOFTMAX, case(dtype, 7, 9, **facts), NOTHING_TRIED) is None
+
+
+# Bodies against the scored path.
+
+
+@pytest.fixture
+def with_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlexAttention in eager, where it works on a CPU and in fp64, gradients included."""
+    monkeypatch.setattr(torchs, "_validate_device", lambda query, key, value: None)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def results(body: Callable[..., Tensor], s: int, b: int, groups: int, repeats: int, d: int, **options: Any) -> list[Tensor]:
+    """Context and the projection's gradient, in float64."""
+    draw = torch.Generator().manual_seed(s)
+    mixed = torch.randn(s, b, groups * (repeats + 2) * d, generator=draw, dtype=FP64).requires_grad_()
+    weight = torch.randn(s, b, groups * repeats * d, generator=draw, dtype=FP64)
+    context = body(mixed, groups, repeats, d, scale=1 / math.sqrt(d), **options)
+    return [context.detach(), *torch.autograd.grad(context, mixed, weight)]
+
+
+def options(s: int, b: int, heads: int, sloped: bool, run: int, shard: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Slopes of a shard of the heads of a model, and documents of up to about `run` positions, other ones in each sample."""
+    rank, size = shard
+    slopes = torch.tensor(alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads], dtype=FP64)
+    starts = torch.rand(b, s, generator=torch.Generator().manual_seed(s)) < 1 / max(run, 1)
+    return {"slopes": slopes if sloped else None, "documents": starts.long().cumsum(1) if run else None}
+
+
+def agree(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
+def in_eager(mixed: Tensor, groups: int, repeats: int, d: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    blocks = causal_blocks(mixed.shape[0], mixed.device) if documents is None else None
+    return flex_body(mixed, groups, repeats, d, scale, slopes, documents, blocks)
+
+
+SHAPES = [(1, 1, 1, 1, 8), (50, 2, 3, 2, 20), (130, 1, 6, 1, 16), (257, 2, 1, 3, 8), (256, 1, 5, 1, 8)]
+
+
+@pytest.mark.parametrize("run", [0, 1, 40, 300])
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flex_equals_the_scored_path(shape: tuple[int, ...], sloped: bool, run: int, with_gradients: None) -> None:
+    given = options(shape[0], shape[1], shape[2] * shape[3], sloped, run)
+    agree(results(in_eager, *shape, **given), results(reference_attention, *shape, **given))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_flex_with_the_slopes_of_a_shard(rank: int, with_gradients: None) -> None:
+    """Four of the twelve heads of a model, which is no power of two."""
+    given = options(70, 2, 4, True, 0, (rank, 3))
+    ours = results(in_eager, 70, 2, 4, 1, 8, **given)
+    agree(ours, results(reference_attention, 70, 2, 4, 1, 8, **given))
+    others = results(in_eager, 70, 2, 4, 1, 8, **options(70, 2, 4, True, 0, ((rank + 1) % 3, 3)))
+    assert (ours[0] - others[0]).abs().max() > 1e-3
+
+
+def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled for CUDA, up to the generated code: one graph with its backward, whatever the documents are; recomputed, too."""
+    compiled = torch.compile(flex_body, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(attention_flex, "_compiled", lambda: compiled)
+    torch._dynamo.utils.counters.clear()
+
+    def recomputed(mixed: Tensor, *heads: int, **given: Any) -> Tensor:
+        found = torch.utils.checkpoint.checkpoint(flex_attention, mixed, *heads, use_reentrant=False, preserve_rng_state=False, **given)
+        assert isinstance(found, Tensor)
+        return found
+
+    for seed, body in ((30, flex_attention), (50, flex_attention), (90, recomputed)):
+        given = options(200, 2, 4, True, seed)
+        agree(results(body, 200, 2, 2, 2, 16, **given), results(reference_attention, 200, 2, 2, 2, 16, **given))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("length", [1, 100, BLOCK, BLOCK + 1, 2 * BLOCK, 300, 640, 1000])
+@pytest.mark.parametrize("share", [0, 0.002, 0.02, 0.5])
+def test_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length: int, share: float) -> None:
+    documents = (torch.rand(3, length, generator=torch.Generator().manual_seed(length)) < share).long().cumsum(1)
+
+    def within(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (documents[b, q] == documents[b, k])
+
+    theirs = torchs.create_block_mask(within, 3, None, length, length, device="cpu")
+    ours = visible_blocks(length, documents, torch.device("cpu"))
+    names = [f"{full}{side}_{kind}" for side in ("kv", "q") for full in ("", "full_") for kind in ("num_blocks", "indices")]
+    found = dict(zip(names, ours, strict=True))
+    for name in names[::2]:
+        assert torch.equal(found[name], getattr(theirs, name))
+        indices = name.replace("num_blocks", "indices")
+        mine, other = found[indices], getattr(theirs, indices)
+        assert mine.shape == other.shape and mine.dtype == other.dtype
+        for row, also, count in zip(mine.flatten(0, 2), other.flatten(0, 2), found[name].flatten().tolist(), strict=True):
+            assert sorted(row[:count].tolist()) == sorted(also[:count].tolist())
+    if share == 0:
+        assert all(torch.equal(one[:1], other) for one, other in zip(ours, causal_blocks(length, torch.device("cpu")), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("body", [flash_attention, efficient_attention])
+def test_sdpa_equals_the_scored_path(shape: tuple[int, ...], body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_ops.attention_sdpa.EFFICIENT", ())  # on a CPU torch chooses
+    agree(results(body, *shape), results(reference_attention, *shape, slopes=None, documents=None))
+
+
+def test_queries_keys_and_values_are_views_and_their_gradients_join_in_one_pass() -> None:
+    """No copy on the way in; on the way back one `cat`, and no zero-filled copy of the projection per slice."""
+    mixed = torch.randn(12, 2, 3 * 3 * 8, requires_grad=True)
+    heads = heads_of(mixed, 3, 1, 8)
+    assert all(tensor.untyped_storage().data_ptr() == mixed.untyped_storage().data_ptr() for tensor in heads)
+    made: list[str] = []
+
+    class Made(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.numel() == mixed.numel() and not result._is_view():
+                made.append(str(func))
+            return result
+
+    with Made():
+        torch.autograd.grad(heads, mixed, [torch.ones_like(tensor) for tensor in heads])
+    assert [name for name in made if "view" not in name] == ["aten.cat.default"]
+
+
+# The dispatch, and what a machine offers.
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "sloped", "dropped", "expected"),
+    [
+        ("auto", FP64, False, False, "flash_attention"),
+        ("auto", FP64, True, False, "reference_attention"),
+        ("softmax", FP32, False, False, "reference_attention"),
+        ("softmax", FP64, False, False, "reference_attention"),
+        ("flash", FP32, False, False, "flash_attention"),
+        ("auto", FP32, False, True, "reference_attention"),
+    ],
+)
+def test_the_chosen_body_runs(
+    asked: str, dtype: torch.dtype, sloped: bool, dropped: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def counted(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def body(*args: Any, **kwargs: Any) -> Tensor:
+            called.append(name)
+            return original(*args, **kwargs)
+
+        return body
+
+    for name in ("flash_attention", "efficient_attention", "flex_attention", "reference_attention", "_kernel"):
+        monkeypatch.setattr(attention, name, counted(name, getattr(attention, name)))
+    mixed = torch.randn(20, 2, 2 * 3 * 8, dtype=dtype, requires_grad=True)
+    slopes = torch.tensor(alibi_slopes(2)) if sloped else None
+    dropout = (lambda probabilities: probabilities * 1.0) if dropped else None
+    out = causal_attention(mixed, 2, 1, 8, scale=0.3, slopes=slopes, documents=None, dropout=dropout, offer=Offer(asked))
+    out.sum().backward()
+    assert called == [expected]
+
+
+def test_the_offer_of_a_cpu_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_trial, "failure", lambda *_: pytest.fail("tried"))
+    wanted, cpu = Wanted(FP64, 64, 1, 2, 1, 8), torch.device("cpu")
+    assert choose(wanted.case(cpu), find_offer("auto", wanted, cpu)).body is Body.FLASH
+    with pytest.raises(ValueError, match="--attention flex cannot run: it has a backward on CUDA only"):
+        find_offer("flex", wanted, cpu)
+    assert problem("flex", wanted, cpu) == "it has a backward on CUDA only"
+    assert problem("auto", wanted, cpu) is None and problem("flash", wanted, cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("alibi", "failing", "body", "tried"),
+    [
+        (True, {}, Body.FLEX, ["flex"]),
+        (False, {}, Body.FLASH, ["flash"]),
+        (True, {"flex"}, Body.SOFTMAX, ["flex"]),
+        (False, {"flash"}, Body.EFFICIENT, ["flash"]),
+    ],
+)
+def test_what_fails_in_the_trial_is_not_chosen(
+    alibi: bool, failing: set[str], body: Body, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card that this machine need not have: what would run is tried, once, and where it fails the next is taken."""
+    asked: list[str] = []
+
+    def tries(function: Any, wanted: Wanted, device: torch.device) -> str:
+        name = function.func.__name__.strip("_")
+        asked.append(name)
+        return "it fails here" if name in failing else ""
+
+    monkeypatch.setattr(attention_trial, "failure", tries)
+    monkeypatch.setattr(attention_trial, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention_trial, "find_spec", lambda name: object())
+    find_offer.cache_clear()
+    wanted, card = Wanted(BF16, 512, 1, 2, 1, 64, alibi=alibi), torch.device("cuda", 0)
+    offer = find_offer("auto", wanted, card)
+    found = choose(wanted.case(card), offer)
+    assert found.body is body and asked == tried
+    assert ("it fails here" in found.reason) == bool(failing)
+    if not alibi and not failing:  # nobody has tried FlexAttention, so evaluation does not either
+        assert offer.flex == Offer.flex
+    if failing == {"flex"}:
+        find_offer.cache_clear()
+        with pytest.raises(ValueError, match="--attention flex cannot run: it fails here"):
+            find_offer("flex", wanted, card)
+    find_offer.cache_clear()
+
+
+def test_without_triton_there_is_no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_trial, "find_spec", lambda name: None)
+    offer = attention_trial.static_offer("auto", 512)
+    found = choose(case(alibi=True), offer)
+    assert found.body is Body.SOFTMAX and "triton" in found.reason
+
+
+def test_a_trial_tells_in_a_line_what_failed() -> None:
+    wanted, cpu = Wanted(FP32, 16, 1, 2, 1, 8), torch.device("cpu")
+
+    def broken(mixed: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image\nfor this device")
+
+    def whole(mixed: Tensor) -> Tensor:
+        return flash_attention(mixed, 2, 1, 8, scale=1.0)
+
+    assert failure(broken, wanted, cpu) == "it fails on this machine (RuntimeError: no kernel image for this device)"
+    assert failure(whole, wanted, cpu) == ""
+    assert "not finite" in failure(lambda mixed: whole(mixed) / 0.0, wanted, cpu)
