@@ -14,6 +14,7 @@ from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule, qu
 from megazero.config.dtypes import compute_dtype
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
+from megazero.device import GraphCapture
 from megazero.model.count import parameters_per_layer
 from megazero.model.stage import Stage, StageSpec, build_stage
 from megazero.mpu.chunks import ChunkMap
@@ -21,6 +22,7 @@ from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.mpu.place import Place, place_of
 from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import chunk_map, is_breadth_first, stage_schedule
@@ -166,6 +168,13 @@ def build_engine(
     shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
     schedule_of = schedules(run, grid.at.pp, reduce_every=reduces_every_micro_batch(run))
     return PipelineEngine(list(stages), grid, schedule_of, shape, compute_dtype(run.optimizer.precision), channels)
+
+
+def with_graphs(engine: PipelineEngine, run: Run, grid: ProcessGrid) -> PipelineEngine | GraphedEngine:
+    """The engine that trains: with --cuda-graphs one that replays micro-batches."""
+    if not run.parallel.cuda_graphs:
+        return engine
+    return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.dp.size > 1)
 
 
 def axes_of(run: Run, world_size: int) -> Axes:

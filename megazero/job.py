@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megazero import device as devices
-from megazero.build import build_engine, build_stages, chunks_of, places_of
+from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token, replace_file
 from megazero.checkpoint.manager import Checkpoints
@@ -145,12 +145,12 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner."""
     run = _with_device(prepared.run, grid)
     if run.trainer.deterministic:
-        torch.use_deterministic_algorithms(True)
+        devices.use_deterministic_algorithms()
     stages = build_stages(run, grid)
     state = ModelState(stages, grid, run.optimizer, run.parallel)
     optimizer = ShardedOptimizer(state, run.optimizer, grid)
     channels = Channels(grid, and_back=chunks_of(run).and_back)
-    engine = build_engine(run, grid, stages, channels)
+    engine = with_graphs(build_engine(run, grid, stages, channels), run, grid)
     probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
     token = new_token(grid.world, grid.device)
     checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token)

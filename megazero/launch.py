@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megazero import device as devices
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig
-from megazero.mpu.grid import Axes, ProcessGrid, build_grid
+from megazero.mpu.grid import Axes, ProcessGrid, build_grid, stream_options
 from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.watchdog import die_with_parent
 
@@ -60,11 +60,17 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
     backend = parallel.backend if parallel.backend != "auto" else _backend_for(device, environment)
     if not dist.is_backend_available(backend):
         raise ConfigError([f"--distributed-backend {backend}: this torch ({torch.__version__}) is built without it"])
+    if parallel.cuda_graphs and parallel.tp > 1 and backend != "nccl":
+        reason = "which is chosen where ranks share a card" if parallel.backend == "auto" else "which sums on the host"
+        raise ConfigError(
+            [f"--cuda-graphs with --tp {parallel.tp} captures its collectives, which {backend} cannot ({reason}); nearest: --tp 1"]
+        )
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     dist.init_process_group(
         backend,
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
+        pg_options=stream_options(backend, timeout),
     )
     yield build_grid(axes, device, timeout, shared_memory=parallel.shared_memory)
     dist.barrier()

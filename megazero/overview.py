@@ -18,6 +18,7 @@ from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.model.count import parameters
 from megazero.mpu.grid import Axes, Group, ProcessGrid
+from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.pipeline.simulate import Times, simulate
 from megazero.telemetry import banner
@@ -101,6 +102,8 @@ def _schedule(run: Run, axes: Axes, micro_batches: int) -> list[tuple[str, str]]
     breadth_first = is_breadth_first(name, virtual)
     traffic = banner.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
     recompute = run.parallel.recompute_granularity
+    graphs = banner.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches) if run.parallel.cuda_graphs else ""
+    lines += [("cuda graphs", graphs)] * bool(graphs)
     return lines + [("gradients", traffic)] * bool(traffic) + [("recompute", recompute)] * (recompute != "none")
 
 
@@ -152,13 +155,14 @@ def _training(run: Run, text: str) -> list[tuple[str, str]]:
     if schedule.rampup_batch_size:
         start, step, samples = schedule.rampup_batch_size
         batch = f"{start} samples, {step} more at a time over {samples:,} samples, then {batch}"
+    by = " by NVIDIA apex" * (run.optimizer.optimizer_impl == "apex")
     rate = f"{schedule.lr:g} to {schedule.min_lr:g}, {schedule.lr_decay_style}"
     return [
         ("data", text),
         ("length", length),
         ("global batch", batch),
         ("learning rate", rate),
-        ("optimizer", f"{run.optimizer.optimizer}, weight decay {run.optimizer.weight_decay:g}, clip {run.optimizer.clip_grad:g}"),
+        ("optimizer", f"{run.optimizer.optimizer}{by}, weight decay {run.optimizer.weight_decay:g}, clip {run.optimizer.clip_grad:g}"),
         ("device", devices.name(device) + (f", {torch.get_num_threads()} threads a rank" if device.type == "cpu" else "")),
-        ("allocator", allocator.describe()),
+        ("allocator", allocator.describe(device.type)),
     ]

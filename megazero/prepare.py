@@ -27,6 +27,7 @@ from megazero.data.indexed import DataError
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.optim.progress import Progress
+from megazero.requirements import unmet
 
 DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_PROMPT = "import os\n\n\ndef "
@@ -52,6 +53,7 @@ class Prepared:
 def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
     problems = [*_unusable_places(run), *(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)])]
+    problems += unmet(run)
     if problems:
         raise ConfigError(problems)
     try:

@@ -20,6 +20,7 @@ from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
 from megazero.optim.progress import Progress
 from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.graphs import GraphedEngine
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.zero.optimizer import ShardedOptimizer
@@ -58,7 +59,7 @@ class Trainer:
 
     run: Run
     grid: ProcessGrid
-    engine: PipelineEngine
+    engine: PipelineEngine | GraphedEngine
     state: ModelState
     optimizer: ShardedOptimizer
     scaler: LossScaler

@@ -52,7 +52,7 @@ class Clock:
 
 def attach(clock: Clock, job: Job) -> None:
     """Put the clock around the parts of this job. Inside the engine what is no layer's forward is backward."""
-    spots = [
+    spots: list[tuple[Any, str, str]] = [
         (job.trainer.engine, "train", "backward"),
         (job.optimizer, "step", "optimizer"),
         (job.optimizer, "sum_of_squares", "optimizer"),

@@ -103,6 +103,8 @@ _FREE = {
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
     **_plain("parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"),
     **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention"),
+    **_plain("parallel", "cuda_graphs"),
+    "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
     **_plain("optimizer", "precision", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
     **_plain("schedule", "micro_batch_size", "train_iters", "train_samples"),
     **_plain("data", "valid_data_path"),

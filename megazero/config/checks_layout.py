@@ -160,6 +160,25 @@ def _attention(f: Facts) -> Found:
         yield f"--attention {asked} does not compute {', '.join(found)}; nearest: --attention auto, or softmax, which computes everything"
 
 
+def _cuda_graphs(f: Facts) -> Found:
+    p = f.run.parallel
+    if not p.cuda_graphs:
+        return
+    if p.pp > 1 or p.virtual_stages > 1:
+        yield (
+            f"--cuda-graphs captures a micro-batch on a rank that holds the whole model in one chunk, not with --pp {p.pp} and "
+            f"--virtual-stages {p.virtual_stages}; nearest: --pp 1 --virtual-stages 1"
+        )
+    elif pipeline_schedule(p) != "1f1b":
+        yield f"--cuda-graphs runs micro-batches one after the other, not by --pipeline-schedule {p.pipeline_schedule}; nearest: 1f1b"
+    if p.zero_stage >= 2:
+        yield f"--cuda-graphs needs gradients with a place of their own, which --zero-stage {p.zero_stage} has not; nearest: --zero-stage 1"
+    if p.device == "cpu":
+        yield "--cuda-graphs are graphs of CUDA kernels, which --device cpu has none of"
+    if p.tp > 1 and p.backend not in ("auto", "nccl"):
+        yield f"--cuda-graphs with --tp {p.tp} captures its collectives, which --backend {p.backend} does on the host; nearest: --backend nccl"
+
+
 LAYOUT_CHECKS = (
     check(_heads, "hidden_size", "num_attention_heads", "num_query_groups", "position_embedding"),
     check(_positions, "max_position_embeddings", "seq_length", "position_embedding"),
@@ -172,6 +191,7 @@ LAYOUT_CHECKS = (
     check(_zero, "zero_stage"),
     check(_world, "tp", "pp"),
     check(_backend, "backend", "device"),
+    check(_cuda_graphs, "cuda_graphs", "pp", "tp", "virtual_stages", "pipeline_schedule", "zero_stage", "device", "backend"),
     check(_reduce_dtype, "precision", "grad_reduce_dtype"),
     check(
         _attention,

@@ -79,6 +79,17 @@ def _loss_scale(f: Facts) -> Found:
         yield f"--min-loss-scale {o.min_loss_scale:g} is above --initial-loss-scale {o.initial_loss_scale:g}"
 
 
+def _optimizer_impl(f: Facts) -> Found:
+    o, device = f.run.optimizer, f.run.parallel.device
+    if o.optimizer_impl == "apex":
+        if o.precision == "fp64":
+            yield "--optimizer-impl apex computes in fp32, not in --precision fp64; nearest: --optimizer-impl megazero"
+        if not _adam(f.run):
+            yield "--optimizer-impl apex has no effect without --optimizer adam or adamw"
+        if device == "cpu":
+            yield "--optimizer-impl apex has kernels for CUDA only, not for --device cpu; nearest: --optimizer-impl megazero"
+
+
 def _data_path(f: Facts) -> Found:
     words = f.run.data.data_path
     if len(words) > 1:
@@ -202,6 +213,7 @@ TRAINING_CHECKS = (
         *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ),
     check(_loss_scale, "precision", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+    check(_optimizer_impl, "optimizer_impl", "precision", "device", "optimizer"),
     check(_data_path, "data_path", "valid_data_path"),
     check(_split, "split"),
     check(_tokens, "vocab_size", "data_path", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),

@@ -94,6 +94,8 @@ class ParallelConfig:
     "Run those ops of the blocks that have no kernel (on GPUs, in fp64) through torch.compile. A CPU's kernels are faster and stay: 1.17 s a step, compiled 1.50, plain 1.60 (docs/performance.md)."
     attention: str = option("auto", choices=("auto", "flash", "flex", "softmax"))
     "How attention is computed: torch's flash (no ALiBi, no documents), FlexAttention (CUDA), or products and softmax; auto: the best for the case, which the banner names."
+    cuda_graphs: bool = option(False)
+    "Capture a micro-batch's forward and backward once and replay it: less work for the host. CUDA, one pipeline stage, ZeRO-0 or 1."
     bucket_size: int = option(8_388_608)
     "Elements of one gradient bucket: what is reduced and gathered in one message."
     grad_reduce_dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))
@@ -116,6 +118,8 @@ class OptimizerConfig:
     "Dtype of parameters and activations; --fp16 and --bf16 are short forms. 16-bit keeps fp32 master weights and gradients."
     optimizer: str = option("adamw", choices=("adamw", "adam", "sgd"))
     "adamw decays weights apart from the gradient, adam adds the decay to it, sgd has momentum."
+    optimizer_impl: str = option("megazero", choices=("megazero", "apex"))
+    "Who computes adam and adamw: megazero's kernels, or those of NVIDIA apex, which has to be installed with its CUDA extensions."
     weight_decay: float = option(0.1)
     "Decay of matrices and embeddings; norms and biases have none."
     adam_beta1: float = option(0.9)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,10 +167,23 @@ def build_grid(
     return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, tied, timeout)
 
 
+def stream_options(backend: str, timeout: timedelta | None) -> Any:
+    """What a new group of this backend is told. NCCL's kernels go before those that wait to compute: they are few, and others wait for
+    them; at equal priority they would start once a product that fills the card is over."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
 def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None, shared_memory: bool) -> Group:
     handle = None
     if len(ranks) > 1:
-        handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        options = stream_options(dist.get_backend(), timeout)
+        handle = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
         assert isinstance(handle, dist.ProcessGroup)
     return _group_of(ranks, rank, handle, timeout, shared_memory)
 

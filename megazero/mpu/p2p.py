@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.mpu.collectives import Pending
-from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.grid import ProcessGrid, stream_options
 from megazero.mpu.shared_memory import PeerError
 
 Channel = tuple[int, int, bool]
@@ -135,7 +135,8 @@ class Channels:
 
     def _connect(self, channel: Channel) -> None:
         source, target = (self.grid.pp.ranks[stage] for stage in channel[:2])
-        group = dist.new_group(sorted((source, target)), timeout=self.timeout, use_local_synchronization=True)
+        options = stream_options(dist.get_backend(), self.timeout)
+        group = dist.new_group(sorted((source, target)), timeout=self.timeout, pg_options=options, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         self._groups[channel] = group
         greeting = torch.zeros(1, device=self.grid.device)

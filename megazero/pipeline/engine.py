@@ -81,7 +81,7 @@ class PipelineEngine:
         Returns the sum of token losses over the micro-batches, not multiplied, as a 0-dim float64 tensor on the device;
         0 on ranks without the head. Raises PeerError when a neighbour fails.
         """
-        step = _Step(self, micro_batches, sink)
+        step = Step(self, micro_batches, sink)
         step.run(self.schedule_of(len(micro_batches)), loss_factor)
         return step.loss_sum
 
@@ -90,7 +90,7 @@ class PipelineEngine:
         was_training = [stage.training for stage in self.stages]
         for stage in self.stages:
             stage.eval()
-        step = _Step(self, micro_batches, None)
+        step = Step(self, micro_batches, None)
         try:
             with torch.no_grad():
                 step.run(forward_only(self.schedule_of(len(micro_batches))), None)
@@ -100,12 +100,18 @@ class PipelineEngine:
         return step.loss_sum
 
 
-class _Step:
-    """What is alive in one pass over a list. Every table is empty again at its end."""
+class Step:
+    """What is alive in one pass over a list. Every table is empty again at its end.
 
-    def __init__(self, engine: PipelineEngine, micro_batches: Sequence[MicroBatch], sink: GradientSink | None) -> None:
+    `run` is the whole pass. `begin`, `execute` of parts of the list in their order, and `finish` are the same.
+    loss_sum: a 0-dim float64 tensor that the losses are added to; default: a new one.
+    """
+
+    def __init__(
+        self, engine: PipelineEngine, micro_batches: Sequence[MicroBatch], sink: GradientSink | None, loss_sum: Tensor | None = None
+    ) -> None:
         self.engine, self.micro_batches, self.sink = engine, micro_batches, sink
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.grid.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.grid.device) if loss_sum is None else loss_sum
         self.loss_factor: Tensor | None = None
         self.arriving: dict[tuple[bool, Key], tuple[Tensor, Pending | None]] = {}
         """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by a chunk of this rank."""
@@ -117,10 +123,19 @@ class _Step:
         self.edges: dict[Key, GradientEdge] = {}
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
+        self.begin(instructions, loss_factor)
+        self.execute(instructions)
+        self.finish()
+
+    def begin(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
+        """Before the first of these instructions."""
         self.loss_factor = loss_factor
         if loss_factor is not None:
             self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
         self.own = {i.model_chunk: i.chunk for i in instructions}
+
+    def execute(self, instructions: Sequence[Instruction]) -> None:
+        """The next of the list."""
         actions = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -133,6 +148,9 @@ class _Step:
         }
         for instruction in instructions:
             actions[instruction.op](instruction)
+
+    def finish(self) -> None:
+        """After the last: what is under way has arrived, and nothing is left."""
         if self.engine.channels is not None:
             self.engine.channels.flush()
         assert not (self.arriving or self.leaving or self.inputs or self.edges), "the schedule left something undone"

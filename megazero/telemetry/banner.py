@@ -177,6 +177,16 @@ def traffic_sentence(
     )
 
 
+def graphs_sentence(replayed: int, micro_batches: int) -> str:
+    """What --cuda-graphs does to a step: how many of its micro-batches on a rank are replayed."""
+    if replayed == 0:
+        return (
+            f"change nothing: with dp the first and the last of a rank's micro-batches, which gather and reduce, are never replayed, "
+            f"and there are {micro_batches}"
+        )
+    return f"replay {replayed} of a rank's {micro_batches} micro-batches a step"
+
+
 def fused_ops_table(chosen: Mapping[str, str]) -> str:
     """Which body each fused op uses, the ops of one body on one line."""
     bodies: dict[str, list[str]] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_ops import apex
 from fused_ops.adam import adam_step, sgd_step
 from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
@@ -16,6 +17,9 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import Place
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
+
+ADAM = {"megazero": adam_step, "apex": apex.adam_step}
+"""By --optimizer-impl."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class ShardedOptimizer:
                 skip=skip,
             )
             return
-        adam_step(
+        ADAM[cfg.optimizer_impl](
             rounded,
             weights,
             gradient,

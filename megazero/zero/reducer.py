@@ -27,6 +27,8 @@ from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 IN_FLIGHT = 2
 """Reductions under way at once where each holds memory of its own (sharded gradients, or a cast copy)."""
 
+Arrived = tuple[frozenset[int], ...]
+
 
 @dataclass
 class _Flight:
@@ -165,6 +167,14 @@ class GradientReducer:
         """Forget the gradients: the next ones start a new sum."""
         self._launched = [False] * len(self.buckets)
         self._landed = [False] * len(self.buckets)
+
+    def arrived(self) -> Arrived:
+        """Which entries of each bucket hold a part of the sum that is being made."""
+        return tuple(map(frozenset, self._arrived))
+
+    def say_arrived(self, arrived: Arrived) -> None:
+        """Gradients have been written or added without `take`, by a graph that was captured when they came through it."""
+        self._arrived = [set(entries) for entries in arrived]
 
     # --- one gradient ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from megazero.mpu.random import initialise
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.layout import pack
 from megazero.zero.placement import Column, columns, placements
-from megazero.zero.reducer import GradientReducer
+from megazero.zero.reducer import Arrived, GradientReducer
 from megazero.zero.storage import Bucket, StoredColumn
 
 
@@ -115,6 +115,14 @@ class ModelState:
     def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
         """See `GradientReducer.run_deferred`."""
         self.reducer.run_deferred(chunk, micro_batch, reduce)
+
+    def arrived(self) -> Arrived:
+        """See `GradientReducer.arrived`."""
+        return self.reducer.arrived()
+
+    def say_arrived(self, arrived: Arrived) -> None:
+        """See `GradientReducer.say_arrived`."""
+        self.reducer.say_arrived(arrived)
 
     def wait_parameters(self) -> None:
         """Until all parameters are those of the last step. The units' forward does it by itself; reading them otherwise needs it."""

@@ -10,6 +10,7 @@ from megazero.telemetry.banner import (
     changes_table,
     draw_grid,
     fused_ops_table,
+    graphs_sentence,
     holds,
     pairs,
     schedule_sentence,
@@ -97,3 +98,8 @@ def test_sections_wrap_words_but_not_paths() -> None:
     assert path in text
     assert all(len(line) <= 100 for line in text.splitlines() if path not in line)
     assert text.isascii()
+
+
+def test_graphs_that_replay_nothing_say_so() -> None:
+    assert graphs_sentence(6, 8) == "replay 6 of a rank's 8 micro-batches a step"
+    assert graphs_sentence(0, 2).startswith("change nothing") and "there are 2" in graphs_sentence(0, 2)

@@ -1,0 +1,82 @@
+"""Adam by NVIDIA apex, for those who have it: the same step as `fused_ops.adam`, by `amp_C.multi_tensor_adam_capturable`.
+
+apex is not on PyPI (what is called apex there is another program). Of its variants this is the one that takes step, learning
+rate and multiplier as tensors, and that returns at once where its flag is 1: the others compute whatever their flag says, and
+would carry NaN into the weights, or need the host to read `skip` first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fused_ops.blocks import DEVICE_ELEMENTS
+
+CHUNK = 2048 * 32
+"""Elements that one block of threads goes through; apex's own choice."""
+FUNCTION = "multi_tensor_adam_capturable"
+
+
+def extension() -> ModuleType | None:
+    """apex's CUDA extension, if it can be imported and has what is needed."""
+    try:
+        module = importlib.import_module("amp_C")
+    except ImportError:
+        return None
+    return module if hasattr(module, FUNCTION) else None
+
+
+def why_not() -> str | None:
+    """What is missing, in a sentence; None where nothing is."""
+    if extension() is not None:
+        return None
+    return (
+        f"NVIDIA apex with its CUDA extensions (amp_C.{FUNCTION}) cannot be imported. It is not on PyPI, where apex is another program: "
+        'APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "git+https://github.com/NVIDIA/apex"'
+    )
+
+
+@torch.no_grad()
+def adam_step(
+    param_out: Tensor | None,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    step: Tensor,
+    multiplier: Tensor,
+    skip: Tensor,
+) -> None:
+    """As `fused_ops.adam.adam_step`, of fp32 tensors. `grad` is multiplied in place, unless the step is skipped."""
+    apex, device = extension(), master.device
+    assert apex is not None, why_not()
+    assert all(tensor.dtype == torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)), "apex's Adam takes fp32 alone"
+    getattr(apex, FUNCTION)(
+        CHUNK,
+        skip.to(torch.int32).view(1),
+        [[grad], [master], [exp_avg], [exp_avg_sq]],
+        torch.full((1,), lr, dtype=torch.float32, device=device),
+        beta1,
+        beta2,
+        eps,
+        step.to(torch.int32).view(1),
+        int(decoupled),
+        1,  # moments are divided by 1 - beta^step
+        weight_decay,
+        multiplier.to(torch.float32).view(1),
+    )
+    increment_version([grad, master, exp_avg, exp_avg_sq])
+    if param_out is not None:
+        for out, weight in zip(param_out.split(DEVICE_ELEMENTS), master.split(DEVICE_ELEMENTS), strict=True):
+            torch.where(skip, out, weight.to(out.dtype), out=out)

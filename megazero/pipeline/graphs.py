@@ -1,0 +1,137 @@
+"""A micro-batch captured once and replayed: the host launches one graph instead of thousands of kernels.
+
+Forward and backward of a micro-batch are recorded as a whole, where a rank holds the whole model in one chunk. Nothing of the
+Python in between runs on a replay, so that what it decides has to be the same every time. The memory that a graph works on is
+fixed: parameters, the replicated gradient column, copies of a micro-batch's tensors and of the loss factor, the sum of the
+losses. What differs between micro-batches is whether gradients are written or added: two graphs, which share one pool of
+memory. They never run at the same time, and neither leaves anything in the pool that the other needs.
+
+Where gradients travel over dp, the first micro-batch (whose forward waits for the parameters of each unit) and the last (whose
+backward reduces bucket by bucket) run as ever, those between are replayed. The memory of a micro-batch's activations belongs to
+the graphs for good; evaluation and eager micro-batches have theirs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megazero.batch import MicroBatch
+from megazero.pipeline.engine import GradientSink, PipelineEngine, Step
+from megazero.pipeline.instruction import Instruction
+
+WARM_UP = 2
+"""Steps that run as ever before the first capture: libraries set themselves up, constants are made."""
+_Result = TypeVar("_Result")
+
+
+class Capturer(Protocol):
+    """`device.GraphCapture`, or what stands for it in tests."""
+
+    def aside(self, work: Callable[[], _Result]) -> _Result:
+        """Do the work where captures are made."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what the work computes, without computing it; what is returned computes it, without running the work."""
+
+
+class ReplayedSink(GradientSink, Protocol):
+    """A sink that can be told what a replay has done to its sums."""
+
+    def arrived(self) -> Any: ...
+
+    def say_arrived(self, arrived: Any) -> None: ...
+
+
+def replayed(micro_batches: int, travels: bool) -> range:
+    """The micro-batches of a step that are replayed. travels: gradients and parameters travel over dp."""
+    return range(1, max(1, micro_batches - 1)) if travels else range(micro_batches)
+
+
+class GraphedEngine:
+    """A `PipelineEngine` of one stage and one chunk whose training step replays micro-batches.
+
+    travels: whether dp is more than one rank. Evaluation is the engine's own.
+    """
+
+    def __init__(self, engine: PipelineEngine, capturer: Capturer, *, travels: bool) -> None:
+        assert engine.model_chunks == 1, "a graph holds the whole model"
+        self.engine, self.capturer, self.travels = engine, capturer, travels
+        self.steps = 0
+        self._graphs: dict[Hashable, tuple[Callable[[], None], Any]] = {}
+        self._batch: MicroBatch | None = None
+        self._loss_sum: Tensor | None = None
+
+    @property
+    def has_loss(self) -> bool:
+        """See `PipelineEngine.has_loss`."""
+        return self.engine.has_loss
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """See `PipelineEngine.evaluate`."""
+        return self.engine.evaluate(micro_batches)
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: ReplayedSink) -> Tensor:
+        """See `PipelineEngine.train`: the same results to the bit, as far as the kernels give them."""
+        self.steps += 1
+        if self.steps <= WARM_UP:
+            return self.capturer.aside(lambda: self.engine.train(micro_batches, loss_factor, sink))
+        loss_sum = self._prepare(micro_batches[0], loss_factor)
+        instructions, replays = self.engine.schedule_of(len(micro_batches)), replayed(len(micro_batches), self.travels)
+        step = Step(self.engine, micro_batches, sink, loss_sum)
+        step.begin(instructions, loss_factor)
+        for number, batch in enumerate(micro_batches):
+            if number in replays:
+                self._replay(batch, sink, adds=number > 0)
+            else:
+                step.execute([i for i in instructions if i.micro_batch == number])
+        if not self.travels:  # a graph reduces nothing: it is said here that the sums are complete
+            sink.before_backward(0, True)
+            sink.after_backward(0)
+        step.finish()
+        return loss_sum.clone()
+
+    def _prepare(self, batch: MicroBatch, loss_factor: Tensor) -> Tensor:
+        """The fixed tensors, made once; the sum of the losses, which is 0 again."""
+        if self._batch is None or self._loss_sum is None:
+            self._batch = replace(_each(torch.clone, batch), loss_factor=loss_factor.clone())
+            self._loss_sum = torch.zeros((), dtype=torch.float64, device=loss_factor.device)
+        assert self._batch.loss_factor is not None
+        self._batch.loss_factor.copy_(loss_factor)
+        return self._loss_sum.zero_()
+
+    def _replay(self, batch: MicroBatch, sink: ReplayedSink, *, adds: bool) -> None:
+        assert self._batch is not None
+        _each(lambda fixed, new: fixed.copy_(new, non_blocking=True), self._batch, batch)
+        if adds not in self._graphs:
+            self._graphs[adds] = self.capturer.capture(lambda: self._one(sink)), sink.arrived()
+        replay, arrived = self._graphs[adds]
+        replay()
+        if not adds:
+            sink.say_arrived(arrived)
+
+    def _one(self, sink: ReplayedSink) -> None:
+        """Forward and backward of the fixed micro-batch. Nothing is reduced: that is the first of two."""
+        assert self._batch is not None
+        instructions: list[Instruction] = [i for i in self.engine.schedule_of(2) if i.micro_batch == 0]
+        assert not any(i.reduce for i in instructions), "gradients that are reduced at every micro-batch have no fixed memory"
+        step = Step(self.engine, [self._batch], sink, self._loss_sum)
+        step.begin(instructions, self._batch.loss_factor)
+        step.execute(instructions)
+        step.finish()
+
+
+def _each(act: Callable[..., Tensor], *batches: MicroBatch) -> MicroBatch:
+    """`act` on the tensors of micro-batches that the data brings, field by field."""
+
+    def of(name: str) -> Any:
+        values = [getattr(batch, name) for batch in batches]
+        missing = [value is None for value in values]
+        assert all(missing) or not any(missing), f"only some micro-batches have {name}"
+        return None if values[0] is None else act(*values)
+
+    return MicroBatch(of("tokens"), of("labels"), of("loss_mask"), of("samples"), of("documents"))

@@ -1,0 +1,22 @@
+"""What a run asks of the machine and the installation, looked at before anything is started."""
+
+from __future__ import annotations
+
+from fused_ops import apex
+from megazero import device as devices
+from megazero.config.schema import Run
+
+
+def unmet(run: Run) -> list[str]:
+    """What this run would fail with here, each with its flag."""
+    on_cuda = run.parallel.device == "cuda" or (run.parallel.device == "auto" and devices.cuda_available())
+    problems = []
+    if run.parallel.cuda_graphs and not on_cuda:
+        problems.append("--cuda-graphs: torch finds no CUDA device here, and --device auto is the CPU")
+    if run.optimizer.optimizer_impl == "apex":
+        missing = apex.why_not() if on_cuda else "torch finds no CUDA device here, and it has kernels for nothing else"
+        problems += [] if missing is None else [f"--optimizer-impl apex: {missing}"]
+    if run.trainer.deterministic and on_cuda:
+        wrong = devices.why_not_deterministic()
+        problems += [] if wrong is None else [f"--deterministic: {wrong}"]
+    return problems

@@ -1,0 +1,159 @@
+"""Replayed micro-batches give the bits of the eager engine: what is written, what is added, what is told to the reducer.
+
+In place of a CUDA graph stands a closure that runs again over the same tensors. As with a graph, what it computes while it is
+captured has no effect, and what its Python does while it is replayed has none either.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megazero.batch import MicroBatch
+from megazero.pipeline.graphs import WARM_UP, GraphedEngine, replayed
+from megazero.telemetry.record import StepRecord
+from megazero.zero.placement import Column
+from megazero.zero.state import ModelState
+from tests.parity.training import data_flags, job_on_rank
+from tests.places import Piece, values_of
+from tests.ranks import run_ranks
+
+MODEL = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+NUMBERS = ["--micro-batch-size", "1", "--lr", "1e-2"]
+
+
+class Replays:
+    """A capturer over a model state. log: what was done, in order."""
+
+    def __init__(self, state: ModelState, loss_sum: Callable[[], Tensor | None]) -> None:
+        self.state, self.loss_sum = state, loss_sum
+        self.log: list[str] = []
+
+    def aside(self, work: Callable[[], Any]) -> Any:
+        self.log.append("aside")
+        return work()
+
+    def _memory(self) -> list[Tensor]:
+        column = self.state.columns[Column.GRADIENT]
+        held = [column.held(index) for index in range(len(self.state.buckets))]
+        loss = self.loss_sum()
+        return held if loss is None else [*held, loss]
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        name = f"graph {sum(line.startswith('capture') for line in self.log)}"
+        self.log.append(f"capture {name}")
+        before, arrived = [tensor.clone() for tensor in self._memory()], self.state.arrived()
+        work()
+        for tensor, old in zip(self._memory(), before, strict=True):
+            tensor.copy_(old)
+
+        def replay() -> None:
+            self.log.append(name)
+            reducer = self.state.reducer
+            kept = {key: copy.copy(value) for key, value in vars(reducer).items() if key.startswith("_") and key != "_partials"}
+            reducer.say_arrived(arrived)
+            work()
+            vars(reducer).update(kept)
+
+        return replay
+
+
+def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[StepRecord], list[Piece], list[str]]:
+    job, recorder = job_on_rank(rank, size, flags)
+    log = []
+    if graphs:
+        engine = job.trainer.engine
+        replays = Replays(job.state, lambda: graphed._loss_sum)
+        graphed = job.trainer.engine = GraphedEngine(engine, replays, travels=size > 1)  # type: ignore[arg-type]
+        log = replays.log
+    job.fit()
+    job.state.wait_parameters()
+    return recorder.records, values_of(nn.ModuleList(job.stages)), log
+
+
+def equal(a: tuple, b: tuple) -> None:
+    """Losses, norms, scales and weights, to the bit."""
+    for key in ("iteration", "loss", "grad_norm", "loss_scale", "skipped", "consumed_samples"):
+        assert [repr(getattr(record, key)) for record in a[0]] == [repr(getattr(record, key)) for record in b[0]], key  # NaN too
+    assert len(a[1]) == len(b[1]) > 0
+    for one, other in zip(a[1], b[1], strict=True):
+        assert one.place == other.place and torch.equal(one.values, other.values), one.place.name
+
+
+CASES = {
+    "one micro-batch": (1, []),
+    "two": (2, ["--precision", "fp32"]),
+    "seven, ZeRO-1, narrow reduction": (7, ["--zero-stage", "1", "--grad-reduce-dtype", "bf16"]),
+    "dropout, recompute": (3, ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--recompute-granularity", "full"]),
+    "masks, untied, small buckets": (
+        2,
+        ["--eod-mask-loss", "--document-mask", "--eod-id", "0", "--untie-embeddings-and-output-weights", "--bucket-size", "3000"],
+    ),
+    # The first scale overflows and halves for some steps, others are applied.
+    "fp16 overflows": (2, ["--precision", "fp16", "--initial-loss-scale", "8e6", "--hysteresis", "1", "--loss-scale-window", "2"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_are_the_eager_engine(name: str, corpus: Path, tmp_path: Path) -> None:
+    count, more = CASES[name]
+    flags = [*MODEL, *NUMBERS, *more, "--train-iters", "7", "--global-batch-size", str(count), *data_flags(corpus, tmp_path / "cache")]
+    eager, graphed = train(0, 1, flags, False), train(0, 1, flags, True)
+    equal(graphed, eager)
+    if name == "fp16 overflows":
+        assert {record.skipped for record in eager[0]} == {True, False}
+    later = ["graph 0"] + ["graph 1"] * (count - 1)
+    first = ["capture graph 0", "graph 0"] + (["capture graph 1"] + ["graph 1"] * (count - 1) if count > 1 else [])
+    assert graphed[2] == ["aside"] * WARM_UP + first + later * (7 - WARM_UP - 1)
+
+
+def test_a_growing_batch_captures_what_it_comes_to_need(corpus: Path, tmp_path: Path) -> None:
+    ramp = ["--rampup-batch-size", "1", "1", "6", "--global-batch-size", "3", "--train-iters", "9"]
+    flags = [*MODEL, *NUMBERS, *ramp, *data_flags(corpus, tmp_path / "cache")]
+    eager, graphed = train(0, 1, flags, False), train(0, 1, flags, True)
+    equal(graphed, eager)
+    assert len({record.global_batch_size for record in eager[0]}) == 3
+    assert [line for line in graphed[2] if line.startswith("capture")] == ["capture graph 0", "capture graph 1"]
+    assert graphed[2].index("capture graph 1") > graphed[2].index("capture graph 0") + 2
+
+
+@pytest.mark.parametrize("layout", [["--zero-stage", "1"], ["--zero-stage", "0", "--no-overlap"]], ids=["zero1", "zero0"])
+@pytest.mark.parametrize("count", [2, 5])
+def test_where_gradients_travel_the_first_and_the_last_run_as_ever(count: int, layout: list[str], corpus: Path, tmp_path: Path) -> None:
+    batch = ["--train-iters", "6", "--global-batch-size", str(2 * count)]
+    flags = [*MODEL, *NUMBERS, *batch, *layout, *data_flags(corpus, tmp_path / "cache")]
+    eager, graphed = (run_ranks(2, train, 2, flags, graphs) for graphs in (False, True))
+    for rank in range(2):
+        equal(graphed[rank], eager[rank])
+        replays = ["graph 0"] * (count - 2)
+        captured = ["capture graph 0"] * (count > 2) + replays
+        assert graphed[rank][2] == ["aside"] * WARM_UP + captured + replays * (6 - WARM_UP - 1)
+
+
+def test_evaluation_between_steps_is_the_engines_own(corpus: Path, tmp_path: Path) -> None:
+    flags = [*MODEL, *NUMBERS, "--train-iters", "6", "--eval-interval", "2", "--global-batch-size", "2", "--hidden-dropout", "0.2"]
+    flags += data_flags(corpus, tmp_path / "cache")
+    equal(train(0, 1, flags, True), train(0, 1, flags, False))
+
+
+def test_which_micro_batches_are_replayed() -> None:
+    assert [list(replayed(n, False)) for n in (1, 2, 4)] == [[0], [0, 1], [0, 1, 2, 3]]
+    assert [list(replayed(n, True)) for n in (1, 2, 3, 5)] == [[], [], [1], [1, 2, 3]]
+
+
+def test_micro_batches_of_one_run_have_the_same_tensors(corpus: Path, tmp_path: Path) -> None:
+    """A mask that comes and goes would be left out of the graph without a word."""
+    flags = [*MODEL, *NUMBERS, "--train-iters", "7", "--global-batch-size", "1", *data_flags(corpus, tmp_path / "cache")]
+    job, _ = job_on_rank(0, 1, flags)
+    engine = GraphedEngine(job.trainer.engine, Replays(job.state, lambda: engine._loss_sum), travels=False)  # type: ignore[arg-type]
+    (batch,) = job.trainer.train_batches.micro_batches(0, 1)
+    engine._prepare(batch, torch.ones((), dtype=torch.float64))
+    masked = MicroBatch(batch.tokens, batch.labels, torch.ones_like(batch.labels, dtype=torch.bool), batch.samples)
+    with pytest.raises(AssertionError, match="loss_mask"):
+        engine._replay(masked, job.state, adds=False)

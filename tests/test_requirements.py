@@ -1,0 +1,112 @@
+"""What a run asks of the machine is said before it starts; allocator settings are taken, or left as the user has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megazero import allocator, requirements
+from megazero import device as devices
+from megazero.config.level import ConfigError
+from megazero.config.schema import OptimizerConfig, ParallelConfig, Run, TrainerConfig
+from megazero.launch import Environment, launch
+from megazero.mpu import grid
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(params=[True, False], ids=["card", "no card"])
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(devices, "cuda_available", lambda: request.param)
+    return bool(request.param)
+
+
+def test_nothing_is_asked_by_default(card: bool) -> None:
+    assert requirements.unmet(Run()) == []
+
+
+def test_graphs_need_a_card(card: bool) -> None:
+    found = requirements.unmet(Run(parallel=ParallelConfig(cuda_graphs=True)))
+    assert len(found) == (0 if card else 1) and all("--cuda-graphs" in line for line in found)
+
+
+def test_apex_has_to_be_there(card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(optimizer=OptimizerConfig(optimizer_impl="apex"))
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    (found,) = requirements.unmet(run)
+    assert found.startswith("--optimizer-impl apex: ") and ("github.com/NVIDIA/apex" in found) == card
+    monkeypatch.setitem(sys.modules, "amp_C", SimpleNamespace(multi_tensor_adam_capturable=print))
+    assert len(requirements.unmet(run)) == (0 if card else 1)
+
+
+@pytest.mark.parametrize(("value", "problems"), [(None, 0), (":4096:8", 0), (":16:8", 0), (":0:0", 1)])
+def test_a_workspace_that_is_not_deterministic_is_refused(value: str | None, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cuda_available", lambda: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    found = requirements.unmet(Run(trainer=TrainerConfig(deterministic=True)))
+    assert len(found) == problems and all(f"CUBLAS_WORKSPACE_CONFIG={value}" in line for line in found)
+
+
+def test_graphs_with_collectives_on_the_host_are_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--backend auto, and more ranks than cards: gloo."""
+    monkeypatch.setattr(devices, "resolve", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(devices, "device_count", lambda _: 1)
+    monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("a group was made"))
+    with (
+        pytest.raises(ConfigError, match="--cuda-graphs with --tp 2 captures its collectives, which gloo cannot"),
+        launch(ParallelConfig(tp=2, cuda_graphs=True), Environment(0, 0, 2, 2)),
+    ):
+        pass
+
+
+SHOW = """
+import os, sys
+from megazero.allocator import restart_with_settings, describe
+restart_with_settings()
+assert "torch" not in sys.modules
+print(os.environ.get("PYTORCH_ALLOC_CONF"), "|", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), "|", describe("cuda"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({}, "expandable_segments:True | None | segments that grow"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native | None | torch with backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None | backend:native | torch with backend:native"),
+        ({"MEGAZERO_ALLOCATOR": "system"}, "None | None | torch's own settings"),
+    ],
+    ids=str,
+)
+def test_cuda_memory_grows_in_place_unless_the_user_says_otherwise(given: dict[str, str], shown: str) -> None:
+    ours = (*allocator.CUDA_VARIABLES, allocator.VARIABLE, allocator.CHOICE)
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    words: Sequence[str] = (sys.executable, "-c", SHOW)
+    done = subprocess.run(words, env={**environment, **given}, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == shown
+
+
+def test_the_banner_says_how_the_hosts_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(allocator.VARIABLE, allocator.settings())
+    assert "glibc keeps" in allocator.describe("cpu")
+
+
+def test_groups_of_nccl_run_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their streams have priority, and the options carry the group's timeout, which torch would warn about otherwise."""
+    options = type("Options", (), {})
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    made = grid.stream_options("nccl", timedelta(seconds=5))
+    assert made.is_high_priority_stream is True and made._timeout == timedelta(seconds=5)
+    assert grid.stream_options("nccl", None) is not grid.stream_options("nccl", None)  # torch writes into them
+    assert grid.stream_options("gloo", None) is None
