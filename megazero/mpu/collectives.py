@@ -1,7 +1,9 @@
 """Collectives over a `Group`: no autograd, any device, any backend, counted.
 
 Each returns a `Pending`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of one
-nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory. Ranks of one host
+nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory: the launch waits on the host
+until the current stream has come to it, the way back does not. NCCL runs on a stream of its own, which waits for the current one at
+the launch and keeps the tensors until `wait()`. Ranks of one host
 exchange host tensors through memory they share (`mpu.exchange`), the backend carries the rest.
 """
 
@@ -48,6 +50,11 @@ def _staged(tensor: Tensor, group: Group) -> Tensor:
     return host.copy_(tensor)
 
 
+def _unstage(tensor: Tensor, host: Tensor) -> None:
+    """Back to the device, in the order of the current stream. torch keeps the pinned memory until the copy is over."""
+    tensor.copy_(host, non_blocking=True)
+
+
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
     """Reduce a contiguous tensor over the group, in place. op: sum, max or min."""
     if group.handle is None:
@@ -60,7 +67,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
         work = exchange.all_reduce(buffer, op)
     else:
         work = dist.all_reduce(buffer, _OPS[op], group=group.handle, async_op=True)
-    return Pending(work, None if buffer is tensor else lambda: tensor.copy_(buffer))
+    return Pending(work, None if buffer is tensor else lambda: _unstage(tensor, buffer))
 
 
 def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
@@ -81,7 +88,7 @@ def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
         work = exchange.all_gather(target, source)
     else:  # flat: gloo gathers no stack of tensors that have more than one dimension
         work = _all_gather_flat(target.view(-1), source.view(-1), group=group.handle, async_op=True)
-    return Pending(work, None if target is output else lambda: output.copy_(target))
+    return Pending(work, None if target is output else lambda: _unstage(output, target))
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
@@ -103,15 +110,15 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
         if source is whole:
             return Pending(exchange.reduce_scatter(output, source))
         part = source.view(group.size, -1)[group.index]
-        return Pending(exchange.reduce_scatter(part, source), lambda: output.view(-1).copy_(part))
-    parts = torch.empty_like(source, memory_format=torch.contiguous_format).view(group.size, -1)
+        return Pending(exchange.reduce_scatter(part, source), lambda: _unstage(output.view(-1), part))
+    parts = torch.empty(source.shape, dtype=source.dtype, pin_memory=whole.is_cuda).view(group.size, -1)
     work = dist.all_to_all_single(parts.view(-1), source.view(-1), group=group.handle, async_op=True)
 
     def add_up() -> None:
         total = parts[0]
         for part in parts[1:]:
             total += part
-        output.view(-1).copy_(total)
+        _unstage(output.view(-1), total)
 
     return Pending(work, add_up)
 
@@ -128,7 +135,7 @@ def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> Pending:
         work = exchange.broadcast(buffer, source_index)
     else:
         work = dist.broadcast(buffer, group.ranks[source_index], group=group.handle, async_op=True)
-    return Pending(work, None if buffer is tensor else lambda: tensor.copy_(buffer))
+    return Pending(work, None if buffer is tensor else lambda: _unstage(tensor, buffer))
 
 
 def barrier(group: Group) -> None:
