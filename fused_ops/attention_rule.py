@@ -64,12 +64,13 @@ class Offer:
 
     asked   auto or a key of `ASKED`
     length  of the run's training sequences; None where there is no training
-    flash, flex  why the body does not work here although the table has nothing against it; empty: it does
+    flash, efficient, flex  why the body does not work here although the table has nothing against it; empty: it does
     """
 
     asked: str = "auto"
     length: int | None = None
     flash: str = ""
+    efficient: str = ""
     flex: str = "it was not tried in this process"
 
 
@@ -123,6 +124,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
             (lambda c, o: c.dtype == torch.float64, "it takes no fp64"),
             (lambda c, o: c.dtype == torch.bfloat16 and _before_ampere(c), "bf16 needs a card of compute capability 8.0"),
             (lambda c, o: c.head_dim % 8 != 0, "it takes heads of a multiple of 8"),
+            (lambda c, o: bool(o.efficient), "{offer.efficient}"),
         ),
         Body.FLEX: (
             (lambda c, o: c.dropout, "it draws no dropout"),

@@ -6,17 +6,19 @@ error's first line. Tried are forward and backward at the run's own shapes, so t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops.attention_flex import flex_attention
 from fused_ops.attention_rule import ASKED, Body, Case, Offer, capability, choose, obstacle
-from fused_ops.attention_sdpa import flash_attention
+from fused_ops.attention_sdpa import efficient_attention, flash_attention
 from fused_ops.native.library import SUFFIXES, choice, torch_library
 
 NO_TRITON = "triton, with which torch.compile makes code for CUDA, is not installed"
@@ -69,32 +71,27 @@ def find_offer(asked: str, wanted: Wanted, device: torch.device) -> Offer:
     """
     offer, case = static_offer(asked, wanted.length), wanted.case(device)
     if device.type == "cuda":
-        tried: dict[Body, Callable[[], str]] = {
-            Body.FLASH: lambda: failure(partial(_flash, wanted), wanted, device),
-            Body.FLEX: lambda: failure(partial(_flex, wanted, device), wanted, device),
-        }
-        # At most each of the two: a body that fails is refused from then on.
-        while (body := choose(case, offer).body) in tried:
-            reason = tried.pop(body)()
-            offer = replace(offer, flash=reason) if body is Body.FLASH else replace(offer, flex=reason)
-        if (
-            Body.FLEX in tried and not offer.flex
-        ):  # evaluation, say without the dropout that keeps training from it, is not the place to try
+        left = {Body.FLASH: "flash", Body.EFFICIENT: "efficient", Body.FLEX: "flex"}
+        while (body := choose(case, offer).body) in left:
+            reason = failure(partial(_trial, body, wanted, device), wanted, device)
+            told: dict[str, Any] = {left.pop(body): reason}
+            offer = replace(offer, **told)
+            if not reason:
+                break
+        # Evaluation, without the dropout that keeps training from it, say, is not the place to compile it for the first time.
+        if Body.FLEX in left and not offer.flex:
             offer = replace(offer, flex=Offer.flex)
-    else:
-        choose(case, offer)
+    choose(case, offer)
     return offer
 
 
-def _flash(wanted: Wanted, mixed: Tensor) -> Tensor:
-    return flash_attention(mixed, wanted.groups, wanted.repeats, wanted.head_dim, scale=1.0)
-
-
-def _flex(wanted: Wanted, device: torch.device, mixed: Tensor) -> Tensor:
-    heads = wanted.groups, wanted.repeats, wanted.head_dim
+def _trial(body: Body, wanted: Wanted, device: torch.device, mixed: Tensor) -> Tensor:
+    heads, scale = (wanted.groups, wanted.repeats, wanted.head_dim), 1 / math.sqrt(wanted.head_dim)
+    if body is not Body.FLEX:
+        return (flash_attention if body is Body.FLASH else efficient_attention)(mixed, *heads, scale=scale)
     slopes = torch.ones(wanted.groups * wanted.repeats, device=device) if wanted.alibi else None
     documents = torch.zeros(wanted.samples, wanted.length, dtype=torch.int64, device=device) if wanted.documents else None
-    return flex_attention(mixed, *heads, scale=wanted.head_dim**-0.5, slopes=slopes, documents=documents)
+    return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
 
 
 def failure(body: Callable[[Tensor], Tensor], wanted: Wanted, device: torch.device) -> str:
