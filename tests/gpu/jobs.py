@@ -1,0 +1,78 @@
+"""A job on the card, in this process, and what two of them must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megazero import device as devices
+from megazero.build import axes_of
+from megazero.config.parse import parse_run
+from megazero.data.progress import silent
+from megazero.job import Job, build_job
+from megazero.mpu.grid import build_grid
+from megazero.prepare import prepare
+from megazero.telemetry.record import StepRecord
+from tests.parity.training import Recorder, data_flags
+from tests.places import values_of
+
+MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "8", "--seq-length", "128", "--vocab-size", "1003"]
+
+
+def flags_of(flags: list[str], corpus: Path, cache: Path) -> list[str]:
+    """The small model on the card, on the words."""
+    return [*MODEL, *flags, "--device", "cuda", *data_flags(corpus, cache)]
+
+
+def job_on_card(flags: list[str]) -> tuple[Job, Recorder]:
+    """As the program builds it, with a recorder instead of its log."""
+    run = parse_run(flags, 1)
+    prepared = prepare(run, 1, silent)
+    job = build_job(prepared, build_grid(axes_of(prepared.run, 1), devices.resolve("cuda", 0)))
+    recorder = Recorder()
+    job.trainer.log._sinks = (recorder,)
+    return job, recorder
+
+
+@dataclass
+class Outcome:
+    """Of one run: records and final weights."""
+
+    records: list[StepRecord]
+    weights: dict[str, Tensor]
+
+    def series(self, key: str) -> list[str]:
+        """A number of every step, as text: NaN equals NaN."""
+        return [repr(getattr(record, key)) for record in self.records]
+
+
+def train(flags: list[str]) -> Outcome:
+    """To the end."""
+    job, recorder = job_on_card(flags)
+    job.fit()
+    job.state.wait_parameters()
+    return Outcome(recorder.records, {piece.place.name: piece.values for piece in values_of(nn.ModuleList(job.stages))})
+
+
+def assert_equal(ours: Outcome, theirs: Outcome) -> None:
+    """To the bit."""
+    for key in ("iteration", "loss", "grad_norm", "loss_scale", "skipped", "global_batch_size"):
+        assert ours.series(key) == theirs.series(key), key
+    assert ours.weights.keys() == theirs.weights.keys()
+    different = [name for name, value in theirs.weights.items() if not torch.equal(ours.weights[name], value)]
+    assert not different, different
+
+
+@contextmanager
+def deterministic_again() -> Iterator[None]:
+    """--deterministic is the process's; afterwards it is as it was."""
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
