@@ -13,7 +13,7 @@ the graphs for good; evaluation and eager micro-batches have theirs beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from megazero.pipeline.engine import GradientSink, PipelineEngine, Step
 from megazero.pipeline.instruction import Instruction
 
 WARM_UP = 2
-"""Steps that run as ever before the first capture: libraries set themselves up, constants are made."""
+"""Steps that run as ever before the first capture: libraries set themselves up, constants are made, kernels are loaded."""
 _Result = TypeVar("_Result")
 
 
@@ -62,7 +62,9 @@ class GraphedEngine:
         assert engine.model_chunks == 1, "a graph holds the whole model"
         self.engine, self.capturer, self.travels = engine, capturer, travels
         self.steps = 0
-        self._graphs: dict[Hashable, tuple[Callable[[], None], Any]] = {}
+        self._graphs: dict[bool, tuple[Callable[[], None], Any]] = {}
+        self._ready: set[bool] = set()
+        """Kinds (whether gradients are added) that have run on the captures' stream as ever: what a kind needs first is not captured."""
         self._batch: MicroBatch | None = None
         self._loss_sum: Tensor | None = None
 
@@ -79,6 +81,7 @@ class GraphedEngine:
         """See `PipelineEngine.train`: the same results to the bit, as far as the kernels give them."""
         self.steps += 1
         if self.steps <= WARM_UP:
+            self._ready |= {number > 0 for number in range(len(micro_batches))}
             return self.capturer.aside(lambda: self.engine.train(micro_batches, loss_factor, sink))
         loss_sum = self._prepare(micro_batches[0], loss_factor)
         instructions, replays = self.engine.schedule_of(len(micro_batches)), replayed(len(micro_batches), self.travels)
@@ -107,6 +110,10 @@ class GraphedEngine:
     def _replay(self, batch: MicroBatch, sink: ReplayedSink, *, adds: bool) -> None:
         assert self._batch is not None
         _each(lambda fixed, new: fixed.copy_(new, non_blocking=True), self._batch, batch)
+        if adds not in self._ready:
+            self._ready.add(adds)
+            self.capturer.aside(lambda: self._one(sink))
+            return
         if adds not in self._graphs:
             self._graphs[adds] = self.capturer.capture(lambda: self._one(sink)), sink.arrived()
         replay, arrived = self._graphs[adds]
