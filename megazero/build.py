@@ -12,12 +12,14 @@ from fused_ops.attention_trial import Wanted, find_offer
 from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
+from megazero.config.fp8 import fp8_layers
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.device import GraphCapture
 from megazero.model.count import parameters_per_layer
 from megazero.model.stage import Stage, StageSpec, build_stage
 from megazero.mpu.chunks import ChunkMap
+from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.mpu.place import Place, place_of
@@ -69,10 +71,20 @@ def stage_specs(run: Run) -> tuple[StageSpec, ...]:
 
 def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
     """The model chunks of this rank, without values: `ModelState.initialise` or a checkpoint gives those."""
-    return _stages_of(run, grid.at.pp, grid.tp, grid.device, attention_offer(run, grid.device))
+    return _stages_of(run, grid.at.pp, grid.tp, grid.device, attention_offer(run, grid.device), _fp8_state(run, grid))
 
 
-def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device, attention: Offer = NOTHING_TRIED) -> list[Stage]:
+def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
+    """What the FP8 layers of this rank share; their stages' layouts hold it."""
+    if run.optimizer.fp8 == "off":
+        return None
+    history = run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else 0
+    return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device)
+
+
+def _stages_of(
+    run: Run, pp_index: int, tp: Group, device: torch.device, attention: Offer = NOTHING_TRIED, fp8: Fp8 | None = None
+) -> list[Stage]:
     stages: list[Stage] = []
     specs, chunks = stage_specs(run), chunks_of(run)
     tied = not run.model.untie_embeddings_and_output_weights
@@ -95,6 +107,7 @@ def _stages_of(run: Run, pp_index: int, tp: Group, device: torch.device, attenti
                 z_loss=run.optimizer.z_loss,
                 compile=run.parallel.compile,
                 attention=attention,
+                fp8=fp8,
                 device=device,
                 tied_across_stages=tied and not together,
                 shared_embedding=None if first is None else first.word,
@@ -130,7 +143,9 @@ def attention_offer(run: Run, device: torch.device) -> Offer:
 
 def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
     """The ops that --compile compiles on this device; none without the flag, or where all that it would compile have kernels."""
-    return compiled(device, compute_dtype(run.optimizer.precision)) if run.parallel.compile else ()
+    if not run.parallel.compile:
+        return ()
+    return (*compiled(device, compute_dtype(run.optimizer.precision)), *(("fp8_cast",) if fp8_layers(run) else ()))
 
 
 def places_of(run: Run, pp_index: int, tp_index: int) -> list[list[list[Place]]]:

@@ -76,6 +76,7 @@ class Job:
             "consumed_tokens": position.consumed_tokens,
             "optimizer_steps": float(self.optimizer.step_count.item()),
             "loss_scale": self.scaler.state_dict(),
+            "fp8": None if self.trainer.fp8 is None else self.trainer.fp8.state_dict(),
             "data_plans": [list(plan) for plan in self.prepared.datasets.train.plans],
             "probe": stored_probe(self.run, self.probe_engine, self.grid),
         }
@@ -99,6 +100,8 @@ class Job:
         if not self.run.checkpoint.no_load_optim:
             self.optimizer.step_count.fill_(progress["optimizer_steps"])
             self.scaler.load_state_dict(progress["loss_scale"])
+            if self.trainer.fp8 is not None:
+                self.trainer.fp8.load_state_dict(progress.get("fp8"))
         return f"{found.path}, iteration {self.trainer.position.iteration}" + (f"; {told}" if told else "")
 
     def report(self) -> None:
@@ -170,6 +173,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
         save=None,
         position=Position(),
         deadline=None if minutes is None else time.monotonic() + 60 * minutes,
+        fp8=stages[0].layout.fp8,
     )
     job = Job(run, prepared, grid, stages, state, optimizer, scaler, checkpoints, probe_engine, trainer)
     if run.checkpoint.save:

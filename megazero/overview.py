@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from fused_ops.attention_rule import Body, choose
-from fused_ops.registry import COMPILED, describe
+from fused_ops.registry import COMPILED, REFERENCE, describe
 from megazero import allocator
 from megazero import device as devices
 from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import run_dict
+from megazero.config.fp8 import exceptions
 from megazero.config.schema import Run
 from megazero.model.count import parameters
 from megazero.mpu.grid import Axes, Group, ProcessGrid
@@ -47,7 +48,8 @@ def overview(run: Run, grid: ProcessGrid, text: str, start: str, changes: list[t
 def _ops(run: Run, device: torch.device) -> str:
     ops = compiled_ops(run, device)
     attention = choose(wanted_attention(run).case(device), attention_offer(run, device))
-    bodies = describe(device) | dict.fromkeys(ops, COMPILED)
+    casts = {"fp8_cast": REFERENCE} if run.optimizer.fp8 != "off" else {}
+    bodies = describe(device) | casts | dict.fromkeys(ops, COMPILED)
     if attention.body is not Body.KERNEL:
         bodies["attention"] = attention.body.value
     lines = [("attention", f"{attention.body.value}: {attention.reason}")]
@@ -65,7 +67,17 @@ def _model(run: Run) -> list[tuple[str, str]]:
         ("shape", f"{shape}, vocabulary {model.vocab_size}"),
         ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
         ("precision", f"{run.optimizer.precision}; state and gradients {str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}"),
+        *_fp8(run),
     ]
+
+
+def _fp8(run: Run) -> list[tuple[str, str]]:
+    o, left = run.optimizer, exceptions(run)
+    if o.fp8 == "off":
+        return []
+    scaling = "current scaling" if o.fp8 == "current" else f"delayed scaling over {o.fp8_amax_history} steps"
+    words = f"products of the blocks' linear layers in training, {scaling}; copies of weights take 2 bytes each beside the model state"
+    return [("fp8", words), *([(f"still {o.precision}", "; ".join(left))] if left else [])]
 
 
 def stage_bytes(run: Run, axes: Axes) -> list[banner.StageBytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fused_ops import apex
+from fused_ops import apex, fp8
 from megazero import device as devices
 from megazero.config.schema import Run
 
@@ -16,6 +16,9 @@ def unmet(run: Run) -> list[str]:
     if run.optimizer.optimizer_impl == "apex":
         missing = apex.why_not() if on_cuda else "torch finds no CUDA device here, and it has kernels for nothing else"
         problems += [] if missing is None else [f"--optimizer-impl apex: {missing}"]
+    if run.optimizer.fp8 != "off":
+        missing = fp8.why_not("cuda" if on_cuda else "cpu")
+        problems += [] if missing is None else [f"--fp8 {run.optimizer.fp8}: {missing}; the same run without it computes in bf16"]
     if run.trainer.deterministic and on_cuda:
         wrong = devices.why_not_deterministic()
         problems += [] if wrong is None else [f"--deterministic: {wrong}"]

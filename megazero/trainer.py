@@ -15,6 +15,7 @@ from megazero.batch import MicroBatch
 from megazero.build import compiled_ops
 from megazero.config.schema import Run
 from megazero.mpu import collectives
+from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
@@ -54,6 +55,7 @@ class Trainer:
     """What one rank needs to run the loop; `fit` runs it.
 
     save       writes the state of the run at the current position; None: nothing is kept
+    fp8        the state of FP8 products, if there are any
     deadline   `time.monotonic()` at which the run saves and stops
     """
 
@@ -69,6 +71,7 @@ class Trainer:
     save: Callable[[Position], None] | None
     position: Position
     deadline: float | None = None
+    fp8: Fp8 | None = None
     plan: Progress = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     saved_at: int = -1
@@ -111,6 +114,8 @@ class Trainer:
         if not self.plan.finished(now.iteration, now.consumed_samples):
             self.train_batches.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
         scale = self.scaler.scale.clone()
+        if self.fp8 is not None:
+            self.fp8.begin()
         loss_sum = self.engine.train(batches, scale / positions, self.state)
         self.optimizer.finish_reduction()
         late = self.deadline is not None and time.monotonic() >= self.deadline
@@ -121,6 +126,8 @@ class Trainer:
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
         self.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
         self.scaler.update(bad)
+        if self.fp8 is not None:
+            self.fp8.end(bad)
         self.asked_to_stop = asked
         self.train_batches.upload()
         self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from megazero.config.derive import ffn_width, query_groups
 from megazero.config.facts import Facts, Found, check, divisors, nearest, nearest_multiples
+from megazero.config.fp8 import MULTIPLE, block_layers, fp8_layers
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 
@@ -88,6 +90,24 @@ def _optimizer_impl(f: Facts) -> Found:
             yield "--optimizer-impl apex has no effect without --optimizer adam or adamw"
         if device == "cpu":
             yield "--optimizer-impl apex has kernels for CUDA only, not for --device cpu; nearest: --optimizer-impl megazero"
+
+
+def _fp8(f: Facts) -> Found:
+    o, m, tp = f.run.optimizer, f.run.model, f.run.parallel.tp
+    if o.fp8 == "off":
+        return
+    if o.precision not in ("bf16", "fp16"):
+        yield (
+            f"--fp8 {o.fp8} multiplies 8-bit copies of 16-bit numbers; --precision {o.precision} asks for products that are more exact "
+            "than those, not less; nearest: --precision bf16"
+        )
+    whole = m.hidden_size % m.num_attention_heads == 0 and not any(n % tp for n in (m.num_attention_heads, query_groups(m), ffn_width(m)))
+    if whole and not fp8_layers(f.run):
+        sizes = ", ".join(f"{layer.name} {layer.n} x {layer.k}" for layer in block_layers(m, tp))
+        yield (
+            f"--fp8 {o.fp8} would have no effect: no linear layer's weight on a rank ({sizes}, with --tp {tp}) has both sizes a multiple "
+            f"of {MULTIPLE}; nearest: --hidden-size {nearest_multiples(m.hidden_size, MULTIPLE * tp)}"
+        )
 
 
 def _data_path(f: Facts) -> Found:
@@ -182,6 +202,7 @@ EFFECT: Mapping[str, tuple[Callable[[Run], bool], str]] = MappingProxyType(
         "adam_beta2": (_adam, "--optimizer adam or adamw"),
         "adam_eps": (_adam, "--optimizer adam or adamw"),
         "sgd_momentum": (lambda run: not _adam(run), "--optimizer sgd"),
+        "fp8_amax_history": (lambda run: run.optimizer.fp8 == "delayed", "--fp8 delayed"),
         "rotary_base": (lambda run: run.model.position_embedding == "rotary", "--position-embedding rotary"),
         "lr_wsd_decay_iters": (_falls, "--lr-decay-style wsd"),
         "lr_wsd_decay_samples": (_falls, "--lr-decay-style wsd"),
@@ -214,9 +235,14 @@ TRAINING_CHECKS = (
     ),
     check(_loss_scale, "precision", "loss_scale", "initial_loss_scale", "min_loss_scale"),
     check(_optimizer_impl, "optimizer_impl", "precision", "device", "optimizer"),
+    check(
+        _fp8,
+        *("fp8", "precision", "tp", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "activation"),
+        "num_layers",
+    ),
     check(_data_path, "data_path", "valid_data_path"),
     check(_split, "split"),
     check(_tokens, "vocab_size", "data_path", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),
     check(_checkpoint, "finetune", "no_load_optim"),
-    check(_effect, "precision", "loss_scale", "optimizer", "position_embedding", "lr_decay_style", "save", "load"),
+    check(_effect, "precision", "loss_scale", "optimizer", "fp8", "position_embedding", "lr_decay_style", "save", "load"),
 )

@@ -218,7 +218,9 @@ def _add(group: argparse._ArgumentGroup, known: Option) -> None:
     if known.kind is bool:
         group.add_argument(*flags, action="store_true", help=_described(known))
     else:
-        group.add_argument(*flags, metavar=_metavar(known), nargs="+" if known.many else None, help=_described(known))
+        group.add_argument(
+            *flags, metavar=_metavar(known), nargs="+" if known.many else "?" if known.alone else None, help=_described(known)
+        )
 
 
 def _epilog(presets: Sequence[str]) -> str:

@@ -35,6 +35,7 @@ class Option:
     choices: tuple[str, ...] | None
     aliases: tuple[str, ...]
     metavar: str | None
+    alone: str | None
     sentence: str
 
     @property
@@ -61,6 +62,8 @@ class Option:
                 raise ValueError("needs one value or more")
             parts = [part for word in words for part in word.split(",") if part] if self.kind is not str else words
             return tuple(self._scalar(part) for part in parts)
+        if not words and self.alone is not None:
+            return self.alone
         if len(words) != 1:
             raise ValueError(f"takes one value, not {len(words)}" + (f" ({' '.join(words)})" if words else ""))
         return self._scalar(words[0])
@@ -157,6 +160,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 choices=meta["choices"],
                 aliases=meta["aliases"],
                 metavar=meta["metavar"],
+                alone=meta["alone"],
                 sentence=under[item.name],
             )
         )

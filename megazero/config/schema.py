@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, one sentence under each field, which is also its `--help`.
 
 A field's flag is its name with dashes. Metadata of a field: `aliases` (further flags for the same option),
-`choices`, `metavar`, `many` (takes one or more words). `None` means "derived", and the sentence says from what.
+`choices`, `metavar`, `many` (takes one or more words), `alone` (what the flag without a word means). `None` means "derived", and the sentence says from what.
 The sentence is the string literal under the field; `megazero.config.flags` reads it from the source.
 """
 
@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def option(default: Any, *aliases: str, choices: tuple[str, ...] | None = None, many: bool = False, metavar: str | None = None) -> Any:
+def option(
+    default: Any,
+    *aliases: str,
+    choices: tuple[str, ...] | None = None,
+    many: bool = False,
+    metavar: str | None = None,
+    alone: str | None = None,
+) -> Any:
     """A dataclass field with what the command line needs to know about it."""
-    return field(default=default, metadata={"aliases": aliases, "choices": choices, "many": many, "metavar": metavar})
+    return field(default=default, metadata={"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone})
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,10 @@ class OptimizerConfig:
 
     precision: str = option("bf16", choices=("fp64", "fp32", "bf16", "fp16"))
     "Dtype of parameters and activations; --fp16 and --bf16 are short forms. 16-bit keeps fp32 master weights and gradients."
+    fp8: str = option("off", choices=("off", "current", "delayed"), alone="current")
+    "Products of the blocks' linear layers on 8-bit copies, scaled per tensor by their largest value now, or over the last steps; the flag alone: current. Needs compute capability 8.9; the CPU computes the same, slowly."
+    fp8_amax_history: int = option(16)
+    "With --fp8 delayed: steps that a scale looks back on. An entry is the largest value of a whole step, so 16 outlast what Transformer Engine's 1024 micro-batches do at 64 a step."
     optimizer: str = option("adamw", choices=("adamw", "adam", "sgd"))
     "adamw decays weights apart from the gradient, adam adds the decay to it, sgd has momentum."
     optimizer_impl: str = option("megazero", choices=("megazero", "apex"))

@@ -38,9 +38,9 @@ class Attention(nn.Module):
         self.groups, self.repeats, self.size = groups // tp.size, model.num_attention_heads // groups, size
         bias = not model.disable_bias_linear
         rows = groups * (self.repeats + 2) * size
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", model.hidden_size, rows, tp, bias=bias, std=layout.std, **layout.placed)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", model.hidden_size, rows, tp, bias=bias, std=layout.std, **layout.linear)
         width = model.num_attention_heads * size
-        self.output = RowParallelLinear(f"{name}.output", width, model.hidden_size, tp, bias=bias, std=layout.output_std, **layout.placed)
+        self.output = RowParallelLinear(f"{name}.output", width, model.hidden_size, tp, bias=bias, std=layout.output_std, **layout.linear)
         self.slopes = AlibiSlopes(model.num_attention_heads, tp.index, tp.size) if model.position_embedding == "alibi" else None
         self.angles = RotaryAngles(size, model.rotary_base) if model.position_embedding == "rotary" else None
         self.dropout = AttentionDropout(number, layout)

@@ -10,6 +10,7 @@ import torch
 
 from fused_ops.attention_rule import NOTHING_TRIED, Offer
 from megazero.config.schema import ModelConfig
+from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
 from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.random import sequence_offset
@@ -28,6 +29,7 @@ class ModelLayout:
     seed                 keys dropout
     compile              ops of the blocks without a kernel run what torch.compile makes of them
     attention            what the run asks for, and this rank has, to compute attention with
+    fp8                  the state of FP8 products; None: all products are of `dtype`
     label_smoothing, z_loss  of the training loss; evaluation is plain cross-entropy
     """
 
@@ -43,6 +45,7 @@ class ModelLayout:
     z_loss: float = 0.0
     compile: bool = False
     attention: Offer = NOTHING_TRIED
+    fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -64,6 +67,11 @@ class ModelLayout:
     def placed(self) -> dict[str, Any]:
         """What every parallel layer is told about this rank."""
         return {"sequence_parallel": self.sequence_parallel, "dtype": self.dtype, "device": self.device}
+
+    @property
+    def linear(self) -> dict[str, Any]:
+        """What every linear layer of a block is told beside that."""
+        return self.placed | {"fp8": self.fp8}
 
     def recomputes_block(self, number: int) -> bool:
         """Whether the block with this global number is recomputed in backward as a whole."""

@@ -20,12 +20,12 @@ class Mlp(nn.Module):
         width, bias = ffn_width(model), not model.disable_bias_linear
 
         def entrance(which: str) -> ColumnParallelLinear:
-            return ColumnParallelLinear(f"{name}.{which}", model.hidden_size, width, layout.tp, bias=bias, std=layout.std, **layout.placed)
+            return ColumnParallelLinear(f"{name}.{which}", model.hidden_size, width, layout.tp, bias=bias, std=layout.std, **layout.linear)
 
         self.gate = entrance("gate") if model.activation == "swiglu" else None
         self.up = entrance("up")
         self.down = RowParallelLinear(
-            f"{name}.down", width, model.hidden_size, layout.tp, bias=bias, std=layout.output_std, **layout.placed
+            f"{name}.down", width, model.hidden_size, layout.tp, bias=bias, std=layout.output_std, **layout.linear
         )
         self.activation = model.activation
 

@@ -16,6 +16,7 @@ from megazero.model.block import Block
 from megazero.model.embedding import Embedding
 from megazero.model.head import Head
 from megazero.model.layout import ModelLayout
+from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
 from megazero.mpu.layers import VocabParallelEmbedding
 from megazero.mpu.place import Parameter, place_of
@@ -113,6 +114,7 @@ def build_stage(
     z_loss: float = 0.0,
     compile: bool = False,
     attention: Offer = NOTHING_TRIED,
+    fp8: Fp8 | None = None,
     device: torch.device | str = "cpu",
     tied_across_stages: bool = False,
     shared_embedding: VocabParallelEmbedding | None = None,
@@ -131,6 +133,7 @@ def build_stage(
         z_loss,
         compile,
         attention,
+        fp8,
     )
     return Stage(layout, spec, tied_across_stages=tied_across_stages, shared_embedding=shared_embedding)
 

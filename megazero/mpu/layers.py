@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_ops.embedding import embedding, embedding_gradient
+from megazero.mpu.fp8 import Fp8
+from megazero.mpu.fp8_linear import fp8_linear, runs_fp8
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
@@ -35,7 +37,7 @@ class ColumnParallelLinear(nn.Module):
 
     Rank r holds rows [r*out/t, (r+1)*out/t). Communication: forward nothing (sp: all-gather of x along s); backward
     all-reduce of the input gradient (sp: all-gather of x, reduce-scatter of the input gradient), each overlapped with
-    a GEMM. Raises ValueError when t does not divide out.
+    a GEMM. Raises ValueError when t does not divide out. fp8: the run's state, where the layer may be one of its (`mpu.fp8`).
     """
 
     def __init__(
@@ -50,15 +52,20 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: Device,
+        fp8: Fp8 | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
+        shared_out = frozenset({"weight", "gradient"} | ({"input"} if sequence_parallel else set()))
+        self.fp8 = None if fp8 is None else fp8.layer(name, shared_out)
         split = {"dim": 0, "rank": group.index, "size": group.size}
         weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, std=std, **split)
         self.weight = Parameter(weight, dtype, device)
         self.bias = Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, **split), dtype, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fp8 is not None and runs_fp8():
+            return fp8_linear(x, (self.weight,), _given(self.bias), self.fp8, self.group, self.sequence_parallel)
         return column_parallel_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
 
 
@@ -68,7 +75,16 @@ def column_parallel_pair(gate: ColumnParallelLinear, up: ColumnParallelLinear, x
     One GEMM when both weights lie one behind the other in the same storage (as ZeRO packs them), else two.
     """
     assert gate.group is up.group and gate.sequence_parallel == up.sequence_parallel
+    if gate.fp8 is not None and runs_fp8():
+        biases = (*_given(gate.bias), *_given(up.bias))
+        both = fp8_linear(x, (gate.weight, up.weight), biases, gate.fp8, gate.group, gate.sequence_parallel)
+        first, second = both.split([gate.weight.shape[0], up.weight.shape[0]], dim=-1)
+        return first, second
     return column_parallel_linear_pair(x, (gate.weight, up.weight), (gate.bias, up.bias), gate.group, gate.sequence_parallel)
+
+
+def _given(bias: Tensor | None) -> tuple[Tensor, ...]:
+    return () if bias is None else (bias,)
 
 
 class RowParallelLinear(nn.Module):
@@ -76,7 +92,7 @@ class RowParallelLinear(nn.Module):
 
     The bias is replicated and added once, after the reduction; under sp its gradient is a partial sum (`tp_partial`).
     Communication: forward all-reduce (sp: reduce-scatter along s) of the output; backward nothing (sp: all-gather of
-    the output gradient). Raises ValueError when t does not divide in, or s under sp.
+    the output gradient). Raises ValueError when t does not divide in, or s under sp. fp8: as above.
     """
 
     def __init__(
@@ -91,9 +107,11 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: Device,
+        fp8: Fp8 | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.fp8 = None if fp8 is None else fp8.layer(name, frozenset({"input", "weight"}))
         weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, dim=1, rank=group.index, size=group.size, std=std)
         self.weight = Parameter(weight, dtype, device)
         partial = sequence_parallel and group.size > 1
@@ -101,10 +119,15 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
-            return plain_linear(x, self.weight, self.bias)
+            return self._product(x, self.bias)
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
-        y = reduce(plain_linear(x, self.weight, None), self.group)
+        y = reduce(self._product(x, None), self.group)
         return y if self.bias is None else y + self.bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.fp8 is not None and runs_fp8():
+            return fp8_linear(x, (self.weight,), _given(bias), self.fp8, None, False)
+        return plain_linear(x, self.weight, bias)
 
 
 class _Lookup(torch.autograd.Function):

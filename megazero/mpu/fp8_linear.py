@@ -1,0 +1,145 @@
+"""Linear layers whose three products run in FP8, with the communication of `mpu.linear`.
+
+What is kept for backward is the input's FP8 copy, by columns: half the bytes of the 16-bit input. Under sequence parallelism it is this
+rank's part, by rows, and what is gathered, in forward and in backward, is FP8: half the traffic.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops import fp8, linear
+from fused_ops.compiled import runs_compiled
+from megazero.config.fp8 import MULTIPLE
+from megazero.mpu.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megazero.mpu.fp8 import Fp8Layer
+from megazero.mpu.gradient import Write, hand_over, target_of
+from megazero.mpu.grid import Group
+from megazero.mpu.linear import adjacent
+
+
+def _gather(rows: Tensor, group: Group) -> tuple[Tensor, Pending]:
+    """[m/t, k] of each rank -> [m, k]; FP8 travels as bytes, which every backend carries."""
+    whole = rows.new_empty((group.size * rows.shape[0], rows.shape[1]))
+    if rows.element_size() == 1:
+        return whole, all_gather(whole.view(torch.uint8), rows.view(torch.uint8), group)
+    return whole, all_gather(whole, rows, group)
+
+
+def _put(total: Tensor, into: Tensor, add: bool) -> None:
+    _ = into.add_(total) if add else into.copy_(total)
+
+
+def _bias_gradient(grad: Tensor) -> Write:
+    """Summed at once: a product that is put off would keep the 16-bit gradient for the bias alone."""
+    total = grad.new_empty(grad.shape[1], dtype=torch.float32)
+    linear.add_bias_gradient(grad, total, False)
+    return partial(_put, total)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """(x, layer, group, gathers, count of weights, compiled, *weights, *biases) -> [..., sum n_i]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layer: Fp8Layer, group: Group | None, gathers: bool, count: int, compiled: bool, *parameters: Tensor
+    ) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        rows = x.reshape(-1, x.shape[-1])
+        tokens = rows.shape[0] * (group.size if group is not None and gathers else 1)
+        ctx.narrow = tokens % MULTIPLE == 0
+        """Whether the weight's gradient is an FP8 product too."""
+        quantised = layer.quantise("input", rows, transposed=ctx.narrow and not gathers, compiled=compiled)
+        values = quantised.values
+        if group is not None and gathers:
+            values, pending = _gather(values, group)
+            pending.wait()
+        merged = adjacent(weights)
+        weight = layer.weight(torch.cat([w.detach() for w in weights]) if merged is None else merged, compiled=compiled)
+        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        y = fp8.product(values, weight.values, quantised.inverse, weight.inverse, x.dtype, bias, fast=True)
+        kept = rows if not ctx.narrow else quantised.values if gathers else quantised.transposed
+        ctx.layer, ctx.group, ctx.gathers, ctx.count, ctx.compiled, ctx.shape = layer, group, gathers, count, compiled, x.shape
+        ctx.targets = [target_of(parameter) for parameter in parameters]
+        ctx.save_for_backward(kept, quantised.inverse, weight.transposed, weight.inverse, *parameters)
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        group: Group | None = ctx.group
+        kept, x_inverse, weight, weight_inverse, *parameters = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        needs_input, needs_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
+        gathering, reducing = Pending(), Pending()
+        if group is not None and ctx.gathers and needs_weights:
+            kept, gathering = _gather(kept.contiguous(), group)
+        quantised = ctx.layer.quantise("gradient", grad, transposed=ctx.narrow and needs_weights, compiled=ctx.compiled)
+        grad_x = None
+        if needs_input:
+            grad_x = whole = fp8.product(quantised.values, weight, quantised.inverse, weight_inverse, grad.dtype)
+            if group is not None and ctx.gathers:
+                grad_x = whole.new_empty((whole.shape[0] // group.size, whole.shape[1]))
+                reducing = reduce_scatter(grad_x, whole, group)
+            elif group is not None:
+                reducing = all_reduce(whole, group)
+        gathering.wait()
+        found: list[Tensor | None] = [None] * len(parameters)
+        if needs_weights:
+            by_columns = kept.t().contiguous() if ctx.narrow and ctx.gathers else kept
+            found = _parameter_gradients(ctx, grad, quantised, by_columns, x_inverse, parameters)
+        reducing.wait()
+        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, None, None, *found
+
+
+def _parameter_gradients(
+    ctx: Any, grad: Tensor, quantised: fp8.Quantised, x: Tensor, x_inverse: Tensor, parameters: list[Tensor]
+) -> list[Tensor | None]:
+    """As `mpu.linear`'s. x: FP8 [k, m] for a narrow product, else the layer's own input [m, k]."""
+    sizes = [weight.shape[0] for weight in parameters[: ctx.count]]
+    parts = grad.split(sizes, dim=-1)
+    writes: list[Write] = []
+    if ctx.narrow:
+        assert quantised.transposed is not None
+        pieces = quantised.transposed.split(sizes)
+        writes += [partial(_narrow_gradient, piece, x, quantised.inverse, x_inverse) for piece in pieces]
+    else:
+        writes += [partial(linear.add_weight_gradient, part, x) for part in parts]
+    found: list[Tensor | None] = []
+    for i, parameter in enumerate(parameters):
+        if not ctx.needs_input_grad[6 + i]:
+            found.append(None)
+            continue
+        write = writes[i] if i < ctx.count else _bias_gradient(parts[i - ctx.count])
+        found.append(hand_over(parameter, ctx.targets[i], write))
+    return found
+
+
+def _narrow_gradient(grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse: Tensor, into: Tensor, add: bool) -> None:
+    fp8.add_weight_gradient(grad, x, grad_inverse, x_inverse, into, add)
+
+
+def runs_fp8() -> bool:
+    """Whether FP8 layers multiply in FP8 now: where gradients are recorded.
+
+    Evaluation, a checkpoint's probe and sampling multiply in the run's own precision: no history moves, and their
+    numbers do not depend on how the run that computes them was started.
+    """
+    return torch.is_grad_enabled()
+
+
+def fp8_linear(
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...], layer: Fp8Layer, group: Group | None, sequence_parallel: bool
+) -> Tensor:
+    """x [s(/t), b, k], weights [n_i, k], biases [n_i] (one each, or none) -> [s, b, sum n_i], products in FP8.
+
+    group: column parallel over it, as `mpu.linear.column_parallel_linear`; None: nothing but scales is communicated.
+    What of scales is, and when: `mpu.fp8`.
+    """
+    gathers = group is not None and sequence_parallel and group.size > 1
+    result: Tensor = _Fp8Linear.apply(x, layer, group, gathers, len(weights), runs_compiled(), *weights, *biases)
+    return result
