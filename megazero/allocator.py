@@ -5,8 +5,8 @@ takes the pages back at the end of its life; zeroing and mapping those pages cos
 its settings when a process starts, so the process starts itself once more with them.
 
 torch's allocator of CUDA memory by default takes segments of fixed sizes, and what does not fit into the rest of one needs another.
-A segment that grows leaves no such rests. (CUDA graphs' pools have segments of their own kind; and ranks that share a card share no
-segments.) torch reads this setting when it first allocates.
+A segment that grows leaves no such rests. (A CUDA graph's pool has segments of its own, NCCL must not register them, see `launch`; and
+ranks that share a card share no segments.) torch reads this setting when it first allocates.
 """
 
 from __future__ import annotations

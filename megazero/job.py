@@ -31,6 +31,7 @@ from megazero.optim.loss_scale import LossScaler
 from megazero.optim.progress import Progress
 from megazero.overview import overview
 from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.graphs import GraphedEngine
 from megazero.prepare import Prepared, validation_samples
 from megazero.probe import check_probe, stored_probe
 from megazero.telemetry.banner import pairs
@@ -66,6 +67,8 @@ class Job:
     def fit(self) -> None:
         """Train, evaluate, save."""
         self.trainer.fit()
+        if isinstance(self.trainer.engine, GraphedEngine):
+            self.trainer.engine.release()
 
     def save(self, position: Position) -> None:
         """Write a checkpoint of this position. Called by all ranks."""

@@ -65,6 +65,10 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         raise ConfigError(
             [f"--cuda-graphs with --tp {parallel.tp} captures its collectives, which {backend} cannot ({reason}); nearest: --tp 1"]
         )
+    if parallel.cuda_graphs:
+        # NCCL registers the memory of captured collectives and takes it for one piece, which a segment that grows is not: hangs and
+        # accesses outside of it (pytorch/pytorch#158029).
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     dist.init_process_group(
         backend,

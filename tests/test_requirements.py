@@ -70,6 +70,21 @@ def test_graphs_with_collectives_on_the_host_are_refused_before_any_group(monkey
         pass
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1")])
+def test_nccl_does_not_register_memory_that_grows(given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With captured collectives; what the user has set stays."""
+    monkeypatch.setattr(devices, "resolve", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
+    monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "unset")  # so that what the test sets is taken back
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER") if given is None else monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
+    with pytest.raises(InterruptedError), launch(ParallelConfig(tp=2, backend="nccl", cuda_graphs=True), Environment(0, 0, 2, 2)):
+        pass
+    assert os.environ["NCCL_GRAPH_REGISTER"] == kept
+
+
 SHOW = """
 import os, sys
 from megazero.allocator import restart_with_settings, describe

@@ -77,6 +77,10 @@ class GraphedEngine:
         """See `PipelineEngine.evaluate`."""
         return self.engine.evaluate(micro_batches)
 
+    def release(self) -> None:
+        """Forget the graphs: NCCL's communicators wait at their end for those that captured them. Further steps would capture anew."""
+        self._graphs.clear()
+
     def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: ReplayedSink) -> Tensor:
         """See `PipelineEngine.train`: the same results to the bit, as far as the kernels give them."""
         self.steps += 1

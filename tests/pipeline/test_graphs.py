@@ -73,6 +73,7 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
         graphed = job.trainer.engine = GraphedEngine(engine, replays, travels=size > 1)  # type: ignore[arg-type]
         log = replays.log
     job.fit()
+    assert not graphs or not graphed._graphs, "graphs outlive the job"
     job.state.wait_parameters()
     return recorder.records, values_of(nn.ModuleList(job.stages)), log
 
