@@ -15,7 +15,7 @@ from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
 from megazero.job import Job, build_job
-from megazero.mpu.grid import build_grid
+from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.prepare import prepare
 from megazero.telemetry.record import StepRecord
 from tests.parity.training import Recorder, data_flags
@@ -29,11 +29,11 @@ def flags_of(flags: list[str], corpus: Path, cache: Path) -> list[str]:
     return [*MODEL, *flags, "--device", "cuda", *data_flags(corpus, cache)]
 
 
-def job_on_card(flags: list[str]) -> tuple[Job, Recorder]:
-    """As the program builds it, with a recorder instead of its log."""
+def job_on_card(flags: list[str], grid: ProcessGrid | None = None) -> tuple[Job, Recorder]:
+    """As the program builds it, with a recorder instead of its log. grid: default that of a world without process groups."""
     run = parse_run(flags, 1)
     prepared = prepare(run, 1, silent)
-    job = build_job(prepared, build_grid(axes_of(prepared.run, 1), devices.resolve("cuda", 0)))
+    job = build_job(prepared, grid or build_grid(axes_of(prepared.run, 1), devices.resolve("cuda", 0)))
     recorder = Recorder()
     job.trainer.log._sinks = (recorder,)
     return job, recorder
@@ -51,9 +51,9 @@ class Outcome:
         return [repr(getattr(record, key)) for record in self.records]
 
 
-def train(flags: list[str]) -> Outcome:
+def train(flags: list[str], grid: ProcessGrid | None = None) -> Outcome:
     """To the end."""
-    job, recorder = job_on_card(flags)
+    job, recorder = job_on_card(flags, grid)
     job.fit()
     job.state.wait_parameters()
     return Outcome(recorder.records, {piece.place.name: piece.values for piece in values_of(nn.ModuleList(job.stages))})

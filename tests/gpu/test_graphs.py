@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fused_ops import fp8
 from megazero.device import cuda_available, raise_on_synchronisation
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine
 from tests.e2e.command import metrics, run
@@ -27,6 +28,7 @@ RUNS = {
         *("--global-batch-size", "4", "--precision", "fp16", "--initial-loss-scale", "6.4e7", "--hysteresis", "1"),
         *("--loss-scale-window", "4"),
     ],
+    "FP8": ["--global-batch-size", "6", "--fp8", "delayed"],
     "a growing batch": ["--global-batch-size", "6", "--rampup-batch-size", "2", "2", "16"],
     "evaluation between": ["--global-batch-size", "4", "--eval-interval", "5"],
 }
@@ -34,6 +36,8 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_graphs_train_as_ever(name: str, corpus: Path, tmp_path: Path) -> None:
+    if name == "FP8" and (missing := fp8.why_not("cuda")):
+        pytest.skip(missing)
     flags = flags_of([*NUMBERS, *RUNS[name], "--train-iters", "20"], corpus, tmp_path / "cache")
     with deterministic_again():
         eager, graphed = train(flags), train([*flags, "--cuda-graphs"])
