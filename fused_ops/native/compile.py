@@ -32,7 +32,18 @@ LEVELS = {
 """Instruction set levels, best first, and what makes the compiler use them."""
 
 CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
-EMULATION_FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=fast")
+EMULATION_FLAGS = (
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-ffp-contract=fast",
+    "-U_FORTIFY_SOURCE",
+)
+"""Fortified, a jump to another fiber's stack counts as damage."""
 
 
 class CompileError(RuntimeError):

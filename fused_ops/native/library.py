@@ -92,6 +92,11 @@ def cpu_library(asked: str) -> Library | None:
         return None
 
 
+def host_library(asked: str) -> Library | None:
+    """As `cpu_library`, for what only the CPU's kernels do (collectives within a host): those of the machine where CUDA's are emulated."""
+    return cpu_library("auto" if asked == EMULATED else asked)
+
+
 @cache
 def torch_library(asked: str) -> Library | None:
     """The kernels on torch's matrix products, for a choice of MEGAZERO_FUSED; as `cpu_library`, which must be there too."""

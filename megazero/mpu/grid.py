@@ -191,7 +191,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None, sha
 def _group_of(ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, timeout: timedelta | None, shared_memory: bool) -> Group:
     group = Group(ranks, ranks.index(rank), handle)
     if handle is not None and shared_memory and group.is_on_host:
-        kernels = library.cpu_library(library.choice())
+        kernels = library.host_library(library.choice())
         memory = share_memory(handle, group.index, group.size, kernels, timeout or dist.default_pg_timeout)
         if memory is not None and kernels is not None:
             group.exchange = Exchange(memory, kernels)

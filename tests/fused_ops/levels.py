@@ -22,13 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(params=[*CPU_LEVELS, library.EMULATED, CARD])
 def level(request, monkeypatch) -> Iterator[str]:
     """The kernels of one level; skipped where there is no compiler. Tensors that say nothing else lie where its kernels take them."""
-    if request.param != "CUDA":
-        yield from _of_level(request, monkeypatch)
-        return
-    found = library.cuda_library("auto", torch.cuda.current_device())
-    assert found is not None, "the machine has a card and no kernels for it"
-    with torch.device("cuda"):
-        yield "CUDA"
+    yield from _of_level(request, monkeypatch)
 
 
 @pytest.fixture(params=CPU_LEVELS)
@@ -37,8 +31,20 @@ def cpu_level(request, monkeypatch) -> Iterator[str]:
     yield from _of_level(request, monkeypatch)
 
 
+@pytest.fixture(params=[library.EMULATED, CARD])
+def cuda_level(request, monkeypatch) -> Iterator[str]:
+    """As `level`, for what is so of CUDA kernels only."""
+    yield from _of_level(request, monkeypatch)
+
+
 def _of_level(request, monkeypatch) -> Iterator[str]:
     """One thread: what a kernel does with more is a test of its own, and threads that wait for each other on a busy machine take long."""
+    if request.param == "CUDA":
+        found = library.cuda_library("auto", torch.cuda.current_device())
+        assert found is not None, "the machine has a card and no kernels for it"
+        with torch.device("cuda"):
+            yield "CUDA"
+        return
     threads = torch.get_num_threads()
     monkeypatch.setenv("MEGAZERO_FUSED", request.param)
     found = library.cpu_library(request.param)

@@ -5,6 +5,7 @@
 // on, end the process with a message: an access that is not aligned, a shuffle that part of a warp has left, a barrier that not all reach.
 #pragma once
 
+#include <csetjmp>
 #include <ucontext.h>
 
 #include <cmath>
@@ -43,16 +44,21 @@ namespace mz::emulation {
 
 enum State { READY, AT_WARP, AT_BLOCK, DONE };
 
+// Made once, with a context of its own; from then on switched to and from by jumps, which need no system call. It runs one block after the other.
 struct Fiber {
   ucontext_t context;
+  jmp_buf place;
+  bool started = false;
   std::vector<char> stack = std::vector<char>(64 << 10);
   State state = DONE;
 };
 
+void enter();
+
 // The block that runs.
 struct Block {
   std::vector<Fiber> fibers = std::vector<Fiber>(1024);
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   int count = 0, current = 0;
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
@@ -60,15 +66,24 @@ struct Block {
   unsigned sweep = 0;
 
   void yield(State state) {
-    int own = current;
-    dim3 index = threadIdx;
-    fibers[own].state = state;
-    swapcontext(&fibers[own].context, &scheduler);
-    current = own, threadIdx = index;
+    Fiber& own = fibers[current];
+    own.state = state;
+    if (!_setjmp(own.place)) _longjmp(scheduler, 1);
   }
-  void release(State state, int begin, int end) {
+  // Returns when the fiber yields. Not to be inlined: a jump back restores the registers of the caller as they are here.
+  __attribute__((noinline)) void run_fiber(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+    setcontext(&fiber.context);
+  }
+  void release(int begin, int end) {
     for (int i = begin; i < end; ++i) fibers[i].state = READY;
-    (void)state;
   }
   bool all(State state, int begin, int end) const {
     for (int i = begin; i < end; ++i)
@@ -82,12 +97,12 @@ struct Block {
   }
   void run_ready() {
     ++sweep;
-    int stride = sweep % 2 ? 1 : count - 1, at = (int)(sweep * 2654435761u % (unsigned)count);  // forwards and backwards, from anywhere
+    int stride = sweep % 2 || count == 1 ? 1 : count - 1, at = (int)(sweep * 2654435761u % (unsigned)count);  // forwards and backwards, from anywhere
     for (int i = 0; i < count; ++i, at = (at + stride) % count) {
       if (fibers[at].state != READY) continue;
       current = at;
       threadIdx = dim3(at % blockDim.x, at / blockDim.x % blockDim.y, at / (blockDim.x * blockDim.y));
-      swapcontext(&scheduler, &fibers[at].context);
+      run_fiber(fibers[at]);
     }
   }
   void run() {
@@ -97,12 +112,12 @@ struct Block {
       for (int begin = 0; begin < count; begin += 32) {
         int end = begin + 32 < count ? begin + 32 : count;
         if (any(AT_WARP, begin, end) && any(DONE, begin, end)) fail("threads of a warp wait for others that have ended");
-        if (all(AT_WARP, begin, end)) release(AT_WARP, begin, end), moved = true;
+        if (all(AT_WARP, begin, end)) release(begin, end), moved = true;
       }
       if (moved || all(DONE, 0, count)) continue;
       if (any(AT_BLOCK, 0, count) && any(DONE, 0, count)) fail("threads wait at a barrier for others that have ended");
       if (!all(AT_BLOCK, 0, count)) fail("some threads wait at a barrier and others for their warp");
-      release(AT_BLOCK, 0, count);
+      release(0, count);
     }
   }
 };
@@ -113,11 +128,10 @@ inline Block& block() {
 }
 
 inline void enter() {
-  Block& own = block();
-  int index = own.current;
-  own.body(own.argument);
-  own.fibers[index].state = DONE;
-  swapcontext(&own.fibers[index].context, &own.scheduler);
+  for (Block& own = block();;) {
+    own.body(own.argument);
+    own.yield(DONE);
+  }
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -133,14 +147,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, Argum
   for (unsigned y = 0; y < grid.y; ++y)
     for (unsigned x = 0; x < grid.x; ++x) {
       blockIdx = dim3(x, y);
-      for (int i = 0; i < own.count; ++i) {
-        Fiber& fiber = own.fibers[i];
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        makecontext(&fiber.context, enter, 0);
-        fiber.state = READY;
-      }
+      own.release(0, own.count);
       own.run();
     }
   return cudaSuccess;
@@ -152,7 +159,7 @@ inline void check_alignment(const void* pointer, size_t alignment) {
 
 }  // namespace mz::emulation
 
-#define MZ_ALIGNED(pointer, type) mz::emulation::check_alignment(pointer, alignof(type))
+#define MZ_ALIGNED(pointer, alignment) mz::emulation::check_alignment(pointer, alignment)
 
 inline void __syncthreads() { mz::emulation::block().yield(mz::emulation::AT_BLOCK); }
 

@@ -66,30 +66,106 @@ template <typename T> MZ_DEVICE float rounded(float x) {
   return widened(stored);
 }
 
-// W neighbours in memory, aligned to the access that moves them.
-template <typename T, int W> struct alignas(smaller<int>(16, W * sizeof(T))) Pack { T at[W]; };
+// Two neighbours in a word of 32 bits, the first in its lower half.
+MZ_DEVICE void unpack(unsigned word, float& first, float& second, bf16) {
+  first = __uint_as_float(word << 16), second = __uint_as_float(word & 0xFFFF0000u);
+}
+#ifdef __CUDACC__
+MZ_DEVICE void unpack(unsigned word, float& first, float& second, fp16) {
+  float2 both = __half22float2(*reinterpret_cast<const __half2*>(&word));
+  first = both.x, second = both.y;
+}
+MZ_DEVICE unsigned pack(float first, float second, bf16) {
+  __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<unsigned*>(&both);
+}
+MZ_DEVICE unsigned pack(float first, float second, fp16) {
+  __half2 both = __floats2half2_rn(first, second);
+  return *reinterpret_cast<unsigned*>(&both);
+}
+#else
+MZ_DEVICE void unpack(unsigned word, float& first, float& second, fp16) {
+  first = widened(fp16{(uint16_t)word}), second = widened(fp16{(uint16_t)(word >> 16)});
+}
+template <typename T> MZ_DEVICE unsigned pack(float first, float second, T) {
+  T low, high;
+  narrow(low, first), narrow(high, second);
+  return low.bits | (unsigned)high.bits << 16;
+}
+#endif
+
+// Moves COUNT words at once, in the order of the program. Written out: left to itself the compiler takes wide accesses apart again.
+template <int COUNT> struct Access;
+#ifdef __CUDACC__
+template <> struct Access<1> {
+  static MZ_DEVICE void load(const void* p, unsigned* to) { asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[0]) : "l"(p)); }
+  static MZ_DEVICE void store(void* p, const unsigned* x) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(x[0])); }
+};
+template <> struct Access<2> {
+  static MZ_DEVICE void load(const void* p, unsigned* to) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(p));
+  }
+  static MZ_DEVICE void store(void* p, const unsigned* x) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x[0]), "r"(x[1])); }
+};
+template <> struct Access<4> {
+  static MZ_DEVICE void load(const void* p, unsigned* to) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(p));
+  }
+  static MZ_DEVICE void store(void* p, const unsigned* x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]));
+  }
+};
+#else
+template <int COUNT> struct Access {
+  static MZ_DEVICE void load(const void* p, unsigned* to) { memcpy(to, p, 4 * COUNT); }
+  static MZ_DEVICE void store(void* p, const unsigned* x) { memcpy(p, x, 4 * COUNT); }
+};
+#endif
+
+// A pack of W neighbours: WORDS words, moved in accesses of up to 16 bytes. (One of 16 bits alone is no pack.)
+template <typename T, int W> struct Pack {
+  static constexpr int WORDS = larger<int>(1, W * sizeof(T) / 4), COUNT = smaller(4, WORDS), ALIGNMENT = smaller<int>(16, W * sizeof(T));
+  typedef Access<COUNT> In;
+};
 
 template <int W, typename T> MZ_DEVICE Floats<W> load(const T* from) {
-  typedef Pack<T, W> P;
-  MZ_ALIGNED(from, P);
-  P pack = *reinterpret_cast<const P*>(from);
+  MZ_ALIGNED(from, (Pack<T, W>::ALIGNMENT));
   Floats<W> result;
+  if constexpr (W * sizeof(T) < 4) {
+    result[0] = widened(*from);
+  } else {
+    typedef Pack<T, W> P;
+    unsigned words[P::WORDS];
 #pragma unroll
-  for (int j = 0; j < W; ++j) result[j] = widened(pack.at[j]);
+    for (int k = 0; k < P::WORDS / P::COUNT; ++k) P::In::load(reinterpret_cast<const char*>(from) + 4 * P::COUNT * k, words + P::COUNT * k);
+#pragma unroll
+    for (int k = 0; k < P::WORDS; ++k) {
+      if constexpr (sizeof(T) == 4) result[k] = __uint_as_float(words[k]);
+      else unpack(words[k], result[2 * k], result[2 * k + 1], T());
+    }
+  }
   return result;
 }
 
 template <int W, typename T> MZ_DEVICE void store(T* to, const Floats<W>& x) {
-  typedef Pack<T, W> P;
-  MZ_ALIGNED(to, P);
-  P pack;
+  MZ_ALIGNED(to, (Pack<T, W>::ALIGNMENT));
+  if constexpr (W * sizeof(T) < 4) {
+    narrow(*to, x[0]);
+  } else {
+    typedef Pack<T, W> P;
+    unsigned words[P::WORDS];
 #pragma unroll
-  for (int j = 0; j < W; ++j) narrow(pack.at[j], x[j]);
-  *reinterpret_cast<P*>(to) = pack;
+    for (int k = 0; k < P::WORDS; ++k) {
+      if constexpr (sizeof(T) == 4) words[k] = __float_as_uint(x[k]);
+      else words[k] = pack(x[2 * k], x[2 * k + 1], T());
+    }
+#pragma unroll
+    for (int k = 0; k < P::WORDS / P::COUNT; ++k) P::In::store(reinterpret_cast<char*>(to) + 4 * P::COUNT * k, words + P::COUNT * k);
+  }
 }
 
 // Whether packs of W can be read at these places; absent ones are null.
-template <int W, typename T> bool aligned(const T* pointer) { return reinterpret_cast<uintptr_t>(pointer) % alignof(Pack<T, W>) == 0; }
+template <int W, typename T> bool aligned(const T* pointer) { return reinterpret_cast<uintptr_t>(pointer) % Pack<T, W>::ALIGNMENT == 0; }
 template <int W, typename T, typename... Rest> bool aligned(const T* pointer, const Rest*... rest) {
   return aligned<W>(pointer) && aligned<W>(rest...);
 }

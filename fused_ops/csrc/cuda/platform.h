@@ -7,7 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#define MZ_ALIGNED(pointer, type)
+#define MZ_ALIGNED(pointer, alignment)
 #else
 #include "emulation.h"
 #endif

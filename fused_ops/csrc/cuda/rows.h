@@ -1,4 +1,5 @@
-// Kernels in which a group of threads shares a row. Rows of up to 8,192 elements are read once, into registers: 16 a thread.
+// Kernels in which a group of threads shares a row. Rows of up to 8,192 elements are read once, into registers (4,096 where they have to be
+// read one by one, whose addresses need registers too).
 #pragma once
 
 #include "launch.h"
@@ -6,7 +7,7 @@
 
 namespace mz {
 
-constexpr int KEPT = 16;  // elements of a row that a thread keeps
+template <int W> constexpr int KEPT = W == 1 ? 8 : 16;  // elements of a row that a thread keeps
 
 // How a row is shared: GROUP threads, each with PACKS packs of W elements. PACKS 0: the row is too long, and is read again each time.
 template <int W_, int GROUP_, int PACKS_> struct Tiling {
@@ -49,9 +50,9 @@ template <typename T, typename Tiles> struct Part {
 
 // Calls launcher(Tiling) with the one for rows of this length. W: 1 where a row cannot be read in wide packs.
 template <int W, typename Launcher> int with_group(int64_t columns, const Launcher& launcher) {
-  if (columns <= 32 * KEPT) return launcher(Tiling<W, 32, KEPT / W>{});
-  if (columns <= 128 * KEPT) return launcher(Tiling<W, 128, KEPT / W>{});
-  if (columns <= 512 * KEPT) return launcher(Tiling<W, 512, KEPT / W>{});
+  if (columns <= 32 * KEPT<W>) return launcher(Tiling<W, 32, KEPT<W> / W>{});
+  if (columns <= 128 * KEPT<W>) return launcher(Tiling<W, 128, KEPT<W> / W>{});
+  if (columns <= 512 * KEPT<W>) return launcher(Tiling<W, 512, KEPT<W> / W>{});
   return launcher(Tiling<W, 512, 0>{});
 }
 template <typename T, typename Launcher> int with_tiling(int64_t columns, bool wide, const Launcher& launcher) {
