@@ -1,6 +1,7 @@
 """What is so of the CUDA kernels only: every way of sharing a row among threads, pointers that lie anywhere, scratch memory, streams."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -92,8 +93,8 @@ def test_optimizer_steps_wherever_the_arrays_lie(cuda_level, dtype, offsets):
         w, m, v = (memory.put(drawn(n, seed=seed, dtype=torch.float32).abs()) for seed, memory in enumerate(state))
         g = grad.put(drawn(n, seed=5, dtype=dtype))
         exact = [tensor.double() for tensor in (w, m, v, g)]
-        scalars = {"multiplier": torch.tensor(0.7, dtype=torch.float64), "skip": torch.tensor(False)}
-        numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+        scalars: dict[str, Any] = {"multiplier": torch.tensor(0.7, dtype=torch.float64), "skip": torch.tensor(False)}
+        numbers: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
         adam_step(out.own, w, g, m, v, step=torch.tensor(3.0, dtype=torch.float64), **numbers, **scalars)
         adam_step(None, exact[0], exact[3], exact[1], exact[2], step=torch.tensor(3.0, dtype=torch.float64), **numbers, **scalars)
         sgd_step(out.own, w, g, m, lr=0.1, momentum=0.9, weight_decay=0.1, **scalars)
@@ -111,8 +112,8 @@ def test_bias_corrections_keep_their_digits(cuda_level, beta1, beta2, step):
     fp32 = [drawn(9, seed=seed, dtype=torch.float32).abs() for seed in range(4)]
     fp64 = [tensor.double() for tensor in fp32]
     for w, g, m, v in (fp32, fp64):
-        scalars = {"multiplier": torch.tensor(1.0, dtype=torch.float64), "skip": torch.tensor(False)}
-        numbers = {"lr": 1e-2, "beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+        scalars: dict[str, Any] = {"multiplier": torch.tensor(1.0, dtype=torch.float64), "skip": torch.tensor(False)}
+        numbers: dict[str, Any] = {"lr": 1e-2, "beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
         adam_step(None, w, g, m, v, step=torch.tensor(step, dtype=torch.float64), **numbers, **scalars)
     torch.testing.assert_close(fp32[0].double(), fp64[0], rtol=2e-6, atol=1e-7)
 
@@ -121,7 +122,7 @@ def test_a_skipped_step_leaves_every_bit(cuda_level):
     state = [drawn(1000, seed=seed, dtype=torch.float32) for seed in range(3)]
     out, before = state[0].bfloat16(), [tensor.clone() for tensor in state]
     grad = torch.full((1000,), math.nan)
-    scalars = {"multiplier": torch.tensor(math.inf, dtype=torch.float64), "skip": torch.tensor(True)}
+    scalars: dict[str, Any] = {"multiplier": torch.tensor(math.inf, dtype=torch.float64), "skip": torch.tensor(True)}
     adam_step(out, state[0], grad, *state[1:], lr=1.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, decoupled=True,
               step=torch.tensor(1.0, dtype=torch.float64), **scalars)  # fmt: skip
     sgd_step(out, state[0], grad, state[1], lr=1.0, momentum=0.9, weight_decay=0.1, **scalars)
@@ -141,14 +142,14 @@ def test_cross_entropy_of_rows_that_begin_anywhere(cuda_level, columns, real, of
     torch.testing.assert_close(largest.double(), wide.amax(1), rtol=0, atol=0)
     torch.testing.assert_close(sums[0].double(), (wide - wide.amax(1, keepdim=True)).exp().sum(1), rtol=2e-6, atol=0)
     torch.testing.assert_close(sums[2].double(), wide.sum(1), rtol=2e-6, atol=2e-5 * math.sqrt(real))
-    numbers = [drawn(rows, seed=seed, dtype=torch.float32).abs() for seed in range(4)]
+    weight, hit, smooth = (drawn(rows, seed=seed, dtype=torch.float32).abs() for seed in range(3))
     normaliser = torch.logsumexp(wide, 1).float()
-    write_gradient(logits, target, real, normaliser, *numbers[1:3], numbers[3])
+    write_gradient(logits, target, real, normaliser, weight, hit, smooth)
     exact = torch.zeros(rows, columns, dtype=torch.float64)
-    exact[:, :real] = (wide - normaliser.double()[:, None]).exp() * numbers[1][:, None] - numbers[3][:, None]
+    exact[:, :real] = (wide - normaliser.double()[:, None]).exp() * weight[:, None] - smooth[:, None]
     for row in range(rows):
         if target[row] >= 0:
-            exact[row, target[row]] += numbers[2][row]
+            exact[row, target[row]] += hit[row]
     assert_close(logits, exact, slack=3)
     memory.check()
 
