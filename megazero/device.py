@@ -147,7 +147,10 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def use_deterministic_algorithms() -> None:
-    """The same bits at every run on the same devices and layout, or an error. To be called before the first computation on a device."""
+    """The same bits at every run on the same devices and layout, or an error.
+
+    To be called before the first product on a device: torch looks at cuBLAS's setting then, and never again.
+    """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no op here reads what it has not written

@@ -150,8 +150,6 @@ class Job:
 def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner."""
     run = _with_device(prepared.run, grid)
-    if run.trainer.deterministic:
-        devices.use_deterministic_algorithms()
     stages = build_stages(run, grid)
     state = ModelState(stages, grid, run.optimizer, run.parallel)
     optimizer = ShardedOptimizer(state, run.optimizer, grid)

@@ -52,6 +52,8 @@ class Prepared:
 
 def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
+    if run.trainer.deterministic:
+        devices.use_deterministic_algorithms()
     problems = [*_unusable_places(run), *(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)])]
     problems += unmet(run)
     if problems:

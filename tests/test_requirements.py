@@ -16,9 +16,13 @@ import torch
 from megazero import allocator, requirements
 from megazero import device as devices
 from megazero.config.level import ConfigError
+from megazero.config.parse import parse_run
 from megazero.config.schema import OptimizerConfig, ParallelConfig, Run, TrainerConfig
+from megazero.data.progress import silent
 from megazero.launch import Environment, launch
 from megazero.mpu import grid
+from megazero.prepare import prepare
+from tests.parity.training import data_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,6 +59,18 @@ def test_a_workspace_that_is_not_deterministic_is_refused(value: str | None, pro
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
     found = requirements.unmet(Run(trainer=TrainerConfig(deterministic=True)))
     assert len(found) == problems and all(f"CUBLAS_WORKSPACE_CONFIG={value}" in line for line in found)
+
+
+def test_deterministic_is_set_up_before_anything_computes(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "unset")  # so that what prepare sets is taken back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    flags = ["--vocab-size", "1003", "--seq-length", "16", "--train-iters", "2", "--deterministic", *data_flags(corpus, tmp_path / "cache")]
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        prepare(parse_run(flags, 1), 1, silent)
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_graphs_with_collectives_on_the_host_are_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from megazero.prepare import prepare
 from megazero.telemetry.record import StepRecord
 from tests.parity.training import Recorder, data_flags
 from tests.places import values_of
+
+# torch looks at it once, before the first product: other tests of this process would have it refuse the deterministic ones.
+os.environ.setdefault(*devices.CUBLAS_WORKSPACE)
 
 MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "8", "--seq-length", "128", "--vocab-size", "1003"]
 
