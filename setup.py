@@ -5,6 +5,7 @@ fused_ops/native/compile.py may be imported here: pip builds in an environment o
 that need torch's headers are compiled at first use against the torch that is installed then.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,21 +15,24 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from fused_ops.native.compile import CompileError, build, cpu_target, levels_of_this_machine_type  # noqa: E402
+from fused_ops.native.compile import CompileError, build, cpu_target, cuda_target, levels_of_this_machine_type  # noqa: E402
 
 
 class BuildKernels(build_ext):
-    """Compiles every instruction set level. Without a compiler it says so and goes on: the ops then run their torch bodies."""
+    """Compiles every instruction set level, and for the cards of MEGAZERO_CUDA (compute capabilities, "8.0,9.0") the CUDA kernels, which are
+    otherwise compiled at first use. Without a compiler it says so and goes on: the ops then run their torch bodies."""
 
     def run(self) -> None:
         editable = self.inplace or getattr(self, "editable_mode", False)
         self.folder = (ROOT if editable else Path(self.build_lib).resolve()) / "fused_ops" / "_kernels"
         self.made: list[Path] = []
-        try:
-            targets = [cpu_target(level) for level in levels_of_this_machine_type()]
-            self.made = build(targets, self.folder, Path(self.build_temp).resolve() / "kernels")
-        except CompileError as error:
-            print(f"megazero: installed without compiled CPU kernels, a step on a CPU takes about twice as long: {error}", file=sys.stderr)
+        cards = [cuda_target(capability) for capability in os.environ.get("MEGAZERO_CUDA", "").replace(".", "").split(",") if capability]
+        levels = [cpu_target(level) for level in levels_of_this_machine_type()]
+        for targets, without in ((levels, "CPU kernels, a step on a CPU takes about twice as long"), (cards, "CUDA kernels")):
+            try:
+                self.made += build(targets, self.folder, Path(self.build_temp).resolve() / "kernels")
+            except CompileError as error:
+                print(f"megazero: installed without compiled {without}: {error}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
         return [str(path) for path in getattr(self, "made", [])]

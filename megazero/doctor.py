@@ -120,7 +120,24 @@ def _devices() -> Iterator[Finding]:
     for index in range(cards):
         card = torch.device("cuda", index)
         yield Finding(f"cuda:{index}", f"{devices.name(card)}, {(devices.total_memory_bytes(card) or 0) / 2**30:.0f} GiB")
+        with suppress(ValueError):  # MEGAZERO_FUSED, which has been told
+            yield _cuda_kernels(index)
     yield from _attention(torch.device("cuda", 0) if cards else torch.device("cpu"))
+
+
+def _cuda_kernels(index: int) -> Finding:
+    """Those of a card, compiled now where they are not yet."""
+    asked = library.choice()
+    if asked == "reference":
+        return Finding("CUDA kernels", "off", "MEGAZERO_FUSED=reference: the ops are torch's own")
+    try:
+        compiler = compiling.compiler_version(compiling.compiler(compiling.NVCC))
+    except compiling.CompileError as error:
+        compiler = str(error)
+    found = library.cuda_library(asked, index)
+    return Finding(
+        "CUDA kernels", f"{found.level}, {found.path}" if found else "none", "" if found else f"the ops are torch's own: {compiler}"
+    )
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:
