@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from fused_ops.attention_rule import NOTHING_TRIED, Offer
-from fused_ops.attention_trial import Wanted, find_offer
+from fused_ops.attention.rule import NOTHING_TRIED, Offer
+from fused_ops.attention.trial import Wanted, find_offer
 from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype

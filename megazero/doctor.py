@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fused_ops import registry
-from fused_ops.attention_rule import choose
-from fused_ops.attention_trial import Wanted, find_offer
+from fused_ops.attention.rule import choose
+from fused_ops.attention.trial import Wanted, find_offer
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from megazero import allocator

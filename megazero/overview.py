@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from fused_ops.attention_rule import Body, choose
+from fused_ops.attention.rule import Body, choose
 from fused_ops.registry import COMPILED, REFERENCE, describe
 from megazero import allocator
 from megazero import device as devices

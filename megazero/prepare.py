@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fused_ops.attention_trial import problem
+from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
 from megazero import device as devices

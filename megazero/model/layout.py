@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_ops.attention_rule import NOTHING_TRIED, Offer
+from fused_ops.attention.rule import NOTHING_TRIED, Offer
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_ops.attention_rule import NOTHING_TRIED, Offer
+from fused_ops.attention.rule import NOTHING_TRIED, Offer
 from megazero.batch import MicroBatch
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig

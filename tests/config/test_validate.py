@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fused_ops.attention_rule import ASKED, Case, Offer, obstacle
+from fused_ops.attention.rule import ASKED, Case, Offer, obstacle
 from megazero.config.checks_training import EFFECT
 from megazero.config.dtypes import compute_dtype
 from megazero.config.options import run_options

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_ops.attention import causal_attention
-from fused_ops.attention_reference import reference_attention
+from fused_ops.attention.reference import reference_attention
 from fused_ops.native import library
 from fused_ops.softmax import alibi_slopes
 from tests.fused_ops.levels import DTYPES, cpu_level, drawn, the_same_for_any_threads

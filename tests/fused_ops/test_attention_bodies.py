@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
-from fused_ops import attention, attention_flex, attention_trial
+from fused_ops import attention
 from fused_ops.attention import causal_attention
-from fused_ops.attention_flex import BLOCK, causal_blocks, flex_attention, flex_body, visible_blocks
-from fused_ops.attention_reference import reference_attention
-from fused_ops.attention_rule import ASKED, NOTHING_TRIED, ORDER, Body, Case, Offer, choose, obstacle
-from fused_ops.attention_sdpa import efficient_attention, flash_attention, heads_of
-from fused_ops.attention_trial import Wanted, failure, find_offer, problem
+from fused_ops.attention import flex as attention_flex
+from fused_ops.attention import trial as attention_trial
+from fused_ops.attention.flex import BLOCK, causal_blocks, flex_attention, flex_body, visible_blocks
+from fused_ops.attention.reference import reference_attention
+from fused_ops.attention.rule import ASKED, NOTHING_TRIED, ORDER, Body, Case, Offer, choose, obstacle
+from fused_ops.attention.sdpa import efficient_attention, flash_attention, heads_of
+from fused_ops.attention.trial import Wanted, failure, find_offer, problem
 from fused_ops.softmax import alibi_slopes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -223,7 +225,7 @@ def test_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length: int,
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("body", [flash_attention, efficient_attention])
 def test_sdpa_equals_the_scored_path(shape: tuple[int, ...], body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_ops.attention_sdpa.EFFICIENT", ())  # on a CPU torch chooses
+    monkeypatch.setattr("fused_ops.attention.sdpa.EFFICIENT", ())  # on a CPU torch chooses
     agree(results(body, *shape), results(reference_attention, *shape, slopes=None, documents=None))
 
 

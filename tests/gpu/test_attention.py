@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention import causal_attention
-from fused_ops.attention_flex import flex_attention
-from fused_ops.attention_reference import reference_attention
-from fused_ops.attention_rule import Body, Choice, choose
-from fused_ops.attention_sdpa import efficient_attention, flash_attention
-from fused_ops.attention_trial import Wanted, find_offer
+from fused_ops.attention.flex import flex_attention
+from fused_ops.attention.reference import reference_attention
+from fused_ops.attention.rule import Body, Choice, choose
+from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.attention.trial import Wanted, find_offer
 from fused_ops.softmax import alibi_slopes
 from megazero.device import cuda_available
 from tests.e2e.command import metrics, relative, run

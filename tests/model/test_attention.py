@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fused_ops.attention_reference import reference_attention
-from fused_ops.attention_sdpa import flash_attention
+from fused_ops.attention.reference import reference_attention
+from fused_ops.attention.sdpa import flash_attention
 from megazero.model.attention import Attention
 from megazero.model.position import AlibiSlopes, RotaryAngles
 from megazero.mpu.grid import Group

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.attention import flex_attention as torchs
 
-from fused_ops import attention, attention_flex
-from fused_ops.attention_rule import Body, Case, Choice, Offer
+from fused_ops import attention
+from fused_ops.attention import flex as attention_flex
+from fused_ops.attention.rule import Body, Case, Choice, Offer
 from megazero.telemetry.record import StepRecord
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.places import Piece, assemble, values_of

@@ -1,6 +1,6 @@
 """Causal self-attention from the fused projection to the context, with grouped queries, ALiBi and document boundaries.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function with five bodies; fused_ops/attention_rule.py
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function with five bodies; fused_ops/attention/rule.py
 says which runs. On the CPU it is a blocked kernel on the matrix units (csrc/torch/attention_*.cpp) whose memory is linear in s: it
 reads queries, keys and values where they lie and writes their gradients into one tensor of the same layout.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.attention_flex import flex_attention
-from fused_ops.attention_reference import reference_attention
-from fused_ops.attention_rule import NOTHING_TRIED, Body, Case, Offer, capability, choose
-from fused_ops.attention_sdpa import efficient_attention, flash_attention
+from fused_ops.attention.flex import flex_attention
+from fused_ops.attention.reference import reference_attention
+from fused_ops.attention.rule import NOTHING_TRIED, Body, Case, Offer, capability, choose
+from fused_ops.attention.sdpa import efficient_attention, flash_attention
 from fused_ops.native.library import Library, matrix_kernels, suffix
 
 

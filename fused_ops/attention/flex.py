@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.attention_sdpa import heads_of, joined
+from fused_ops.attention.sdpa import heads_of, joined
 
 BLOCK = 128
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

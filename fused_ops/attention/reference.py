@@ -1,4 +1,4 @@
-"""Causal attention with grouped queries in plain torch and the fused softmax: the specification of fused_ops/attention.py, and its body
+"""Causal attention with grouped queries in plain torch and the fused softmax: the specification of fused_ops/attention, and its body
 for every case on every device.
 
 s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The projection `mixed` [s, b, g(r + 2)d] holds a

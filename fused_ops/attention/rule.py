@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a run asks for and what its machine turned out to have; `fused_ops.attention_trial.find_offer` makes one.
+    """What a run asks for and what its machine turned out to have; `fused_ops.attention.trial.find_offer` makes one.
 
     asked   auto or a key of `ASKED`
     length  of the run's training sequences; None where there is no training

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.attention_flex import flex_attention
-from fused_ops.attention_rule import ASKED, Body, Case, Offer, capability, choose, obstacle
-from fused_ops.attention_sdpa import efficient_attention, flash_attention
+from fused_ops.attention.flex import flex_attention
+from fused_ops.attention.rule import ASKED, Body, Case, Offer, capability, choose, obstacle
+from fused_ops.attention.sdpa import efficient_attention, flash_attention
 from fused_ops.native.library import SUFFIXES, choice, torch_library
 
 NO_TRITON = "triton, with which torch.compile makes code for CUDA, is not installed"
