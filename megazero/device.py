@@ -56,7 +56,8 @@ def resolve(device: str, local_rank: int) -> torch.device:
     """The device of a rank: `device` is auto, cpu or cuda; auto takes cuda where there is any.
 
     Ranks of a machine take its cards in turn, so more ranks than cards share them (useful for tests; NCCL refuses it,
-    gloo does not). The card is made current. Raises ValueError when cuda is asked for and there is none.
+    gloo does not). The card is made current, and sums of 16-bit products that cuBLAS splits are kept in fp32 (torch's default adds the
+    parts up in 16 bit). Raises ValueError when cuda is asked for and there is none.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
@@ -66,6 +67,8 @@ def resolve(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(chosen)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return chosen
 
 
