@@ -98,7 +98,7 @@ class ParallelConfig:
     overlap: bool = option(True)
     "Overlap gradient reduction and parameter gather with compute; results are the same either way."
     compile: bool = option(False)
-    "Run those ops of the blocks that have no kernel (on GPUs, in fp64) through torch.compile. A CPU's kernels are faster and stay: 1.17 s a step, compiled 1.50, plain 1.60 (docs/performance.md)."
+    "Run those ops of the blocks that have no kernel (in fp64, on a GPU without nvcc) through torch.compile. A CPU's kernels are faster and stay: 1.17 s a step, compiled 1.50, plain 1.60 (docs/performance.md)."
     attention: str = option("auto", choices=("auto", "flash", "flex", "softmax"))
     "How attention is computed: torch's flash (no ALiBi, no documents), FlexAttention (CUDA), or products and softmax; auto: the best for the case, which the banner names."
     cuda_graphs: bool = option(False)
