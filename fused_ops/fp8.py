@@ -140,7 +140,8 @@ def add_weight_gradient(grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse
     torch's scaled product cannot add to what is there: what is added is made in `into`'s dtype (fp32 of a gradient's sum) and added in
     a pass of its own. That rounds as an accumulating product would, and moves 16 bytes an element, little beside m multiplications.
     """
-    if not add and into.is_contiguous() and into.data_ptr() % _CLEAR == 0:
+    in_place = not add and into.is_contiguous() and not into.is_meta  # torch has no meta kernel of it
+    if in_place and into.data_ptr() % _CLEAR == 0:
         torch._scaled_mm(grad, x.t(), scale_a=grad_inverse, scale_b=x_inverse, out_dtype=into.dtype, out=into)
         return
     made = product(grad, x, grad_inverse, x_inverse, into.dtype)

@@ -35,6 +35,11 @@ RUNS = {
     "fp32, sgd, masks": ["--precision", "fp32", "--optimizer", "sgd", "--eod-mask-loss", "--document-mask", "--eod-id", "0"],
     "dropout, recompute": ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--recompute-granularity", "full"],
     "FP8": ["--fp8", "delayed", "--hidden-size", "64"],
+    "fp8": ["--hidden-size", "32", "--seq-length", "16", "--fp8"],
+    "fp8, delayed, recompute": [
+        *("--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--activation", "swiglu"),
+        *("--recompute-granularity", "full"),
+    ],
     "llama": ["--position-embedding", "rotary", "--norm", "rmsnorm", "--activation", "swiglu", "--num-query-groups", "2"],
     "learned, untied, smoothing": [
         *("--position-embedding", "learned", "--untie-embeddings-and-output-weights", "--label-smoothing", "0.1", "--z-loss", "0.001"),

@@ -46,6 +46,14 @@ REFUSED = [
     ("--tp 3 --activation swiglu --hidden-size 96", 3, "--tp 3 does not divide --ffn-hidden-size 256", "--ffn-hidden-size 255"),
     ("--position-embedding learned --max-position-embeddings 100", 1, "is less than --seq-length 384", "--seq-length 100"),
     ("--tp 2 --sequence-parallel --seq-length 33", 2, "nearest: --seq-length 32 or 34", "--seq-length 34"),
+    ("--fp8 --precision fp32", 1, "--fp8 current multiplies 8-bit copies of 16-bit numbers; --precision fp32", "--fp8 off"),
+    (
+        "--fp8 delayed --hidden-size 36 --ffn-hidden-size 100",
+        1,
+        "no linear layer's weight on a rank (attention.qkv 108 x 36, attention.output 36 x 36, mlp.up 100 x 36",
+        "--hidden-size 48",
+    ),
+    ("--fp8 --fp8-amax-history 8", 1, "--fp8-amax-history has no effect without --fp8 delayed", "--fp8 delayed"),
     ("--num-layers 2 --pp 5", 5, "--pp 5 x --virtual-stages 1 = 5 model chunks, but --num-layers 2", "--num-layers 3"),
     (
         "--num-layers 2 --pp 2 --virtual-stages 3",

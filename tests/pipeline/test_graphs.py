@@ -97,6 +97,8 @@ CASES = {
         ["--eod-mask-loss", "--document-mask", "--eod-id", "0", "--untie-embeddings-and-output-weights", "--bucket-size", "3000"],
     ),
     "FP8, delayed": (3, ["--fp8", "delayed", "--hidden-size", "64"]),
+    "fp8, delayed": (3, ["--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--recompute-granularity", "full"]),
+    "fp8": (1, ["--hidden-size", "32", "--seq-length", "16", "--fp8"]),
     # The first scale overflows and halves for some steps, others are applied.
     "fp16 overflows": (2, ["--precision", "fp16", "--initial-loss-scale", "8e6", "--hysteresis", "1", "--loss-scale-window", "2"]),
 }
