@@ -21,6 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_ops.native.binding import Library
+from fused_ops.native.library import kernels, suffix
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST: Mapping[torch.dtype, int] = MappingProxyType({E4M3: 8, E5M2: 15})
 """The largest number of both formats is 1.75 times two to this."""
@@ -38,7 +41,16 @@ class Quantised(NamedTuple):
 
 
 def measure(x: Tensor) -> Tensor:
-    """Largest absolute value, 0-dim fp32; NaN where x holds one."""
+    """Largest absolute value of x [m, k], 0-dim fp32; NaN where x holds one."""
+    library = _library(x)
+    if library is not None:
+        largest = x.new_empty((), dtype=torch.float32)
+        library.call(f"largest_{suffix(x.dtype)}", *x.shape, x.stride(0), x, largest)
+        return largest
+    return _measured(x)
+
+
+def _measured(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, _INFINITE, dtype=torch.float32)
 
 
@@ -68,7 +80,7 @@ def empty(x: Tensor, dtype: torch.dtype, transposed: bool) -> Quantised:
 
 def _fill(x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised) -> Tensor:
     if amax is None:
-        amax = measure(x)
+        amax = _measured(x)
     if scale is None:
         scale = scale_of(amax, LARGEST[into.values.dtype])
     limit = torch.finfo(into.values.dtype).max
@@ -114,10 +126,34 @@ def fill(
 
     scale     0-dim fp32, a power of two; None: the one of this matrix
     amax      `measure(x)`, where it is known
-    compiled  through torch.compile: measuring, scaling, saturating, rounding and transposing in one or two passes
+    compiled  where there is no kernel: through torch.compile, which makes one or two passes of it
     Elements beyond the format's largest number become that; see above for those that are not finite.
     """
-    return (_compiled(role) if compiled else _FILLS[role])(x.detach(), scale, amax, into)
+    x = x.detach()
+    library = _library(x)
+    if library is not None:
+        return _fill_on_device(library, x, scale, amax, into)
+    return (_compiled(role) if compiled else _FILLS[role])(x, scale, amax, into)
+
+
+def _library(x: Tensor) -> Library | None:
+    """The kernels, if they take x: on a GPU, 16-bit, of rows whose elements are neighbours."""
+    if x.dtype == torch.float32 or not x.numel() or (x.stride(1) != 1 and x.shape[1] > 1):
+        return None
+    library = kernels(x)
+    return library if library is not None and library.on_device else None
+
+
+def _fill_on_device(library: Library, x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised) -> Tensor:
+    """`_fill` in one reading, in two where the scale has to be found first."""
+    if scale is None:
+        amax = measure(x) if amax is None else amax
+        scale = scale_of(amax, LARGEST[into.values.dtype])
+    found = x.new_empty((), dtype=torch.float32) if amax is None else amax
+    name = f"quantise_{'e4m3' if into.values.dtype == E4M3 else 'e5m2'}_{suffix(x.dtype)}"
+    library.call(name, *x.shape, x.stride(0), x, scale, into.values, into.transposed, found if amax is None else None)
+    into.inverse.copy_(inverse_of(scale, found))
+    return found
 
 
 def product(

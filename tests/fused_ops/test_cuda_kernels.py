@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_ops import fp8
 from fused_ops.adam import adam_step, sgd_step
 from fused_ops.cross_entropy import row_statistics, write_gradient
 from fused_ops.native import library
@@ -159,6 +160,44 @@ def test_sum_of_squares_of_many_chunks(cuda_level, offset):
     memory = Guarded(200_003, torch.bfloat16, offset)
     x = memory.put(drawn(200_003, dtype=torch.bfloat16))
     assert sum_of_squares(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2])
+@pytest.mark.parametrize(
+    ("rows", "columns", "stride"), [(1, 1, 1), (16, 16, 16), (48, 272, 288), (130, 140, 140), (37, 8, 16), (144, 129, 131)]
+)
+def test_fp8_copies_are_the_reference_to_the_bit(cuda_level, monkeypatch, rows, columns, stride, format, dtype):
+    """By rows and by columns, with a given scale and with its own; what is beyond the format saturates."""
+    most = torch.finfo(dtype).max
+    x = (drawn(rows, stride) * torch.exp(4 * drawn(rows, stride, seed=2))).clamp(-most, most).to(dtype)[:, :columns]
+    x[0, 0] = most
+    for scale in (None, torch.tensor(2.0**-3), torch.tensor(2.0**9)):
+        for transposed in (True, False):
+            ours, theirs = (fp8.empty(x, format, transposed) for _ in range(2))
+            found = fp8.fill("input", x, ours, scale=scale)
+            with monkeypatch.context() as patch:
+                patch.setenv("MEGAZERO_FUSED", "reference")
+                expected = fp8.fill("input", x, theirs, scale=scale)
+            assert torch.equal(found, expected) and torch.equal(fp8.measure(x), expected) and torch.equal(ours.inverse, theirs.inverse)
+            assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+            if ours.transposed is not None and theirs.transposed is not None:
+                assert torch.equal(ours.transposed.view(torch.uint8), theirs.transposed.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2])
+def test_fp8_rounding_of_every_16_bit_number(cuda_level, monkeypatch, format):
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    ours, theirs = (fp8.empty(x, format, True) for _ in range(2))
+    for scale in (1.0, 2.0**-20, 2.0**30):
+        amax = fp8.fill("gradient", x, ours, scale=torch.tensor(scale))
+        assert amax.isnan() and ours.inverse.isnan()  # there are NaNs among them
+        with monkeypatch.context() as patch:
+            patch.setenv("MEGAZERO_FUSED", "reference")
+            fp8.fill("gradient", x, theirs, scale=torch.tensor(scale))
+        real = ~x.isnan()
+        assert torch.equal(ours.values.view(torch.uint8)[real], theirs.values.view(torch.uint8)[real])
+        assert ours.values.float()[~real].isnan().all()
 
 
 def test_scratch_memory_grows_and_the_smaller_stays(cuda_level):

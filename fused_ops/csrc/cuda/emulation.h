@@ -159,6 +159,7 @@ inline void check_alignment(const void* pointer, size_t alignment) {
 
 }  // namespace mz::emulation
 
+#define MZ_PLACED(alignment) __attribute__((aligned(alignment)))
 #define MZ_ALIGNED(pointer, alignment) mz::emulation::check_alignment(pointer, alignment)
 
 inline void __syncthreads() { mz::emulation::block().yield(mz::emulation::AT_BLOCK); }

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define MZ_ALIGNED(pointer, alignment)
+#define MZ_PLACED(alignment) __align__(alignment)
 #else
 #include "emulation.h"
 #endif
