@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -81,6 +82,51 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what was queued on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Seconds of what the current stream of a device does between `start` and `stop`; on a CPU those of the host.
+
+    Neither waits, so that the host can run ahead; `seconds` does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._times = [0.0, 0.0]
+
+    def _take(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        else:
+            self._times[which] = time.perf_counter()
+
+    def start(self) -> None:
+        self._take(0)
+
+    def stop(self) -> None:
+        self._take(1)
+
+    def seconds(self) -> float:
+        if not self._events:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+def card_facts(device: torch.device) -> dict[str, str | int | float]:
+    """Of a CUDA device: what it is, and the versions of the libraries that torch brought."""
+    card = torch.cuda.get_device_properties(device)
+    return {
+        "card": card.name,
+        "capability": f"sm_{card.major}{card.minor}",
+        "memory_gib": round(card.total_memory / 2**30, 1),
+        "multiprocessors": card.multi_processor_count,
+        "l2_mib": round(getattr(card, "L2_cache_size", 0) / 2**20, 1),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none",
+    }
 
 
 class SideCopies:

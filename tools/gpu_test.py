@@ -1,0 +1,196 @@
+"""All that needs an NVIDIA GPU to be tested, on the card and with the torch that are there: `make gpu-test`.
+
+    python tools/gpu_test.py                # everything, in at most eight minutes
+    python tools/gpu_test.py --only ranks   # stages whose name contains this
+    python tools/gpu_test.py --logs DIR     # keep what each stage printed
+
+Stages that need the card for themselves run alone, the others beside each other. What is most likely to be wrong comes first, and
+what fails is printed when it fails. Status 0: everything passed; 1: something failed, or there is no card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import card
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 465
+"""For all stages together; what is left of eight minutes goes to the start and the summary."""
+FOUND = 99
+"""Status of the sanitizer where it found something."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command that is a test. seconds: its limit. sanitizer: its status means what the sanitizer makes of it."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    environment: dict[str, str] = field(default_factory=dict)
+    sanitizer: bool = False
+
+
+def pytest_stage(name: str, seconds: int, *words: str, workers: int = 0) -> Stage:
+    """workers: processes that share the tests, where pytest-xdist is installed."""
+    spread = ("-n", str(workers)) if workers and find_spec("xdist") else ()
+    command = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "--tb=short", "--durations=5", *spread, *words)
+    return Stage(name, command, seconds)
+
+
+def sanitizer() -> str | None:
+    """NVIDIA's compute-sanitizer."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+
+def sanitized(program: str, tool: str) -> Stage:
+    """Every kernel under a tool of the sanitizer. Without torch's cache each tensor is an allocation, whose ends are known."""
+    options = ("--error-exitcode", str(FOUND), "--report-api-errors", "no")
+    command = (program, "--tool", tool, *options, sys.executable, "tests/gpu/sanitize.py")
+    return Stage(tool, command, 100, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, sanitizer=True)
+
+
+def phases() -> Iterator[tuple[Stage, ...]]:
+    """Stages of one phase run beside each other."""
+    apart = ("tests/gpu/test_training.py", "tests/gpu/test_parity.py", "tests/gpu/test_attention.py")
+    yield (Stage("every kernel once", (sys.executable, "tests/gpu/sanitize.py"), 150),)
+    yield (
+        pytest_stage("kernels", 240, "tests/fused_ops", workers=4),
+        pytest_stage("ranks", 300, *apart[:2]),
+        pytest_stage("attention", 240, apart[2], workers=3),
+    )
+    yield (pytest_stage("steps", 240, "tests/gpu", *(f"--ignore={path}" for path in apart)),)
+    program = sanitizer()
+    if program is None:
+        print("compute-sanitizer is not installed here: memcheck and racecheck are left out", flush=True)
+    else:
+        yield (sanitized(program, "memcheck"), sanitized(program, "racecheck"))
+
+
+@dataclass
+class Running:
+    """A started stage; `finish` waits for it."""
+
+    stage: Stage
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
+
+    @classmethod
+    def start(cls, stage: Stage, folder: Path) -> Running:
+        log = folder / f"{stage.name.replace(' ', '-')}.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **stage.environment}
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                stage.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+            )
+        return cls(stage, process, log, time.monotonic())
+
+    def finish(self, deadline: float) -> Result:
+        limit = min(deadline, self.began + self.stage.seconds)
+        try:
+            status: int | None = self.process.wait(max(0.1, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            status = None
+            stop(self.process)
+        output = self.log.read_text(errors="replace")
+        return Result(self.stage, judged(self.stage, status, output), last_line(output), time.monotonic() - self.began, output)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """The stage and all processes that it started: it leads a session of its own."""
+    os.killpg(process.pid, 9)
+    process.wait()
+
+
+@dataclass(frozen=True)
+class Result:
+    """verdict: passed, failed, out of time, or left out."""
+
+    stage: Stage
+    verdict: str
+    words: str
+    seconds: float
+    output: str
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict in ("FAILED", "OUT OF TIME")
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<12}{self.stage.name:<20}{self.seconds:5.0f} s   {self.words}"
+
+
+def judged(stage: Stage, status: int | None, output: str) -> str:
+    """A sanitizer that cannot work on this machine (its driver, a container) says nothing about the kernels."""
+    if status is None:
+        return "OUT OF TIME"
+    if stage.sanitizer and status != FOUND and re.search(r"not supported|Unable to|Internal Sanitizer Error|error 999", output):
+        return "left out"
+    if stage.sanitizer and status == 0 and not re.search(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", output):
+        return "FAILED"
+    return "passed" if status == 0 else "FAILED"
+
+
+def last_line(output: str) -> str:
+    lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
+    return lines[-1][:150] if lines else "it printed nothing"
+
+
+def run(stages: Sequence[Stage], folder: Path, deadline: float) -> list[Result]:
+    """Beside each other; every result is printed as soon as those before it are."""
+    results = []
+    for running in [Running.start(stage, folder) for stage in stages]:
+        result = running.finish(deadline)
+        results.append(result)
+        print(result, flush=True)
+        if result.failed:
+            print("\n".join(f"    {line}" for line in result.output.splitlines()[-80:]), flush=True)
+    return results
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="stages whose name contains this")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (%(default)s)")
+    parser.add_argument("--logs", type=Path, help="folder for what the stages print")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    missing = card.why_not()
+    if missing is not None:
+        sys.exit(f"make gpu-test: {missing}; nothing was tested")
+    if find_spec("pytest") is None:
+        sys.exit(f"make gpu-test: {sys.executable} has no pytest; nothing was tested")
+    began = time.monotonic()
+    print(", ".join(f"{name} {value}" for name, value in card.facts().items()), flush=True)
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as spare:
+        folder = args.logs or Path(spare)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stages in phases():
+            results += run([stage for stage in stages if args.only in stage.name], folder, began + args.seconds)
+    failed = [result.stage.name for result in results if result.failed]
+    print(f"\n{len(results)} stages in {time.monotonic() - began:.0f} s")
+    print("\n".join(map(str, results)))
+    sys.exit(f"make gpu-test: failed: {', '.join(failed)}" if failed or not results else 0)
+
+
+if __name__ == "__main__":
+    main()
