@@ -146,14 +146,11 @@ def _library(x: Tensor) -> Library | None:
 
 def _fill_on_device(library: Library, x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised) -> Tensor:
     """`_fill` in one reading, in two where the scale has to be found first."""
-    if scale is None:
-        amax = measure(x) if amax is None else amax
-        scale = scale_of(amax, LARGEST[into.values.dtype])
-    found = x.new_empty((), dtype=torch.float32) if amax is None else amax
+    numbers = [x.new_empty((), dtype=torch.float32) if number is None else number for number in (amax, scale)]
     name = f"quantise_{'e4m3' if into.values.dtype == E4M3 else 'e5m2'}_{suffix(x.dtype)}"
-    library.call(name, *x.shape, x.stride(0), x, scale, into.values, into.transposed, found if amax is None else None)
-    into.inverse.copy_(inverse_of(scale, found))
-    return found
+    copies = into.inverse, into.values, into.transposed
+    library.call(name, *x.shape, x.stride(0), x, *numbers, *copies, int(scale is None), int(amax is None))
+    return numbers[0]
 
 
 def product(

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_the_build_needs_setuptools_and_ninja_alone() -> None:
     assert names(PROJECT["build-system"]["requires"]) == ["setuptools", "ninja"]
     imported = imported_by(ROOT / "setup.py")
     compiling = "fused_ops.native.compile"
-    assert imported <= {"setuptools", "setuptools.command.build_ext", "sys", "pathlib", compiling}
+    assert imported <= {"setuptools", "setuptools.command.build_ext", "os", "sys", "pathlib", compiling}
     assert imported_by(ROOT / "fused_ops/native/compile.py") <= sys.stdlib_module_names | {"collections.abc"}
 
 
@@ -137,16 +138,30 @@ def test_an_old_python_is_refused_by_its_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(cuda_available(), reason="there is an NVIDIA GPU")
-def test_gpu_test_without_a_gpu_says_so(tmp_path: Path) -> None:
-    """With the Makefile's own installation step marked as done."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "bin" / "python").chmod(0o755)
-    for stamp in (".installed", ".installed-test"):
-        (tmp_path / stamp).touch()
-    done = subprocess.run(["make", "gpu-test", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("goal", ["gpu-test", "gpu-bench"])
+@pytest.mark.parametrize("given", [True, False], ids=["PYTHON", "VENV"])
+def test_without_a_gpu_one_line_says_so(tmp_path: Path, goal: str, given: bool) -> None:
+    """At once, with the Python that is there, and nothing is installed. make's own line comes after it."""
+    words = [f"PYTHON={sys.executable}"] if given else []
+    if not given:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (tmp_path / "bin" / "python").chmod(0o755)
+    before, began = sorted(tmp_path.rglob("*")), time.monotonic()
+    done = subprocess.run(["make", goal, f"VENV={tmp_path}", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and done.stdout == ""
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+    assert len(said) == 1 and said[0].startswith(f"make {goal}: torch ") and "finds no NVIDIA GPU" in said[0], done.stderr
+    assert sorted(tmp_path.rglob("*")) == before and time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("program", ["tools/gpu_test.py", "bench/gpu.py"])
+def test_without_torch_the_line_names_the_python(tmp_path: Path, program: str) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(ROOT / program)], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
-    assert "finds no NVIDIA GPU" in done.stderr
+    assert sys.executable in done.stderr and "no torch here" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_scripts_are_executable() -> None:

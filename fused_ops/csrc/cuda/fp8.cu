@@ -16,6 +16,7 @@ template <int MANTISSA_, int BIAS_, unsigned LARGEST_> struct Format {
   static __host__ __device__ constexpr int mantissa() { return MANTISSA_; }
   static __host__ __device__ constexpr int bias() { return BIAS_; }
   static __host__ __device__ constexpr unsigned largest() { return LARGEST_; }
+  static constexpr int exponent() { return (LARGEST_ >> MANTISSA_) - BIAS_; }
 };
 typedef Format<3, 7, 0x7E> E4m3;
 typedef Format<2, 15, 0x7B> E5m2;
@@ -60,11 +61,27 @@ MZ_DEVICE unsigned largest_of_block(unsigned x) {
   return held[0];
 }
 
-static __global__ void MZ_BOUNDS(THREADS) largest_of_parts(const unsigned* partial, int64_t parts, float* result) {
+// 0-dim numbers of a matrix on the device: the largest absolute value, the scale, its inverse (null: not wanted).
+struct Scalars {
+  float *amax, *scale, *inverse;
+};
+
+// amax is that of the parts, if there are any. exponent: the largest number of the format is 1.75 times two to this; negative: the scale is
+// given. Otherwise it is the largest power of two that keeps amax within the format, by the arithmetic of fused_ops/fp8.py.
+static __global__ void MZ_BOUNDS(THREADS) settle(const unsigned* partial, int64_t parts, Scalars to, int exponent) {
   unsigned largest = 0;
   for (int64_t i = threadIdx.x; i < parts; i += THREADS) largest = larger(largest, partial[i]);
   largest = largest_of_block(largest);
-  if (threadIdx.x == 0) *result = __uint_as_float(largest);
+  if (threadIdx.x > 0) return;
+  if (parts) *to.amax = __uint_as_float(largest);
+  else largest = __float_as_uint(*to.amax);
+  if (!to.inverse) return;
+  if (exponent >= 0) {
+    int power = 254 + exponent - (int)((largest + 0x1FFFFF) >> 23);
+    *to.scale = __uint_as_float((unsigned)larger(1, smaller(253, power)) << 23);
+  }
+  bool finite = largest < 0x7F800000;
+  *to.inverse = __uint_as_float(finite ? 0x7F000000 - __float_as_uint(*to.scale) : 0x7FC00000);
 }
 
 template <typename T> struct Matrix {
@@ -174,41 +191,54 @@ template <typename T> constexpr bool in_packs(const Matrix<T>& of) {
   return of.columns % WIDEST<T> == 0 && of.stride % WIDEST<T> == 0 && aligned<WIDEST<T>>(of.x);
 }
 
-// Launches by_tile(packs of this width, memory for the largest of each tile), and puts the largest of all into `result`, if that is wanted.
-template <typename T, typename ByTile> int run(Launch& to, const Matrix<T>& of, bool wide, float* result, const ByTile& by_tile) {
-  unsigned* partial = nullptr;
-  if (result && !(partial = scratch<unsigned>(to, of.tiles()))) return MORE_SCRATCH;
-  int error = wide ? by_tile(std::integral_constant<int, WIDEST<T>>(), partial) : by_tile(std::integral_constant<int, 1>(), partial);
-  return error || !result ? error : launch(to, largest_of_parts, dim3(1), dim3(THREADS), partial, of.tiles(), result);
+template <typename T> int measure_tiles(const Launch& to, const Matrix<T>& of, unsigned* partial) {
+  dim3 tiles((unsigned)of.tiles()), threads(THREADS);
+  if (in_packs(of)) return launch(to, measure<T, WIDEST<T>>, tiles, threads, of, of.across(), partial);
+  return launch(to, measure<T, 1>, tiles, threads, of, of.across(), partial);
 }
 
-template <typename F, typename T>
-int quantise_into(Launch& to, const Matrix<T>& of, const float* scale, uint8_t* values, uint8_t* transposed, float* largest) {
-  bool together = of.rows % RUN == 0 && reinterpret_cast<uintptr_t>(transposed) % RUN == 0;
-  bool wide = in_packs(of) && reinterpret_cast<uintptr_t>(values) % WIDEST<T> == 0;
-  return run(to, of, wide, largest, [&](auto width, unsigned* partial) {
-    Copies copies{scale, values, transposed, together, partial};
-    return launch(to, quantise<F, T, width.value>, dim3((unsigned)of.tiles()), dim3(THREADS), of, of.across(), copies);
-  });
+template <typename F, typename T> int quantise_tiles(const Launch& to, const Matrix<T>& of, Copies copies) {
+  dim3 tiles((unsigned)of.tiles()), threads(THREADS);
+  copies.together = of.rows % RUN == 0 && reinterpret_cast<uintptr_t>(copies.transposed) % RUN == 0;
+  bool wide = in_packs(of) && reinterpret_cast<uintptr_t>(copies.values) % WIDEST<T> == 0;
+  if (wide) return launch(to, quantise<F, T, WIDEST<T>>, tiles, threads, of, of.across(), copies);
+  return launch(to, quantise<F, T, 1>, tiles, threads, of, of.across(), copies);
 }
 
 template <typename T> int largest_of(Launch& to, const Matrix<T>& of, float* result) {
-  return run(to, of, in_packs(of), result, [&](auto width, unsigned* partial) {
-    return launch(to, measure<T, width.value>, dim3((unsigned)of.tiles()), dim3(THREADS), of, of.across(), partial);
-  });
+  unsigned* partial = scratch<unsigned>(to, of.tiles());
+  if (!partial) return MORE_SCRATCH;
+  int error = measure_tiles(to, of, partial);
+  return error ? error : launch(to, settle, dim3(1), dim3(THREADS), partial, of.tiles(), Scalars{result, nullptr, nullptr}, -1);
+}
+
+// The copies and what of the scalars is not known: one reading, or two where the scale has to be found from what is read.
+template <typename F, typename T>
+int copy(Launch& to, const Matrix<T>& of, const Scalars& scalars, uint8_t* values, uint8_t* transposed, bool find_scale, bool find_amax) {
+  unsigned* partial = find_amax ? scratch<unsigned>(to, of.tiles()) : nullptr;
+  if (find_amax && !partial) return MORE_SCRATCH;
+  int error = find_scale && find_amax ? measure_tiles(to, of, partial) : 0;
+  Copies copies{scalars.scale, values, transposed, false, find_scale ? nullptr : partial};
+  if (!error && !find_scale) error = quantise_tiles<F>(to, of, copies);
+  int64_t parts = find_amax ? of.tiles() : 0;
+  int exponent = find_scale ? F::exponent() : -1;
+  if (!error) error = launch(to, settle, dim3(1), dim3(THREADS), partial, parts, scalars, exponent);
+  if (!error && find_scale) error = quantise_tiles<F>(to, of, copies);
+  return error;
 }
 
 }  // namespace
 
-#define MZ_QUANTISE(NAME, FORMAT, SUFFIX, T)                                                                                         \
-  MZ_API int quantise_##NAME##_##SUFFIX(Launch* to, int64_t rows, int64_t columns, int64_t stride, const T* x, const float* scale,   \
-                                        uint8_t* values, uint8_t* transposed, float* largest) {                                      \
-    return quantise_into<FORMAT, T>(*to, {x, rows, columns, stride}, scale, values, transposed, largest);                            \
+#define MZ_COPY(NAME, FORMAT, SUFFIX, T)                                                                                             \
+  MZ_API int quantise_##NAME##_##SUFFIX(Launch* to, int64_t rows, int64_t columns, int64_t stride, const T* x, float* amax,          \
+                                        float* scale, float* inverse, uint8_t* values, uint8_t* transposed, int64_t find_scale,      \
+                                        int64_t find_amax) {                                                                         \
+    return copy<FORMAT, T>(*to, {x, rows, columns, stride}, {amax, scale, inverse}, values, transposed, find_scale, find_amax);      \
   }
 #define MZ_KERNEL(SUFFIX, T)                                                                                                         \
   MZ_API int largest_##SUFFIX(Launch* to, int64_t rows, int64_t columns, int64_t stride, const T* x, float* result) {                \
     return largest_of<T>(*to, {x, rows, columns, stride}, result);                                                                   \
   }                                                                                                                                  \
-  MZ_QUANTISE(e4m3, E4m3, SUFFIX, T) MZ_QUANTISE(e5m2, E5m2, SUFFIX, T)
+  MZ_COPY(e4m3, E4m3, SUFFIX, T) MZ_COPY(e5m2, E5m2, SUFFIX, T)
 MZ_KERNEL(bf16, mz::bf16)
 MZ_KERNEL(fp16, mz::fp16)
