@@ -26,13 +26,18 @@ OPS = (
 MATRIX_OPS = ("attention", "weight_gradient")
 """Those that rest on torch's block products, which are compiled at first use."""
 
+FP8_OPS = ("fp8_cast",)
+
 COMPILABLE = ("softmax", "swiglu", "rotary", "layernorm", "rmsnorm")
 """Those whose reference body torch.compile makes fewer passes of. An activation is one pass in torch; the others run outside the blocks, or
 in loops over blocks of rows (dropout)."""
 
 
-def describe(device: torch.device | str = "cpu") -> dict[str, str]:
-    """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always takes)."""
+def describe(device: torch.device | str = "cpu", *, fp8: bool = False) -> dict[str, str]:
+    """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always takes).
+
+    fp8: with the casts of --fp8, for which only GPUs have a kernel.
+    """
     kind, _, index = str(device).partition(":")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,10 +46,13 @@ def describe(device: torch.device | str = "cpu") -> dict[str, str]:
         libraries = {OPS: cpu_library(choice()), MATRIX_OPS: torch_library(choice())}
     elif kind == "cuda" and torch.cuda.is_available():
         libraries[OPS] = cuda_library(choice(), int(index or torch.cuda.current_device()))
+    if fp8:
+        library = libraries[OPS]
+        libraries[FP8_OPS] = library if library is not None and library.on_device else None
     return {op: REFERENCE if library is None else f"{library.level} kernel" for ops, library in libraries.items() for op in ops}
 
 
-def compiled(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+def compiled(device: torch.device | str, dtype: torch.dtype, *, fp8: bool = False) -> tuple[str, ...]:
     """The ops that `compiled_bodies` compiles on the device: those that have no kernel there, for fp64 all that can be."""
-    bodies = describe(device)
-    return tuple(op for op in COMPILABLE if bodies[op] == REFERENCE or dtype == torch.float64)
+    bodies, ops = describe(device, fp8=fp8), (*COMPILABLE, *(FP8_OPS if fp8 else ()))
+    return tuple(op for op in ops if bodies[op] == REFERENCE or dtype == torch.float64)

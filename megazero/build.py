@@ -145,7 +145,7 @@ def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
     """The ops that --compile compiles on this device; none without the flag, or where all that it would compile have kernels."""
     if not run.parallel.compile:
         return ()
-    return (*compiled(device, compute_dtype(run.optimizer.precision)), *(("fp8_cast",) if fp8_layers(run) else ()))
+    return compiled(device, compute_dtype(run.optimizer.precision), fp8=bool(fp8_layers(run)))
 
 
 def places_of(run: Run, pp_index: int, tp_index: int) -> list[list[list[Place]]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fused_ops.attention.rule import Body, choose
-from fused_ops.registry import COMPILED, REFERENCE, describe
+from fused_ops.registry import COMPILED, describe
 from megazero import allocator
 from megazero import device as devices
 from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
@@ -48,8 +48,7 @@ def overview(run: Run, grid: ProcessGrid, text: str, start: str, changes: list[t
 def _ops(run: Run, device: torch.device) -> str:
     ops = compiled_ops(run, device)
     attention = choose(wanted_attention(run).case(device), attention_offer(run, device))
-    casts = {"fp8_cast": REFERENCE} if run.optimizer.fp8 != "off" else {}
-    bodies = describe(device) | casts | dict.fromkeys(ops, COMPILED)
+    bodies = describe(device, fp8=run.optimizer.fp8 != "off") | dict.fromkeys(ops, COMPILED)
     if attention.body is not Body.KERNEL:
         bodies["attention"] = attention.body.value
     lines = [("attention", f"{attention.body.value}: {attention.reason}")]
