@@ -15,7 +15,6 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
-from megazero.device import GraphCapture
 from megazero.model.count import parameters_per_layer
 from megazero.model.stage import Stage, StageSpec, build_stage
 from megazero.mpu.chunks import ChunkMap
@@ -28,6 +27,7 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import chunk_map, is_breadth_first, stage_schedule
+from megazero.streams import GraphCapture
 
 
 def chunk_layers(run: Run) -> tuple[int, ...]:

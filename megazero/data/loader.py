@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.batch import MicroBatch
 from megazero.data.dataset import Samples
 from megazero.data.indexed import DataError
-from megazero.device import SideCopies
+from megazero.streams import SideCopies
 
 _Travelling = Callable[[], list[Tensor | None]]
 """The tensors of a micro-batch on their way: called, it gives them in the order of `MicroBatch`."""

@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 class Capturer(Protocol):
-    """`device.GraphCapture`, or what stands for it in tests."""
+    """`streams.GraphCapture`, or what stands for it in tests."""
 
     def aside(self, work: Callable[[], _Result]) -> _Result:
         """Do the work where captures are made."""

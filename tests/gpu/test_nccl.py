@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from megazero import device as devices
 from megazero.mpu import collectives
 from megazero.mpu.grid import Axes, Coordinates, Group, ProcessGrid, solo, stream_options
+from megazero.streams import raise_on_synchronisation
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 
 pytestmark = [
@@ -65,7 +66,7 @@ def test_every_collective(grid: ProcessGrid) -> None:
             partial(collectives.reduce_scatter, x, x),
         ):
             launch(group=group).wait()  # the first makes the communicator
-            with devices.raise_on_synchronisation(grid.device):
+            with raise_on_synchronisation(grid.device):
                 launch(group=group).wait()
             assert torch.equal(x, torch.arange(12.0, device=grid.device))
         out = torch.empty(12, device=grid.device)
@@ -86,7 +87,7 @@ def test_a_step_waits_for_no_collective(grid: ProcessGrid, corpus: Path, tmp_pat
     job, _ = job_on_card(flags_of(flags, corpus, tmp_path / "cache"), grid)
     for _ in range(2):
         job.trainer.train_step(stop=False)
-    with devices.raise_on_synchronisation(grid.device):
+    with raise_on_synchronisation(grid.device):
         for _ in range(2):
             job.trainer.train_step(stop=False)
     assert grid.dp.traffic["reduce_scatter", torch.float32] > 0

@@ -14,6 +14,7 @@ from fused_ops import linear
 from fused_ops.linear import add_weight_gradient
 from megazero import device as devices
 from megazero.data.loader import TrainLoader
+from megazero.streams import raise_on_synchronisation
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 
 pytestmark = [
@@ -39,7 +40,7 @@ def test_the_host_waits_for_nothing(name: str, corpus: Path, tmp_path: Path) -> 
     for _ in range(3):  # kernels are compiled, tables made, the allocator filled
         job.trainer.train_step(stop=False)
         job.trainer.after_step()
-    with devices.raise_on_synchronisation(job.grid.device):
+    with raise_on_synchronisation(job.grid.device):
         for _ in range(3):
             job.trainer.train_step(stop=False)
             job.trainer.after_step()
@@ -49,9 +50,9 @@ def test_the_host_waits_for_nothing(name: str, corpus: Path, tmp_path: Path) -> 
 
 def test_waiting_would_be_noticed() -> None:
     x = torch.ones(3, device="cuda")
-    with pytest.raises(RuntimeError), devices.raise_on_synchronisation(x.device):
+    with pytest.raises(RuntimeError), raise_on_synchronisation(x.device):
         x.sum().item()
-    with pytest.raises(RuntimeError), devices.raise_on_synchronisation(x.device):
+    with pytest.raises(RuntimeError), raise_on_synchronisation(x.device):
         torch.tensor(1.0, device="cuda")
 
 

@@ -1,0 +1,119 @@
+"""What a card does beside what the host does: times, copies and graphs on its streams."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_Result = TypeVar("_Result")
+
+
+class Stopwatch:
+    """Seconds of what the current stream of a device does between `start` and `stop`; on a CPU those of the host.
+
+    Neither waits, so that the host can run ahead; `seconds` does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._times = [0.0, 0.0]
+
+    def _take(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        else:
+            self._times[which] = time.perf_counter()
+
+    def start(self) -> None:
+        self._take(0)
+
+    def stop(self) -> None:
+        self._take(1)
+
+    def seconds(self) -> float:
+        if not self._events:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+class SideCopies:
+    """Copies from host memory to the device on a stream of their own, beside what the device computes.
+
+    On devices without streams they are plain copies. `start` from pinned memory, and neither call waits for the device. The pinned
+    memory may be dropped at once: torch's allocator of it keeps it until a copy with non_blocking is over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, tensors: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
+        """Begin to copy. The function returned makes the current stream wait for these copies, and gives them; call it once."""
+        if self._stream is None:
+            there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            return lambda: there
+        stream = self._stream
+        with torch.cuda.stream(stream):
+            copies = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            arrived = stream.record_event()
+
+        def take() -> list[Tensor | None]:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(arrived)
+            for copy in copies:
+                if copy is not None:  # it belongs to the copies' stream, which must not get it back before this one is done with it
+                    copy.record_stream(current)
+            return copies
+
+        return take
+
+
+class GraphCapture:
+    """CUDA graphs of one card that share their memory, captured on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def aside(self, work: Callable[[], _Result]) -> _Result:
+        """Do the work on the stream of the captures, as torch asks of what comes before one; the current stream waits for it."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        current.wait_stream(self._stream)
+        return result
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what the work launches, without running it; the function returned runs it on the current stream.
+
+        Waits for the device, and returns what its allocator holds unused first: a graph's memory is its own. Other threads may call
+        CUDA meanwhile (NCCL's watchdog does), therefore thread_local.
+        """
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+def raise_on_synchronisation(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """For tests: within the block, what makes the host wait for the device is an error (as far as torch knows of it)."""
+
+    @contextlib.contextmanager
+    def forbidden() -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return forbidden() if device.type == "cuda" else contextlib.nullcontext()
