@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, work: Workload, entry: Entry) -> None:
         self.work, self.entry = work, entry
-        self.step: Callable[[], float] | None = None
+        self.step: Callable[[], Any] | None = None
         self.imports = 0
 
     def load(self) -> dict[str, Any]:
@@ -56,9 +56,28 @@ class Rank:
         seconds, loss = [], float("nan")
         for _ in range(count):
             began = time.perf_counter()
-            loss = self.step()
+            loss = float(self.step())  # on a card: once it has been computed
             seconds.append(time.perf_counter() - began)
         return {"seconds": seconds, "loss": loss}
+
+    def turn(self, count: int) -> dict[str, Any]:
+        """Seconds of `count` steps together, from a device that has nothing to do until it has nothing to do again."""
+        from megazero import device as devices
+
+        assert self.step is not None
+        device = devices.resolve(self.work.device, 0)
+        devices.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            loss = self.step()
+        devices.synchronize(device)
+        return {"seconds": time.perf_counter() - began, "loss": float(loss)}
+
+    def device_memory(self) -> dict[str, Any]:
+        """Most GiB that tensors held on the card since the process began; on a CPU its resident set."""
+        from megazero import device as devices
+
+        return {"peak_gib": devices.peak_memory_bytes(devices.resolve(self.work.device, 0)) / (1 << 30)}
 
     def report(self) -> dict[str, Any]:
         """What the contestant's step knows about itself since it was last asked."""

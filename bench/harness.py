@@ -41,8 +41,8 @@ def free_port() -> int:
 class Contestant:
     """The processes of one entry, one per rank. Raises Unavailable wherever they cannot go on."""
 
-    def __init__(self, work: Workload, entry: Entry) -> None:
-        self.work, self.entry = work, entry
+    def __init__(self, work: Workload, entry: Entry, patience: float = PATIENCE) -> None:
+        self.work, self.entry, self.patience = work, entry, patience
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(work.ranks)}
@@ -71,15 +71,23 @@ class Contestant:
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         """The reply of every rank."""
+        self.tell(do, **arguments)
+        return self.hear(do)
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Give every rank a command; `hear` its replies before the next one."""
         try:
             for _, commands, _ in self.ranks:
                 print(json.dumps({"do": do, **arguments}), file=commands, flush=True)
         except BrokenPipeError as error:
             raise Unavailable(f"{do}: its process died; {self.last_words()}") from error
+
+    def hear(self, do: str) -> list[dict[str, Any]]:
+        """The reply of every rank to `do`, within `patience` seconds."""
         found = []
         for _, _, replies in self.ranks:
-            if not select.select([replies], [], [], PATIENCE)[0]:
-                raise Unavailable(f"{do}: no answer in {PATIENCE} s; {self.last_words()}")
+            if not select.select([replies], [], [], self.patience)[0]:
+                raise Unavailable(f"{do}: no answer in {self.patience:.0f} s; {self.last_words()}")
             line = replies.readline()
             if not line:
                 raise Unavailable(f"{do}: its process died; {self.last_words()}")

@@ -1,116 +1,32 @@
-"""The ops that `bench/ops.py` times, each a function from sizes to a `Case`: a new row is a new function in the table below.
+"""The ops that are timed, each a function from sizes to a `Case`: a new row is a new function in the table below.
 
-b micro-batch, s sequence, n heads, d head dim, h hidden, f ffn width, v vocabulary, N = b*s tokens. Both sides get the same
-fresh tensors each time and run forward and backward; imports stand inside, so that an op that is not there skips its row only.
+b micro-batch, s sequence, n heads, d head dim, h hidden, f ffn width, v vocabulary, N = b*s tokens, e bytes of an element. Both sides get
+the same fresh tensors each time and run forward and backward; imports stand inside, so that an op that is not there skips its row only.
+Tensors are made on torch's default device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BF16 = torch.bfloat16
+from bench.case import BF16, BothWays, Case, Sizes, with_gradient
+from bench.matrix_cases import attention, attention_written_out, linear_part
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Those of W1, the vocabulary of W2."""
-
-    b: int = 4
-    s: int = 512
-    n: int = 8
-    d: int = 64
-    f: int = 2048
-    v: int = 50304
-    parameters: int = 50_000_000
-
-    @classmethod
-    def tiny(cls) -> Sizes:
-        return cls(2, 16, 2, 8, 64, 128, 4096)
-
-    @property
-    def h(self) -> int:
-        return self.n * self.d
-
-    @property
-    def tokens(self) -> int:
-        return self.b * self.s
-
-
-@dataclass(frozen=True)
-class Case:
-    """prepare makes the tensors of one repetition. bytes and flops are the least that forward and backward need."""
-
-    name: str
-    shape: str
-    prepare: Callable[[], tuple[Tensor, ...]]
-    ours: Callable[..., object]
-    theirs: Callable[..., object]
-    bytes: float = 0.0
-    flops: float = 0.0
-    dtype: str = "bfloat16"
-
-
-def fresh(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Clones that need gradients: what an op overwrites is there again next time."""
-    return lambda: tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
-
-
-def with_gradient(result: int, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """As `fresh`, and the gradient of a result of so many elements: to make it is not the op's work."""
-    return lambda: (*fresh(*tensors)(), torch.ones(result, dtype=tensors[0].dtype))
-
-
-def both_ways(function: Callable[..., Tensor]) -> Callable[..., None]:
-    """Forward, and backward from the gradient that comes last."""
-
-    def run(*tensors: Tensor) -> None:
-        out = function(*tensors[:-1])
-        out.backward(tensors[-1].view(out.shape))
-
-    return run
-
-
-def random(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape) * scale).to(BF16)
-
-
-def attention(z: Sizes, written_out: bool = False) -> Case:
-    """Causal with ALiBi, from the projection to the context; torch gets the bias as an additive mask."""
-    from fused_ops.attention import causal_attention
-    from fused_ops.softmax import alibi_slopes
-
-    slopes = torch.tensor(alibi_slopes(z.n))
-    future = torch.full((z.s, z.s), -math.inf).triu(1)
-    mask = (slopes.view(-1, 1, 1) * torch.arange(z.s) + future).to(BF16)[None]
-
-    def ours(mixed: Tensor) -> Tensor:
-        return causal_attention(mixed, z.n, 1, z.d, scale=z.d**-0.5, slopes=slopes, documents=None)
-
-    def theirs(mixed: Tensor) -> Tensor:
-        query, key, value = mixed.view(z.s, z.b, z.n, 3, z.d).permute(3, 1, 2, 0, 4).unbind(0)
-        if not written_out:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        scores = (query @ key.transpose(-1, -2)) * z.d**-0.5 + mask
-        return torch.softmax(scores, dim=-1) @ value
-
-    name = "attention, torch written out" if written_out else "attention"
-    mixed = random(z.s, z.b, 3 * z.h)
-    moved = 2 * (8 * mixed.numel() // 3 + 2 * mixed.numel() // 3)
-    products = 7 * 2 * z.b * z.n * z.s * z.s * z.d / 2  # two forward, five backward, half of each under the diagonal
-    return Case(
-        name, f"b{z.b} n{z.n} s{z.s} d{z.d}", with_gradient(mixed.numel() // 3, mixed), both_ways(ours), both_ways(theirs), moved, products
-    )
-
-
-def attention_written_out(z: Sizes) -> Case:
-    return attention(z, written_out=True)
+def passes(z: Sizes, name: str, moves: str, tensors: tuple[Tensor, ...], ours: Any, theirs: Any, counts: tuple[float, float]) -> Case:
+    """A case over rows: what is moved is `counts` (forward, backward) times the first tensor, which is as large as the result."""
+    first = tensors[0]
+    shape = " x ".join(map(str, first.shape))
+    forward, backward = (count * first.nbytes for count in counts)
+    dtype = str(z.dtype).removeprefix("torch.")
+    prepare = with_gradient(first.numel(), *tensors)
+    return Case(name, shape, prepare, BothWays(ours), BothWays(theirs), forward + backward, 0.0, dtype, forward, moves)
 
 
 def softmax(z: Sizes) -> Case:
@@ -118,90 +34,150 @@ def softmax(z: Sizes) -> Case:
     from fused_ops.softmax import alibi_slopes, scaled_causal_alibi_softmax
 
     slopes = torch.tensor(alibi_slopes(z.n))
-    mask = (slopes.view(-1, 1, 1) * torch.arange(z.s) + torch.full((z.s, z.s), -math.inf).triu(1)).to(BF16)
-    scores = random(z.b, z.n, z.s, z.s)
-    ours = both_ways(lambda x: scaled_causal_alibi_softmax(x, 0.125, slopes))
-    theirs = both_ways(lambda x: torch.softmax(x * 0.125 + mask, dim=-1))
-    # Half of it is under the diagonal: read, written; probabilities and gradient read, gradient written. The rest is set to 0.
-    return Case(
-        "softmax", f"b{z.b} n{z.n} s{z.s}", with_gradient(scores.numel(), scores), ours, theirs, 2 * scores.numel() * (5 / 2 + 1 / 2)
+    mask = (slopes.view(-1, 1, 1) * torch.arange(z.s) + torch.full((z.s, z.s), -math.inf).triu(1)).to(z.dtype)
+    moves = "half of the scores lies under the diagonal: read, all written; half of probabilities and gradient read, half written"
+    return passes(
+        z,
+        "softmax",
+        moves,
+        (z.random(z.b, z.n, z.s, z.s),),
+        lambda x: scaled_causal_alibi_softmax(x, 0.125, slopes),
+        lambda x: torch.softmax(x * 0.125 + mask, dim=-1),
+        (1.5, 1.5),
     )
+
+
+MAP = "x read, y written; x and dy read, dx written"
 
 
 def bias_gelu(z: Sizes) -> Case:
     from fused_ops.activation import gelu_tanh
 
-    x, bias = random(z.tokens, z.f), random(z.f)
-    theirs = both_ways(lambda x, bias: F.gelu(x + bias, approximate="tanh"))
-    return Case(
-        "bias + tanh gelu", f"{z.tokens} x {z.f}", with_gradient(x.numel(), x, bias), both_ways(gelu_tanh), theirs, 2 * 5 * x.numel()
-    )
+    tensors = z.random(z.tokens, z.f), z.random(z.f)
+    return passes(z, "bias + tanh gelu", MAP, tensors, gelu_tanh, lambda x, bias: F.gelu(x + bias, approximate="tanh"), (2, 3))
 
 
 def gelu_alone(z: Sizes) -> Case:
     from fused_ops.activation import gelu_tanh
 
-    x, bias = random(z.tokens, z.f), random(z.f)
-    theirs = both_ways(lambda x, bias: F.gelu(x, approximate="tanh"))
-    name = "bias + tanh gelu, torch without bias"
-    return Case(name, f"{z.tokens} x {z.f}", with_gradient(x.numel(), x, bias), both_ways(gelu_tanh), theirs, 2 * 5 * x.numel())
+    tensors = z.random(z.tokens, z.f), z.random(z.f)
+    return passes(z, "bias + tanh gelu, torch without bias", MAP, tensors, gelu_tanh, lambda x, bias: F.gelu(x, approximate="tanh"), (2, 3))
 
 
 def swiglu(z: Sizes) -> Case:
     from fused_ops.swiglu import swiglu as op
 
-    gate, up = random(z.tokens, z.f), random(z.tokens, z.f)
-    theirs = both_ways(lambda gate, up: F.silu(gate) * up)
-    return Case("swiglu", f"{z.tokens} x {z.f}", with_gradient(gate.numel(), gate, up), both_ways(op), theirs, 2 * 8 * gate.numel())
+    tensors = z.random(z.tokens, z.f), z.random(z.tokens, z.f)
+    moves = "gate and up read, y written; gate, up and dy read, two gradients written"
+    return passes(z, "swiglu", moves, tensors, op, lambda gate, up: F.silu(gate) * up, (3, 5))
 
 
-def cross_entropy(z: Sizes) -> Case:
-    """Mean loss and the gradient of the logits."""
+def cross_entropy(z: Sizes, widened: bool = False) -> Case:
+    """Mean loss and the gradient of the logits. widened: torch's in fp32, as transformers computes it; else on the logits as they are."""
     from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
     from megazero.mpu.grid import Group
 
-    logits, labels, alone = random(z.tokens, z.v), torch.randint(z.v, (z.tokens,)), Group((0,), 0, None)
+    logits, labels, alone = z.random(z.tokens, z.v), torch.randint(z.v, (z.tokens,)), Group((0,), 0, None)
 
-    def ours(x: Tensor, labels: Tensor) -> None:
+    def ours(x: Tensor, labels: Tensor) -> Tensor:
         # Not on the clone itself, which is a leaf: the op writes the gradient over its input.
-        vocab_parallel_cross_entropy(x.view_as(x), labels, alone, vocab=z.v).mean().backward()
+        return vocab_parallel_cross_entropy(x.view_as(x), labels, alone, vocab=z.v).mean()
 
-    def theirs(x: Tensor, labels: Tensor) -> None:
-        F.cross_entropy(x.view_as(x), labels).backward()
+    def theirs(x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(x.float() if widened else x.view_as(x), labels)
 
-    return Case("cross-entropy", f"{z.tokens} x {z.v}", fresh(logits, labels), ours, theirs, 2 * 3 * logits.numel())
+    name = "cross-entropy, torch in fp32" if widened else "cross-entropy"
+    dtype, moves = str(z.dtype).removeprefix("torch."), "logits read; logits read, gradient written"
+    prepare = with_gradient(1, logits, labels)
+    sizes = 3 * logits.nbytes, 0.0, dtype, logits.nbytes
+    return Case(name, f"{z.tokens} x {z.v}", prepare, BothWays(ours), BothWays(theirs), *sizes, moves)
+
+
+def cross_entropy_widened(z: Sizes) -> Case:
+    return cross_entropy(z, widened=True)
 
 
 def layer_norm(z: Sizes) -> Case:
     from fused_ops.layernorm import layer_norm as op
 
-    x, weight, bias = random(z.tokens, z.h), random(z.h), random(z.h)
-    ours = both_ways(lambda x, w, b: op(x, w, b, 1e-5))
-    theirs = both_ways(lambda x, w, b: F.layer_norm(x, (z.h,), w, b, 1e-5))
-    return Case("layernorm", f"{z.tokens} x {z.h}", with_gradient(x.numel(), x, weight, bias), ours, theirs, 2 * 5 * x.numel())
+    tensors = z.random(z.tokens, z.h), z.random(z.h), z.random(z.h)
+    theirs = lambda x, w, b: F.layer_norm(x, (z.h,), w, b, 1e-5)  # noqa: E731
+    return passes(z, "layernorm", MAP, tensors, lambda x, w, b: op(x, w, b, 1e-5), theirs, (2, 3))
 
 
 def rms_norm(z: Sizes) -> Case:
     from fused_ops.layernorm import rms_norm as op
 
-    x, weight = random(z.tokens, z.h), random(z.h)
-    ours, theirs = both_ways(lambda x, w: op(x, w, 1e-5)), both_ways(lambda x, w: F.rms_norm(x, (z.h,), w, 1e-5))
-    return Case("rmsnorm", f"{z.tokens} x {z.h}", with_gradient(x.numel(), x, weight), ours, theirs, 2 * 5 * x.numel())
+    tensors = z.random(z.tokens, z.h), z.random(z.h)
+    theirs = lambda x, w: F.rms_norm(x, (z.h,), w, 1e-5)  # noqa: E731
+    return passes(z, "rmsnorm", MAP, tensors, lambda x, w: op(x, w, 1e-5), theirs, (2, 3))
+
+
+def add_layer_norm(z: Sizes) -> Case:
+    """The residual is added before. Of sum and norm one tensor is made, so that both have a gradient: [2, N, h]."""
+    from fused_ops.layernorm import add_layer_norm as op
+
+    def theirs(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        total = x + residual
+        return _both(total, F.layer_norm(total, (z.h,), w, b, 1e-5))
+
+    def ours(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return _both(*op(x, residual, w, b, 1e-5))
+
+    tensors = z.random(z.tokens, z.h), z.random(z.tokens, z.h), z.random(z.h), z.random(z.h)
+    moves = "x and residual read, sum and y written; sum and both gradients read, one written"
+    return passes(z, "residual + layernorm", moves, tensors, ours, theirs, (4, 4))
+
+
+class _Both(torch.autograd.Function):
+    """The second of two results, whose gradient is that of the first as well: no pass is added that an op would not have."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, normalised: Tensor) -> Tensor:
+        return normalised.view_as(normalised)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0]
+
+
+def _both(total: Tensor, normalised: Tensor) -> Tensor:
+    result: Tensor = _Both.apply(total, normalised)
+    return result
+
+
+def dropout(z: Sizes) -> Case:
+    """residual + dropout(x + bias)."""
+    from fused_ops.dropout import bias_dropout_residual
+
+    keys = torch.randint(2**62, (z.tokens,))
+    tensors = z.random(z.tokens, z.h), z.random(z.h), z.random(z.tokens, z.h)
+    theirs = lambda x, bias, residual: residual + F.dropout(x + bias, 0.1)  # noqa: E731
+    ours = lambda x, bias, residual: bias_dropout_residual(x, bias, residual, keys, 0.1)  # noqa: E731
+    return passes(z, "bias + dropout + residual", "x and residual read, y written; dy read, dx written", tensors, ours, theirs, (3, 2))
 
 
 def rotary(z: Sizes) -> Case:
     from fused_ops.rotary import apply_rotary, rotary_tables
 
-    x = random(z.s, z.b, z.n, z.d)
-    cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(z.s), z.d, 10000.0, BF16))
-    whole = torch.cat([cos, cos], -1).to(BF16), torch.cat([sin, sin], -1).to(BF16)
+    cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(z.s), z.d, 10000.0, z.dtype))
+    whole = torch.cat([cos, cos], -1).to(z.dtype), torch.cat([sin, sin], -1).to(z.dtype)
 
     def theirs(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return x * whole[0] + torch.cat([-second, first], -1) * whole[1]
 
-    ours = both_ways(lambda x: apply_rotary(x, cos, sin))
-    return Case("rotary", f"s{z.s} b{z.b} n{z.n} d{z.d}", with_gradient(x.numel(), x), ours, both_ways(theirs), 2 * 4 * x.numel())
+    tensors = (z.random(z.s, z.b, z.n, z.d),)
+    return passes(z, "rotary", "x read, y written; dy read, dx written", tensors, lambda x: apply_rotary(x, cos, sin), theirs, (2, 2))
+
+
+def sum_of_squares(z: Sizes) -> Case:
+    """In fp64 inside, of a flat fp32 gradient; torch's norm sums in fp32."""
+    from fused_ops.norm import sum_of_squares as op
+
+    x = torch.randn(z.parameters)
+    theirs = lambda: torch.linalg.vector_norm(x)  # noqa: E731
+    return Case("sum of squares", f"{z.parameters:,}", tuple, lambda: op(x), theirs, x.nbytes, 0.0, "float32", moves="the gradient read")
 
 
 def adam_state(z: Sizes) -> tuple[Tensor, ...]:
@@ -210,69 +186,72 @@ def adam_state(z: Sizes) -> tuple[Tensor, ...]:
     return master.to(BF16), master, gradient, torch.zeros(z.parameters), torch.zeros(z.parameters)
 
 
+def written_out_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+    """AdamW in torch's words, for a compiler to make one pass of."""
+    m.lerp_(g, 0.1)
+    v.mul_(0.95).addcmul_(g, g, value=0.05)
+    root = (v / (1 - 0.95**step)).sqrt() + 1e-8
+    w.mul_(1 - 1e-3 * 0.1).sub_(1e-3 / (1 - 0.9**step) * m / root)
+
+
 def adam(z: Sizes, rival: str = "torch") -> Case:
     """Ours also multiplies by the clip coefficient and writes the 16-bit parameters; the rival's step does neither, unless
-    it is "torch, equal work", which does both in passes of their own.
+    it is "torch, equal work", which does both in passes of their own, or apex, of which ours makes use as it would of its own.
     """
     from fused_ops.adam import adam_step
 
     state, step, coefficient, skip = adam_state(z), torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.5), torch.tensor(False)
     numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+    numbers |= {"step": step, "multiplier": coefficient, "skip": skip}
 
     def ours() -> None:
         step.add_(1)
-        adam_step(*state, **numbers, step=step, multiplier=coefficient, skip=skip)
+        adam_step(*state, **numbers)
 
     parameter = state[1].clone()
     parameter.grad = state[2]
+    narrow, clip = torch.empty_like(state[0]), torch.tensor(1.0)  # the gradient stays what it is, however often it is multiplied
+    equal, count = rival == "torch, equal work", torch.tensor(1.0)
+    take = rivals_step(rival, parameter, state, numbers)
+
+    def theirs() -> None:
+        if equal:
+            state[2].mul_(clip)
+        take()
+        if equal:
+            narrow.copy_(parameter.detach())
+
+    def to_compile() -> None:
+        g = state[2] * clip if equal else state[2]
+        written_out_adam(parameter, g, state[3], state[4], count)
+        if equal:
+            narrow.copy_(parameter)
+
+    name = "adam" if rival == "torch" else f"adam against {rival}"
+    moves = "weight, gradient and two moments read in fp32, all but the gradient written, and the 16-bit weight"
+    to = None if rival in ("DeepSpeed", "apex") else to_compile
+    return Case(name, f"{z.parameters:,}", tuple, ours, theirs, 30 * z.parameters, 0.0, "float32", moves=moves, to_compile=to)
+
+
+def rivals_step(rival: str, parameter: Tensor, state: tuple[Tensor, ...], numbers: dict[str, Any]) -> Callable[[], object]:
+    """The step of an optimizer over `parameter`, whose gradient is there; of apex over the state itself. ImportError where it is missing."""
+    if rival == "apex":
+        from fused_ops import apex
+
+        if missing := apex.why_not():
+            raise ImportError(missing)
+        return lambda: apex.adam_step(*state, **{**numbers, "step": torch.ones_like(numbers["step"])})
     if rival == "DeepSpeed":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer: Any = DeepSpeedCPUAdam([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True)
     else:
         optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    narrow, clip = torch.empty_like(state[0]), torch.tensor(1.0)  # the gradient stays what it is, however often it is multiplied
-
-    def theirs() -> None:
-        if rival == "torch, equal work":
-            state[2].mul_(clip)
-        optimizer.step()
-        if rival == "torch, equal work":
-            narrow.copy_(parameter.detach())
-
-    name = "adam" if rival == "torch" else f"adam against {rival}"
-    return Case(name, f"{z.parameters:,}", tuple, ours, theirs, 30 * z.parameters)
+    return lambda: optimizer.step()
 
 
-def adam_equal_work(z: Sizes) -> Case:
-    return adam(z, "torch, equal work")
-
-
-def adam_deepspeed(z: Sizes) -> Case:
-    return adam(z, "DeepSpeed")
-
-
-def linear(z: Sizes, part: str, of_head: bool) -> Case:
-    """x [N, h] by weight [f, h], or the head's [v, h]."""
-    from fused_ops.linear import add_weight_gradient, input_gradient
-    from fused_ops.linear import linear as op
-
-    out = z.v if of_head else z.f
-    x, weight, grad = random(z.tokens, z.h), random(out, z.h, scale=0.02), random(z.tokens, out)
-    into = torch.zeros(out, z.h)
-    parts: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-        "forward": (lambda: op(x, weight, None), lambda: F.linear(x, weight)),
-        "input gradient": (lambda: input_gradient(grad, weight), lambda: grad @ weight),
-        "weight gradient": (lambda: add_weight_gradient(grad, x, into, True), lambda: into.add_(grad.t() @ x)),
-    }
-    ours, theirs = parts[part]
-    moved = 2 * (x.numel() + weight.numel() + grad.numel()) + (6 * into.numel() if part == "weight gradient" else 0)
-    shape = f"{z.tokens} x {z.h} x {out}"
-    return Case(f"{'head' if of_head else 'linear'} {part}", shape, tuple, ours, theirs, moved, 2 * z.tokens * z.h * out)
-
-
-def linear_part(part: str, of_head: bool = False) -> Callable[[Sizes], Case]:
-    return lambda z: linear(z, part, of_head)
+def adam_against(rival: str) -> Callable[[Sizes], Case]:
+    return lambda z: adam(z, rival)
 
 
 CASES: dict[str, Callable[[Sizes], Case]] = {
@@ -283,12 +262,17 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
     "bias + tanh gelu, torch without bias": gelu_alone,
     "swiglu": swiglu,
     "cross-entropy": cross_entropy,
+    "cross-entropy, torch in fp32": cross_entropy_widened,
     "layernorm": layer_norm,
+    "residual + layernorm": add_layer_norm,
     "rmsnorm": rms_norm,
+    "bias + dropout + residual": dropout,
     "rotary": rotary,
+    "sum of squares": sum_of_squares,
     "adam": adam,
-    "adam against torch, equal work": adam_equal_work,
-    "adam against DeepSpeed": adam_deepspeed,
+    "adam against torch, equal work": adam_against("torch, equal work"),
+    "adam against DeepSpeed": adam_against("DeepSpeed"),
+    "adam against apex": adam_against("apex"),
     "linear forward": linear_part("forward"),
     "linear input gradient": linear_part("input gradient"),
     "linear weight gradient": linear_part("weight gradient"),

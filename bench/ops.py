@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from bench import results
-from bench.op_cases import CASES, Case, Sizes
+from bench.case import Case, Sizes
+from bench.op_cases import CASES
 from megazero.allocator import restart_with_settings
 
 

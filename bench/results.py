@@ -61,11 +61,11 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write(kind: str, settings: dict[str, Any], found: dict[str, Any], folder: Path) -> Path:
-    """DATE-KIND.json under `folder`; the path."""
+def write(kind: str, settings: dict[str, Any], found: dict[str, Any], folder: Path, path: Path | None = None) -> Path:
+    """DATE-KIND.json under `folder`, or `path`, which an earlier call gave, written anew; the path."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(timezone.utc)
-    path = folder / f"{now:%Y-%m-%d-%H%M%S}-{kind}.json"
+    path = path or folder / f"{now:%Y-%m-%d-%H%M%S}-{kind}.json"
     whole = {"kind": kind, "date": now.isoformat(timespec="seconds"), "machine": machine(), "versions": versions(), "settings": settings}
     path.write_text(json.dumps(whole | found, indent=1) + "\n")
     return path

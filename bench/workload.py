@@ -24,6 +24,7 @@ class Workload:
     micro_batch    samples of one forward pass
     micro_batches  forward passes of one optimizer step on one data-parallel rank
     threads        of one rank
+    device         cpu or cuda
     """
 
     name: str
@@ -36,6 +37,7 @@ class Workload:
     micro_batches: int = 1
     ranks: int = 1
     threads: int = 2
+    device: str = "cpu"
     lr: float = 3e-4
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -90,10 +92,10 @@ def random_tokens(work: Workload, count: int, seed: int) -> Tensor:
 
 
 class Batches:
-    """A few micro-batches in turn, held in memory: tokens and labels, int64 [b, s]."""
+    """A few micro-batches in turn, held in the device's memory: tokens and labels, int64 [b, s]."""
 
     def __init__(self, work: Workload, replica: int = 0, different: int = 8) -> None:
-        samples = random_tokens(work, different * work.micro_batch, seed=17 + replica)
+        samples = random_tokens(work, different * work.micro_batch, seed=17 + replica).to(work.device)
         self.all = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in samples.split(work.micro_batch)]
         self.next = 0
 

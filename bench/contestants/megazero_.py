@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import Tensor
+
+from bench.contestants.common import Step
 from bench.workload import Workload, random_tokens
 from megazero.config.parse import parse_run
 from megazero.data.indexed import dtype_for
@@ -36,7 +38,7 @@ def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
         "--adam-eps": work.eps,
         "--weight-decay": work.weight_decay,
         "--precision": "bf16",
-        "--device": "cpu",
+        "--device": work.device,
         "--train-iters": 20_000,
         "--eval-iters": 0,
         "--split": "1,0,0",
@@ -64,18 +66,18 @@ def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
     return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))
 
 
-def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Callable[[], float]:
+def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
     trainer = build_megazero(work, list(layout), replicas).trainer
-    losses: list[float] = []
+    losses: list[float | Tensor] = []
     write = trainer.log.step
 
     def keep(values: StepValues) -> None:
-        losses[:] = [float(values.loss)]
+        losses[:] = [values.loss]
         write(values)
 
     trainer.log.step = keep  # type: ignore[method-assign]
 
-    def step() -> float:
+    def step() -> float | Tensor:
         trainer.train_step(stop=False)
         trainer.after_step()
         return losses[0]

@@ -46,7 +46,8 @@ def gpt2(work: Workload, attention: str) -> nn.Module:
 
 def model_of(work: Workload, shape: str, attention: str) -> nn.Module:
     torch.manual_seed(1234)
-    return bloom(work) if shape == "bloom" else gpt2(work, attention)
+    with torch.device(work.device):
+        return bloom(work) if shape == "bloom" else gpt2(work, attention)
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -54,5 +55,5 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
-def build(work: Workload, shape: str = "bloom", attention: str = "sdpa", compile: bool = False, precision: str = "autocast") -> Step:
+def build(work: Workload, shape: str = "bloom", attention: str = "sdpa", compile: bool | str = False, precision: str = "autocast") -> Step:
     return in_one_process(model_of(work, shape, attention).train(), _logits, work, compile, precision)

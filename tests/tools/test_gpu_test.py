@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tools.gpu_test import FOUND, Stage, judged, phases, run
-
+gpu_test = importlib.import_module("tools.gpu_test")  # a folder of programs, which is no package
+FOUND, Stage, judged, phases, run = gpu_test.FOUND, gpu_test.Stage, gpu_test.judged, gpu_test.phases, gpu_test.run
 PYTHON = sys.executable
 
 
