@@ -48,10 +48,7 @@ template <typename Body> __global__ void MZ_BOUNDS(STRIP* DEEP) sum_part(Body bo
 #pragma unroll
   for (int k = 0; k < ARRAYS; ++k) {
     Floats<W> sum = over_depth(total.of[k]);
-    if (threadIdx.y == 0 && column < columns) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) partial[(part * ARRAYS + k) * columns + column + j] = sum[j];
-    }
+    if (threadIdx.y == 0 && column < columns) store<W>(partial + (part * ARRAYS + k) * columns + column, sum);
   }
 }
 

@@ -112,11 +112,8 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) backward(Gradient<T> k, int64_t groups
   }
   float* own = partial + group * ARRAYS * k.h;
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      own[i + j] = of_weight[p][j];
-      if constexpr (CENTRED) own[k.h + i + j] = of_bias[p][j];
-    }
+    store<W>(own + i, of_weight[p]);
+    if constexpr (CENTRED) store<W>(own + k.h + i, of_bias[p]);
   });
 }
 
