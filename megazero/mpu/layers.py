@@ -197,6 +197,7 @@ class VocabParallelEmbedding(nn.Module):
             return _lookup(tokens, self.weight)
         start, stop = place_of(self.weight).box[0]
         elsewhere = (tokens < start) | (tokens >= stop)
-        rows = _lookup((tokens - start).masked_fill(elsewhere, 0), self.weight)
+        # Tokens of other ranks look up any row; not all the same one, whose gradient would be added up token by token.
+        rows = _lookup((tokens - start) % self.weight.shape[0], self.weight)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(rows, self.group)
