@@ -150,6 +150,8 @@ class Job:
 def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner."""
     run = _with_device(prepared.run, grid)
+    if grid.rank == 0 and grid.device.type == "cuda":
+        print("megazero: kernels for this card are loaded and tried; what is not compiled yet is now, which can take a minute", flush=True)
     stages = build_stages(run, grid)
     state = ModelState(stages, grid, run.optimizer, run.parallel)
     optimizer = ShardedOptimizer(state, run.optimizer, grid)
