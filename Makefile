@@ -1,7 +1,8 @@
 # make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU)
 # make test       install into .venv and run all tests
 # make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
-# make gpu-test   the tests that need an NVIDIA GPU
+# make gpu-test   everything that needs an NVIDIA GPU to be tested, with the torch that is installed; 8 minutes, no network
+# make gpu-bench  ops and training steps on an NVIDIA GPU beside torch and transformers, likewise
 # make bench      ops, a training step by its parts, and megazero beside its peers (BENCH=--quick for a smoke test)
 # make lint       ruff and mypy
 # make clean      remove caches and builds (.venv, runs and data stay)
@@ -12,7 +13,7 @@ LAYOUTS ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain test parity gpu-test bench lint clean
+.PHONY: help install pretrain test parity gpu-test gpu-bench bench lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -42,10 +43,14 @@ test: $(VENV)/.installed-test
 parity: $(VENV)/.installed-test
 	MEGAZERO_PARITY_LAYOUTS=$(LAYOUTS) MEGAZERO_PARITY_SEED=$(SEED) $(VENV)/bin/python -m pytest -ra tests/parity $(PYTEST)
 
-gpu-test: $(VENV)/.installed-test
-	@$(VENV)/bin/python -c 'from megazero.device import cuda_available as there; raise SystemExit(0 if there() else \
-	  "make gpu-test: torch finds no NVIDIA GPU on this machine; nothing was tested")'
-	$(VENV)/bin/python -m pytest -ra -m gpu $(PYTEST)
+# These two install nothing: PYTHON where it is given, else the virtual environment where there is one, else python3.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VENV)/bin/python),$(PYTHON)),$(PYTHON))
+
+gpu-test:
+	@$(GPU_PYTHON) tools/gpu_test.py $(TEST)
+
+gpu-bench:
+	@$(GPU_PYTHON) bench/gpu.py $(BENCH)
 
 # DeepSpeed takes part where it is installed: its own pip package would otherwise be built here for one table.
 bench: $(VENV)/.installed-bench
