@@ -21,13 +21,14 @@ def row_statistics(logits: Tensor, target: Tensor, real: int, *, summed: bool) -
     columns, or with -inf in all of them, largest is -inf and the sum of exponentials 0.
     """
     dtype = wide(logits.dtype)
-    largest = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
-    sums = torch.zeros((3 if summed else 2, logits.shape[0]), dtype=dtype, device=logits.device)
     library = _library(logits)
     if library is not None:
+        largest, sums = (logits.new_empty(size, dtype=dtype) for size in (logits.shape[0], (3 if summed else 2, logits.shape[0])))
         shape = logits.shape[0], logits.stride(0), real
         library.call(f"row_statistics_{suffix(logits.dtype)}", *shape, logits, target.contiguous(), largest, sums, int(summed))
         return largest, sums
+    largest = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
+    sums = torch.zeros((3 if summed else 2, logits.shape[0]), dtype=dtype, device=logits.device)
     rows = rows_of(logits, logits.shape[1])
     for row in (slice(i, i + rows) for i in range(0, logits.shape[0] if real else 0, rows)):
         values = logits[row, :real].to(dtype)

@@ -30,8 +30,8 @@ def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool
         if ids.device.type == "cpu":
             _check(ids, into.shape[0])
         if library.on_device:  # a thread that meets the first token of an id adds up all of its rows
-            shape, order = (ids.numel(), *into.shape), torch.argsort(ids, stable=True)
-            library.call(f"embedding_gradient_sorted_{suffix(rows.dtype)}", *shape, into, ids.contiguous(), order, rows.contiguous())
+            shape, (ids, order) = (ids.numel(), *into.shape), torch.sort(ids, stable=True)
+            library.call(f"embedding_gradient_sorted_{suffix(rows.dtype)}", *shape, into, ids, order, rows.contiguous())
         else:
             library.call(f"embedding_gradient_{suffix(rows.dtype)}", *rows.shape, into, ids.contiguous(), rows.contiguous())
         increment_version(into)

@@ -23,6 +23,10 @@ FAULTS = {
         "__global__ void k(float* x) { if (threadIdx.x < 32) __syncthreads(); x[threadIdx.x] = 1.0f; }",
         "dim3(1), dim3(64)",
     ),
+    "some threads wait at a barrier and others for their warp": (
+        "__global__ void k(float* x) { if (threadIdx.x % 2) __syncthreads(); x[threadIdx.x] = over_warp(Floats<1>{{1.0f}}, Sum())[0]; }",
+        "dim3(1), dim3(32)",
+    ),
     "a shuffle in a block that is not made of whole warps": (
         "__global__ void k(float* x) { x[threadIdx.x] = over_warp(Floats<1>{{1.0f}}, Sum())[0]; }",
         "dim3(1), dim3(40)",

@@ -21,7 +21,7 @@ template <typename Act, typename T, int W_> struct Forward {
 
 // dx and its part of the bias gradient.
 template <typename Act, typename T, int W_> struct Backward {
-  static constexpr int W = W_, ARRAYS = 1;
+  static constexpr int W = W_, ARRAYS = 1, AHEAD = 1;
   T* dx;
   const T *grad, *x, *bias;
   int64_t columns;
@@ -47,15 +47,15 @@ int backward(Launch& to, int64_t rows, int64_t columns, T* dx, float* dbias, con
   MZ_API int NAME##_##SUFFIX(Launch* to, int64_t rows, int64_t columns, T* y, const T* x, const T* bias) {                           \
     if (!bias) columns *= rows, rows = 1; /* without one it is one long row */                                                       \
     if (columns % WIDEST<T> == 0 && aligned<WIDEST<T>>(y, x, bias))                                                                  \
-      return each_element(*to, Forward<ACT, T, WIDEST<T>>{y, x, bias, columns}, rows, columns);                                      \
-    return each_element(*to, Forward<ACT, T, 1>{y, x, bias, columns}, rows, columns);                                                \
+      return each_element(*to, Forward<ACT<T>, T, WIDEST<T>>{y, x, bias, columns}, rows, columns);                                      \
+    return each_element(*to, Forward<ACT<T>, T, 1>{y, x, bias, columns}, rows, columns);                                                \
   }                                                                                                                                  \
   MZ_API int NAME##_backward_##SUFFIX(Launch* to, int64_t rows, int64_t columns, T* dx, float* dbias, const T* grad, const T* x,     \
                                       const T* bias) {                                                                               \
     if (!bias) columns *= rows, rows = 1;                                                                                            \
     if (columns % WIDEST<T> == 0 && aligned<WIDEST<T>>(dx, grad, x, bias))                                                           \
-      return backward<ACT, T, WIDEST<T>>(*to, rows, columns, dx, dbias, grad, x, bias);                                              \
-    return backward<ACT, T, 1>(*to, rows, columns, dx, dbias, grad, x, bias);                                                        \
+      return backward<ACT<T>, T, WIDEST<T>>(*to, rows, columns, dx, dbias, grad, x, bias);                                              \
+    return backward<ACT<T>, T, 1>(*to, rows, columns, dx, dbias, grad, x, bias);                                                        \
   }
 #define MZ_KERNEL(SUFFIX, T) \
   MZ_ACTIVATION(gelu, Gelu, SUFFIX, T) MZ_ACTIVATION(gelu_tanh, GeluTanh, SUFFIX, T) MZ_ACTIVATION(relu, Relu, SUFFIX, T)

@@ -6,7 +6,7 @@ using namespace mz;
 namespace {
 
 template <typename T, int W_> struct Column {
-  static constexpr int W = W_, ARRAYS = 1;
+  static constexpr int W = W_, ARRAYS = 1, AHEAD = 4;
   const T* x;
   int64_t stride;
   MZ_DEVICE Sums<1, W> operator()(int64_t row, int64_t column) const { return {{load<W>(x + row * stride + column)}}; }

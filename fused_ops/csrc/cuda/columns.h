@@ -1,4 +1,5 @@
-// Sums over the rows of a matrix, in float and in an order that only the shape decides: first of parts of the rows, then of the parts.
+// Sums over the rows of a matrix, in float and in an order that only the shape (and how packs are aligned) decides: first of parts of the
+// rows, then of the parts.
 #pragma once
 
 #include "launch.h"
@@ -8,8 +9,7 @@ namespace mz {
 
 constexpr int STRIP = 32, DEEP = 8;  // threads of a block beside each other, and below: they take every eighth row
 
-// partial[part][array * columns + column] += over the rows of a part, `array` counting what body makes: body(row, column) returns
-// Floats<W> for each of ARRAYS in a Sums.
+// What a body makes of a pack: the terms of ARRAYS sums.
 template <int ARRAYS, int W> struct Sums { Floats<W> of[ARRAYS]; };
 
 // The sum of x over the threads below each other; for the uppermost of them.
@@ -29,8 +29,11 @@ template <int W> MZ_DEVICE Floats<W> over_depth(Floats<W> x) {
   return x;
 }
 
-// Body: a struct of numbers and pointers with W, ARRAYS and `Sums<ARRAYS, W> operator()(row, column)`, which may also write.
-template <typename Body> __global__ void MZ_BOUNDS(STRIP* DEEP) sum_part(Body body, int64_t rows, int64_t columns, float* partial) {
+// partial[part][array][column]: the sums over the rows of a part. Body: a struct of numbers and pointers with W, ARRAYS and
+// `Sums<ARRAYS, W> operator()(row, column)`, which may also write. AHEAD: rows that are read at once; 1 where it writes, for then the accesses
+// keep their order, and more threads have to hide them.
+template <typename Body>
+__global__ void __launch_bounds__(STRIP* DEEP, Body::AHEAD > 1 ? 2 : 4) sum_part(Body body, int64_t rows, int64_t columns, float* partial) {
   constexpr int W = Body::W, ARRAYS = Body::ARRAYS;
   int64_t column = ((int64_t)blockIdx.x * STRIP + threadIdx.x) * W, parts = gridDim.y, part = blockIdx.y;
   int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
@@ -38,7 +41,7 @@ template <typename Body> __global__ void MZ_BOUNDS(STRIP* DEEP) sum_part(Body bo
 #pragma unroll
   for (int k = 0; k < ARRAYS; ++k) total.of[k] = all_of<W>(0.0f);
   if (column < columns) {
-#pragma unroll 4
+#pragma unroll Body::AHEAD
     for (int64_t row = first + threadIdx.y; row < last; row += DEEP) {
       Sums<ARRAYS, W> own = body(row, column);
 #pragma unroll

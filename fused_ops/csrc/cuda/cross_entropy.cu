@@ -30,7 +30,7 @@ struct Running {
     if (to > largest) {
       float before = base();
       largest = to;
-      exponentials *= exp2f((before - base()) * LOG2_E);
+      exponentials *= power_of_two((before - base()) * LOG2_E);
     }
   }
 };
@@ -51,7 +51,7 @@ __global__ void MZ_BOUNDS(THREADS)
     float base = own.base();
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      own.exponentials += exp2f((pack[j] - base) * LOG2_E);
+      own.exponentials += power_of_two((pack[j] - base) * LOG2_E);
       logit_sum += pack[j];
     }
   });
@@ -82,7 +82,7 @@ template <typename T> __global__ void MZ_BOUNDS(THREADS) gradient(Loss<T> k) {
     constexpr int W = sizeof(pack) / sizeof(float);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      pack[j] = exp2f((pack[j] - shift) * LOG2_E) * factor - less;
+      pack[j] = power_of_two((pack[j] - shift) * LOG2_E) * factor - less;
       if (i + j == label) pack[j] += hit;
     }
     store<W>(x + i, pack);

@@ -63,7 +63,7 @@ template <typename T, int W_> struct Forward {
 
 // dx = dropout(grad), where there is one, and its part of the bias gradient.
 template <typename T, int W_> struct Backward {
-  static constexpr int W = W_, ARRAYS = 1;
+  static constexpr int W = W_, ARRAYS = 1, AHEAD = 1;
   T* dx;
   const T* grad;
   Dropout drop;

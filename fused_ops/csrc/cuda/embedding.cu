@@ -1,5 +1,6 @@
-// Gradient rows added into the rows of an fp32 table. The tokens come sorted by id, those of one id in their order: whoever stands at the
-// first of an id adds up all of its rows, so that the order of the additions is that of the tokens and no two threads write to one place.
+// Gradient rows added into the rows of an fp32 table. The tokens come sorted by id, those of one id in their order: who stands at the first of
+// an id looks for the last and adds up all of its rows, so that the order of the additions is that of the tokens and no two threads write to
+// one place. (A thread more for each of a frequent token's rows would have to agree with the others on an order.)
 #include "launch.h"
 #include "numbers.h"
 
@@ -9,19 +10,29 @@ namespace {
 
 constexpr int THREADS = 128;
 
-// order[i]: the token that comes i-th. Ids outside the table, which the forward lookup has refused, are passed over.
+// Where the ids after `first` are no longer its own.
+MZ_DEVICE int64_t end_of_run(const int64_t* ids, int64_t first, int64_t tokens) {
+  int64_t inside = first, outside = first + 1, id = ids[first];
+  for (int64_t step = 1; outside < tokens && ids[outside] == id; step *= 2) inside = outside, outside = smaller(tokens, outside + step);
+  while (outside - inside > 1) {
+    int64_t middle = inside + (outside - inside) / 2;
+    if (ids[middle] == id) inside = middle;
+    else outside = middle;
+  }
+  return outside;
+}
+
+// ids: sorted; order[i]: the token that comes i-th. Ids outside the table, which the forward lookup has refused, are passed over.
 template <typename T, int W>
 __global__ void MZ_BOUNDS(THREADS)
     add_rows(int64_t tokens, int64_t rows, int64_t columns, float* into, const int64_t* ids, const int64_t* order, const T* grad) {
-  int64_t first = blockIdx.x, id = ids[order[first]];
-  if (id < 0 || id >= rows || (first > 0 && ids[order[first - 1]] == id)) return;
+  int64_t first = blockIdx.x, id = ids[first];
+  if (id < 0 || id >= rows || (first > 0 && ids[first - 1] == id)) return;
+  int64_t end = end_of_run(ids, first, tokens);
   for (int64_t column = ((int64_t)blockIdx.y * THREADS + threadIdx.x) * W; column < columns; column += (int64_t)gridDim.y * THREADS * W) {
     Floats<W> total = load<W>(into + id * columns + column);
-    for (int64_t i = first; i < tokens; ++i) {
-      int64_t token = order[i];
-      if (ids[token] != id) break;
-      total = total + load<W>(grad + token * columns + column);
-    }
+#pragma unroll 8
+    for (int64_t i = first; i < end; ++i) total = total + load<W>(grad + order[i] * columns + column);
     store<W>(into + id * columns + column, total);
   }
 }

@@ -22,7 +22,6 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
-#define __restrict__ __restrict
 
 struct dim3 {
   unsigned x, y, z;
@@ -177,4 +176,3 @@ template <typename T> T __shfl_xor_sync(unsigned mask, T value, int distance, in
 
 inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
-inline float __fdividef(float a, float b) { return a / b; }

@@ -1,7 +1,7 @@
 // LayerNorm and RMSNorm, alone or of a sum, and their gradients. What is normalised is the sum as it is stored.
 //
 // The gradients of weight and bias are sums over rows. Groups of threads go through many rows each, with their columns' sums in registers,
-// so that a row is read once for everything. The number of groups depends on the shape only, and with it the order of the sums.
+// so that a row is read once for everything. The number of groups depends on the shape only (and on how rows are aligned), and with it the order of the sums.
 #include "columns.h"
 #include "rows.h"
 
@@ -20,9 +20,9 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) forward(int64_t rows, int64_t h, T* y,
   x += row * h, y += row * h, total += row * h;
   Part<T, Tiles> part(x, h);
   if (residual) {
-    residual += row * h;
+    Part<T, Tiles> other(residual + row * h, h);
     each_pack<Tiles>(h, [&](int64_t i, int p) {
-      Floats<W> value = map([](float a, float b) { return rounded<T>(a + b); }, part.at(i, p), load<W>(residual + i));
+      Floats<W> value = map([](float a, float b) { return rounded<T>(a + b); }, part.at(i, p), other.at(i, p));
       store<W>(total + i, value);
       if constexpr (Tiles::KEEPS) part.kept[p] = value;
     });
@@ -69,7 +69,7 @@ template <bool CENTRED, typename T, typename Tiles, typename PerPack>
 MZ_DEVICE void backward_row(const Gradient<T>& k, int64_t row, const PerPack& per_pack) {
   constexpr int W = Tiles::W;
   int64_t at = row * k.h;
-  Part<T, Tiles> x(k.x + at, k.h), grad(k.grad + at, k.h);
+  Part<T, Tiles> x(k.x + at, k.h), grad(k.grad + at, k.h), passed(k.passed + at, k.passed ? k.h : 0);
   float centre = CENTRED ? k.mean[row] : 0.0f, factor = k.scale[row];
   Floats<2> sums{{0.0f, 0.0f}};
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
@@ -87,7 +87,7 @@ MZ_DEVICE void backward_row(const Gradient<T>& k, int64_t row, const PerPack& pe
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
     Floats<W> gain = load<W>(k.weight + i), value = x.at(i, p), in = grad.at(i, p);
     value = map([&](float v, float g, float w) { return factor * (g * w - average - (v - centre) * factor * along); }, value, in, gain);
-    if (k.passed) value = value + load<W>(k.passed + at + i);
+    if (k.passed) value = value + passed.at(i, p);
     store<W>(k.dx + at + i, value);
   });
 }
@@ -122,7 +122,7 @@ template <bool CENTRED, typename T, typename Tiles> __global__ void MZ_BOUNDS(Ti
   backward_row<CENTRED, T, Tiles>(k, Tiles::row(), [](int, const auto&, const auto&) {});
 }
 template <bool CENTRED, typename T, int W_> struct ParameterGradient {
-  static constexpr int W = W_, ARRAYS = CENTRED ? 2 : 1;
+  static constexpr int W = W_, ARRAYS = CENTRED ? 2 : 1, AHEAD = 4;
   const T *grad, *x;
   const float *mean, *scale;
   int64_t h;

@@ -59,6 +59,23 @@ MZ_DEVICE void narrow(bf16& to, float x) {
 MZ_DEVICE void narrow(fp16& to, float x) { _Float16 half = (_Float16)x; memcpy(&to, &half, 2); }
 #endif
 
+// 2^x to 2 ulp, 0 below the smallest normal number; and 1 / x to 1 ulp, x and its inverse normal numbers.
+#ifdef __CUDACC__
+MZ_DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MZ_DEVICE float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#else
+MZ_DEVICE float power_of_two(float x) { return exp2f(x); }
+MZ_DEVICE float inverse(float x) { return 1.0f / x; }
+#endif
+
 // What x is once it is stored.
 template <typename T> MZ_DEVICE float rounded(float x) {
   T stored;

@@ -18,7 +18,7 @@ struct Sight {
   int64_t own;
 
   MZ_DEVICE float score(float x, int64_t key) const {
-    bool hidden = key >= seen || (documents && documents[key] != own);
+    bool hidden = (key >= seen) | (documents && documents[key] != own);  // a pack lies in the row: any of its keys may be read
     return hidden ? -INFINITY : x * scale + (float)(key - seen + 1) * slope;
   }
 };
@@ -51,7 +51,7 @@ __global__ void MZ_BOUNDS(Tiles::THREADS)
   auto exponential = [&](int64_t i, int p) {
     Floats<W> value = part.at(i, p);
 #pragma unroll
-    for (int j = 0; j < W; ++j) value[j] = exp2f((Tiles::KEEPS ? value[j] : sight.score(value[j], i + j)) - top);
+    for (int j = 0; j < W; ++j) value[j] = power_of_two((Tiles::KEEPS ? value[j] : sight.score(value[j], i + j)) - top);
     return value;
   };
   float total = 0.0f;
