@@ -193,9 +193,11 @@ def main() -> None:
     settings = {"seconds": args.seconds, "parts": args.parts, "only": args.only, "rehearse": args.rehearse}
     report = Report(folder, settings, {"card": about, "note": note, "facts": {}, "ops": [], "training": []})
     for part in args.parts:
-        limit = min(OPS_SECONDS, args.seconds) if part == "ops" and "training" in args.parts else args.seconds
+        deadline = began + args.seconds
+        if part == "ops" and "training" in args.parts:
+            deadline = min(deadline, time.monotonic() + OPS_SECONDS)
         say(f"{part}:")
-        PARTS[part](report, args.only, args.rehearse, began + limit)
+        PARTS[part](report, args.only, args.rehearse, deadline)
     report.settings["took_seconds"] = time.monotonic() - began
     report.finish()
     if not report.found["ops"] and not report.found["training"]:
