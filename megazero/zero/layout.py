@@ -42,13 +42,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Parameters of one model chunk side by side: the decayed ones, then the others, then at most N - 1 unused elements.
+    """Parameters of one model chunk side by side: the decayed ones, then the others, then unused elements.
 
     chunk    model chunk of the rank, in the order of its stages
     entries  parameters, without gaps
     decayed  elements [0, decayed) have weight decay
     used     elements [0, used) belong to parameters
-    numel    `used` rounded up to a multiple of the group's size N
+    numel    `used` rounded up to a multiple of the group's size N; where that adds little, of 8 N (see `_padded`)
     tied     the one parameter is held by first and last stage: its group is {first, last stage} x dp, else dp
     """
 
@@ -141,7 +141,17 @@ def _bucket(chunk: int, places: Sequence[Place], size: int, *, tied: bool) -> Bu
         offset += place.local_numel
         if place.kind.decays:
             decayed = offset
-    return BucketLayout(chunk, tuple(entries), decayed, offset, math.ceil(offset / size) * size, tied)
+    return BucketLayout(chunk, tuple(entries), decayed, offset, _padded(offset, size), tied)
+
+
+def _padded(used: int, size: int) -> int:
+    """Elements of a bucket that `size` members share equally.
+
+    Shards of whole groups of 8 begin where 16 bytes do, of 16-bit and of wider columns: kernels read and write so much at once, and messages
+    are aligned. Buckets that this would lengthen by more than a 64th do without.
+    """
+    unit = 8 * size if used >= 512 * size else size
+    return math.ceil(used / unit) * unit
 
 
 def group_of(layout: BucketLayout, axes: Axes, at: Coordinates) -> tuple[int, int]:

@@ -35,6 +35,16 @@ def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
     assert [bucket.shard(i, 4) for i in range(4)] == [(0, 6), (6, 12), (12, 18), (18, 24)]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 24])
+def test_shards_of_all_but_small_buckets_begin_at_multiples_of_eight(size: int) -> None:
+    for rows in (1, 500, 513, 20_011):
+        (bucket,) = pack([[[matrix("a", rows, 3)]]], size, 1_000_000)
+        starts = {bucket.shard(i, size)[0] % 8 for i in range(size)}
+        padding = bucket.numel - bucket.used
+        assert padding < (8 * size if bucket.used >= 512 * size else size) and 64 * padding <= bucket.used + 64 * size
+        assert starts == {0} or bucket.used < 512 * size
+
+
 def test_a_bucket_closes_before_it_overflows_and_at_the_end_of_a_chunk() -> None:
     units = [[matrix("a", 4, 4)], [matrix("b", 4, 4)], [matrix("c", 4, 3)]]
     buckets = pack([units, [[matrix("d", 2, 2)]]], 1, 32)
