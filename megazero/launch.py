@@ -70,12 +70,9 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         # accesses outside of it (pytorch/pytorch#158029).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    dist.init_process_group(
-        backend,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-        pg_options=stream_options(backend, timeout),
-    )
+    # Without device_id: given one, torch splits the world's communicator for every further group (ncclCommSplit), and waits for all ranks
+    # of the world; but ranks make their own groups only, and use them in their own order (pytorch/pytorch#134314).
+    dist.init_process_group(backend, timeout=timeout, pg_options=stream_options(backend, timeout))
     yield build_grid(axes, device, timeout, shared_memory=parallel.shared_memory)
     dist.barrier()
     dist.destroy_process_group()

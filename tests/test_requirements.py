@@ -133,6 +133,24 @@ def test_the_banner_says_how_the_hosts_memory_is_kept(monkeypatch: pytest.Monkey
     assert "glibc keeps" in allocator.describe("cpu")
 
 
+def test_nccl_makes_communicators_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound device would have torch split the world's for each group, which waits for ranks that make none."""
+    asked: dict[str, object] = {}
+
+    def started(*_: object, **settings: object) -> None:
+        asked.update(settings)
+        raise InterruptedError
+
+    monkeypatch.setattr(devices, "resolve", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
+    monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", started)
+    with pytest.raises(InterruptedError), launch(ParallelConfig(pp=2, backend="nccl"), Environment(0, 0, 2, 2)):
+        pass
+    assert asked["timeout"] and asked.get("device_id") is None
+
+
 def test_groups_of_nccl_run_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their streams have priority, and the options carry the group's timeout, which torch would warn about otherwise."""
     options = type("Options", (), {})

@@ -39,7 +39,6 @@ def one_rank(backend: str, device: torch.device) -> Iterator[ProcessGrid]:
         rank=0,
         world_size=1,
         timeout=timeout,
-        device_id=device if backend == "nccl" else None,
         pg_options=stream_options(backend, timeout),
     )
     world = Group((0,), 0, dist.group.WORLD)
