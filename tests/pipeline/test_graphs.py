@@ -7,7 +7,7 @@ captured has no effect, and what its Python does while it is replayed has none e
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.batch import MicroBatch
+from megazero.mpu.fp8 import Fp8Layer
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine, replayed
 from megazero.telemetry.record import StepRecord
 from megazero.zero.placement import Column
@@ -31,8 +32,8 @@ NUMBERS = ["--micro-batch-size", "1", "--lr", "1e-2"]
 class Replays:
     """A capturer over a model state. log: what was done, in order."""
 
-    def __init__(self, state: ModelState, loss_sum: Callable[[], Tensor | None]) -> None:
-        self.state, self.loss_sum = state, loss_sum
+    def __init__(self, state: ModelState, loss_sum: Callable[[], Tensor | None], layers: Sequence[Fp8Layer] = ()) -> None:
+        self.state, self.loss_sum, self.layers = state, loss_sum, layers
         self.log: list[str] = []
 
     def aside(self, work: Callable[[], Any]) -> Any:
@@ -49,6 +50,7 @@ class Replays:
         name = f"graph {sum(line.startswith('capture') for line in self.log)}"
         self.log.append(f"capture {name}")
         before, arrived = [tensor.clone() for tensor in self._memory()], self.state.arrived()
+        casts = [layer._cast_in == layer.fp8.step for layer in self.layers]
         work()
         for tensor, old in zip(self._memory(), before, strict=True):
             tensor.copy_(old)
@@ -58,8 +60,13 @@ class Replays:
             reducer = self.state.reducer
             kept = {key: copy.copy(value) for key, value in vars(reducer).items() if key.startswith("_") and key != "_partials"}
             reducer.say_arrived(arrived)
+            cast_in = [layer._cast_in for layer in self.layers]
+            for layer, was_cast in zip(self.layers, casts, strict=True):  # what was cast when it was captured is cast by no replay
+                layer._cast_in = layer.fp8.step if was_cast else None
             work()
             vars(reducer).update(kept)
+            for layer, number in zip(self.layers, cast_in, strict=True):
+                layer._cast_in = number
 
         return replay
 
@@ -69,7 +76,9 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
     log = []
     if graphs:
         engine = job.trainer.engine
-        replays = Replays(job.state, lambda: graphed._loss_sum)
+        layers = [module.fp8 for stage in job.stages for module in stage.modules() if isinstance(getattr(module, "fp8", None), Fp8Layer)]
+        assert bool(layers) == ("--fp8" in flags)
+        replays = Replays(job.state, lambda: graphed._loss_sum, layers)
         graphed = job.trainer.engine = GraphedEngine(engine, replays, travels=size > 1)  # type: ignore[arg-type]
         log = replays.log
     job.fit()
@@ -96,9 +105,9 @@ CASES = {
         2,
         ["--eod-mask-loss", "--document-mask", "--eod-id", "0", "--untie-embeddings-and-output-weights", "--bucket-size", "3000"],
     ),
-    "FP8, delayed": (3, ["--fp8", "delayed", "--hidden-size", "64"]),
-    "fp8, delayed": (3, ["--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--recompute-granularity", "full"]),
-    "fp8": (1, ["--hidden-size", "32", "--seq-length", "16", "--fp8"]),
+    "FP8, delayed, gradients of weights in 16 bits": (3, ["--fp8", "delayed", "--hidden-size", "64"]),
+    "FP8, delayed, recompute": (3, ["--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--recompute-granularity", "full"]),
+    "FP8": (1, ["--hidden-size", "32", "--seq-length", "16", "--fp8"]),
     # The first scale overflows and halves for some steps, others are applied.
     "fp16 overflows": (2, ["--precision", "fp16", "--initial-loss-scale", "8e6", "--hysteresis", "1", "--loss-scale-window", "2"]),
 }
