@@ -76,7 +76,8 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
     log = []
     if graphs:
         engine = job.trainer.engine
-        layers = [module.fp8 for stage in job.stages for module in stage.modules() if isinstance(getattr(module, "fp8", None), Fp8Layer)]
+        held = [getattr(module, "fp8", None) for stage in job.stages for module in stage.modules()]
+        layers = [layer for layer in held if isinstance(layer, Fp8Layer)]
         assert bool(layers) == ("--fp8" in flags)
         replays = Replays(job.state, lambda: graphed._loss_sum, layers)
         graphed = job.trainer.engine = GraphedEngine(engine, replays, travels=size > 1)  # type: ignore[arg-type]
