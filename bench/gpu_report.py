@@ -99,9 +99,18 @@ def training_verdicts(found: dict[str, Any]) -> Iterator[str]:
         for rival, target in ((eager, EAGER), (compiled, COMPILED)):
             if rival is not None:
                 yield judged(f"{model}: speed beside {rival['name']}", ours["tokens_per_second"] / rival["tokens_per_second"], target)
-                yield judged(f"{model}: peak memory of {rival['name']} over ours", rival["peak_gib"] / ours["peak_gib"], 1.0)
+                yield memory_verdict(model, ours, rival)
         if fp8 is not None:
             yield judged(f"{model}: {fp8['name']} beside bf16", fp8["tokens_per_second"] / ours["tokens_per_second"], FP8)
+
+
+def memory_verdict(model: str, ours: dict[str, Any], rival: dict[str, Any]) -> str:
+    """A larger micro-batch needs more: of unequal ones only the one that needs less with more says something."""
+    title, more = f"{model}: peak memory of {rival['name']} over ours", rival["peak_gib"] / ours["peak_gib"]
+    sizes = ours["micro_batch"], rival["micro_batch"]
+    if sizes[0] == sizes[1] or (more >= 1) == (sizes[0] > sizes[1]):
+        return judged(title, more, 1.0)
+    return f"{title}: {more:.2f}, not compared: micro-batches of {sizes[1]} and {sizes[0]} samples"
 
 
 def skipped(found: dict[str, Any]) -> Iterator[str]:

@@ -184,7 +184,7 @@ def add_weight_gradient(grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse
 def why_not(kind: str) -> str | None:
     """Why this machine has no FP8 products on this kind of device; None: it has."""
     if kind != "cuda":
-        return _refused(kind)
+        return refused(kind)
     if torch.version.hip is not None:
         return "this torch is built for ROCm, whose FP8 formats are others"
     major, minor = torch.cuda.get_device_capability(0)
@@ -194,7 +194,7 @@ def why_not(kind: str) -> str | None:
     return None
 
 
-def _refused(kind: str) -> str | None:
+def refused(kind: str) -> str | None:
     """Why a small product fails."""
     try:
         one = torch.ones((), device=kind)

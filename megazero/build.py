@@ -9,6 +9,7 @@ import torch
 
 from fused_ops.attention.rule import NOTHING_TRIED, Offer
 from fused_ops.attention.trial import Wanted, find_offer
+from fused_ops.fp8 import refused
 from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
@@ -78,6 +79,8 @@ def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
     """What the FP8 layers of this rank share; their stages' layouts hold it."""
     if run.optimizer.fp8 == "off":
         return None
+    if grid.device.type == "cuda" and (reason := refused("cuda")):  # known before only by the card's name
+        raise ConfigError([f"--fp8 {run.optimizer.fp8}: {reason}"])
     history = run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else 0
     return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device)
 

@@ -66,9 +66,11 @@ class Job:
 
     def fit(self) -> None:
         """Train, evaluate, save."""
-        self.trainer.fit()
-        if isinstance(self.trainer.engine, GraphedEngine):
-            self.trainer.engine.release()
+        try:
+            self.trainer.fit()
+        finally:
+            if isinstance(self.trainer.engine, GraphedEngine):
+                self.trainer.engine.release()
 
     def save(self, position: Position) -> None:
         """Write a checkpoint of this position. Called by all ranks."""

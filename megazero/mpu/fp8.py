@@ -100,7 +100,7 @@ class Fp8:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on with a checkpoint's; of a history of another length the newest entries. Layers that it lacks keep the scale 1 for a step."""
+        """Go on with a checkpoint's; of a history of another length the newest entries. If it lacks a layer, the next step's scaling is current."""
         if state is None or not self.is_delayed:
             return
         device, steps = self.history.device, len(self.history)
