@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_ops.linear import put
 from fused_ops.native.binding import Library
 from fused_ops.native.library import kernels, suffix
 
@@ -177,8 +178,7 @@ def add_weight_gradient(grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse
     if in_place and into.data_ptr() % _CLEAR == 0:
         torch._scaled_mm(grad, x.t(), scale_a=grad_inverse, scale_b=x_inverse, out_dtype=into.dtype, out=into)
         return
-    made = product(grad, x, grad_inverse, x_inverse, into.dtype)
-    _ = into.add_(made) if add else into.copy_(made)
+    put(product(grad, x, grad_inverse, x_inverse, into.dtype), into, add)
 
 
 def why_not(kind: str) -> str | None:

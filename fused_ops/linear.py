@@ -45,17 +45,20 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
         torch.mm(grad.t(), x, out=into)
 
 
+def put(made: Tensor, into: Tensor, add: bool) -> None:
+    """A gradient written into, or added to, `into` of its shape; rounded to its dtype."""
+    _ = into.add_(made) if add else into.copy_(made)
+
+
 def _widened(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
     """The product of narrower factors; rounded to their dtype on the way only where nothing else can be had."""
     device = into.device.type
     if add and into.is_contiguous() and _widens(device, grad.dtype, into.dtype, True):
         torch.addmm(into, grad.t(), x, out_dtype=into.dtype, out=into)
     elif not _widens(device, grad.dtype, into.dtype, False):
-        product = torch.mm(grad.t(), x)
-        _ = into.add_(product) if add else into.copy_(product)
+        put(torch.mm(grad.t(), x), into, add)
     elif add or not into.is_contiguous():
-        product = torch.mm(grad.t(), x, out_dtype=into.dtype)
-        _ = into.add_(product) if add else into.copy_(product)
+        put(torch.mm(grad.t(), x, out_dtype=into.dtype), into, add)
     else:
         torch.mm(grad.t(), x, out_dtype=into.dtype, out=into)
 
@@ -88,7 +91,7 @@ def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
     else:
         total = grad.new_empty(grad.shape[1], dtype=torch.float32)
         library.call(f"column_sums_{suffix(grad.dtype)}", *grad.shape, grad.stride(0), grad, total)
-    _ = into.add_(total) if add else into.copy_(total)
+    put(total, into, add)
 
 
 def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:

@@ -48,6 +48,11 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def kind(asked: str) -> str:
+    """What --device (auto, cpu or cuda) comes to on this machine: "cpu" or "cuda"; cuda stays cuda where there is none."""
+    return "cuda" if asked == "cuda" or (asked == "auto" and cuda_available()) else "cpu"
+
+
 def resolve(device: str, local_rank: int) -> torch.device:
     """The device of a rank: `device` is auto, cpu or cuda; auto takes cuda where there is any.
 
@@ -59,7 +64,7 @@ def resolve(device: str, local_rank: int) -> torch.device:
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
     if device == "cuda" and not cuda_available():
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
-    if device == "cpu" or not cuda_available():
+    if kind(device) == "cpu":
         return torch.device("cpu")
     chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(chosen)

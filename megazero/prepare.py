@@ -130,19 +130,14 @@ def _unusable_places(run: Run) -> list[str]:
 
 def _uncompilable(run: Run) -> list[str]:
     """What --compile would fail with in the middle of the first step. Where every op has a kernel, nothing is compiled."""
-    kind = _kind(run)
+    kind = devices.kind(run.parallel.device)
     reason = try_compiler(kind) if compiled_ops(run, kind) else None
     return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
 
 
-def _kind(run: Run) -> str:
-    on_cuda = run.parallel.device == "cuda" or (run.parallel.device == "auto" and devices.cuda_available())
-    return "cuda" if on_cuda else "cpu"
-
-
 def _impossible_attention(run: Run) -> list[str]:
     """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model tries."""
-    device = torch.device(_kind(run))
+    device = torch.device(devices.kind(run.parallel.device))
     if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
         return []
     against = problem(run.parallel.attention, wanted_attention(run), device)

@@ -9,7 +9,8 @@ from megazero.config.schema import Run
 
 def unmet(run: Run) -> list[str]:
     """What this run would fail with here, each with its flag."""
-    on_cuda = run.parallel.device == "cuda" or (run.parallel.device == "auto" and devices.cuda_available())
+    kind = devices.kind(run.parallel.device)
+    on_cuda = kind == "cuda"
     problems = []
     if run.parallel.cuda_graphs and not on_cuda:
         problems.append("--cuda-graphs: torch finds no CUDA device here, and --device auto is the CPU")
@@ -17,7 +18,7 @@ def unmet(run: Run) -> list[str]:
         missing = apex.why_not() if on_cuda else "torch finds no CUDA device here, and it has kernels for nothing else"
         problems += [] if missing is None else [f"--optimizer-impl apex: {missing}"]
     if run.optimizer.fp8 != "off":
-        missing = fp8.why_not("cuda" if on_cuda else "cpu")
+        missing = fp8.why_not(kind)
         problems += [] if missing is None else [f"--fp8 {run.optimizer.fp8}: {missing}; the same run without it computes in bf16"]
     if run.trainer.deterministic and on_cuda:
         wrong = devices.why_not_deterministic()

@@ -19,7 +19,7 @@ from megazero.mpu.collectives import Pending, all_gather, all_reduce, reduce_sca
 from megazero.mpu.fp8 import Fp8Layer
 from megazero.mpu.gradient import Write, hand_over, target_of
 from megazero.mpu.grid import Group
-from megazero.mpu.linear import adjacent
+from megazero.mpu.linear import adjacent, one_bias
 
 
 def _gather(rows: Tensor, group: Group) -> tuple[Tensor, Pending]:
@@ -30,15 +30,11 @@ def _gather(rows: Tensor, group: Group) -> tuple[Tensor, Pending]:
     return whole, all_gather(whole, rows, group)
 
 
-def _put(total: Tensor, into: Tensor, add: bool) -> None:
-    _ = into.add_(total) if add else into.copy_(total)
-
-
 def _bias_gradient(grad: Tensor) -> Write:
     """Summed at once: a product that is put off would keep the 16-bit gradient for the bias alone."""
     total = grad.new_empty(grad.shape[1], dtype=torch.float32)
     linear.add_bias_gradient(grad, total, False)
-    return partial(_put, total)
+    return partial(linear.put, total)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -60,7 +56,7 @@ class _Fp8Linear(torch.autograd.Function):
             pending.wait()
         merged = adjacent(weights)
         weight = layer.weight(torch.cat([w.detach() for w in weights]) if merged is None else merged, compiled=compiled)
-        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        bias = one_bias(biases)
         y = fp8.product(values, weight.values, quantised.inverse, weight.inverse, x.dtype, bias, fast=True)
         kept = rows if not ctx.narrow else quantised.values if gathers else quantised.transposed
         ctx.layer, ctx.group, ctx.gathers, ctx.count, ctx.compiled, ctx.shape = layer, group, gathers, count, compiled, x.shape

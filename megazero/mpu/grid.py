@@ -7,7 +7,7 @@ passed around; `ProcessGrid` is what one rank knows of its groups.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -179,12 +179,16 @@ def stream_options(backend: str, timeout: timedelta | None) -> Any:
     return options
 
 
+def join_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of the world's backend, made by its members alone: each of them calls this, nobody else waits."""
+    options = stream_options(dist.get_backend(), timeout)
+    handle = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
+    assert isinstance(handle, dist.ProcessGroup)
+    return handle
+
+
 def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None, shared_memory: bool) -> Group:
-    handle = None
-    if len(ranks) > 1:
-        options = stream_options(dist.get_backend(), timeout)
-        handle = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
-        assert isinstance(handle, dist.ProcessGroup)
+    handle = join_group(ranks, timeout) if len(ranks) > 1 else None
     return _group_of(ranks, rank, handle, timeout, shared_memory)
 
 

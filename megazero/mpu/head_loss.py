@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.blocks import wide
-from fused_ops.linear import add_weight_gradient, input_gradient, linear
+from fused_ops.linear import add_weight_gradient, input_gradient, linear, put
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.gradient import hand_over, target_of
 
@@ -110,11 +110,7 @@ class _HeadLoss(torch.autograd.Function):
             buffer.mul_(grads[0])
         if ctx.in_target or not ctx.needs_input_grad[1]:
             return grad_x, None, *rest
-
-        def write(into: Tensor, add: bool) -> None:
-            _ = into.add_(buffer) if add else into.copy_(buffer)
-
-        return grad_x, hand_over(weight, ctx.target, write), *rest
+        return grad_x, hand_over(weight, ctx.target, partial(put, buffer)), *rest
 
 
 def _blocks(x: Tensor, weight: Tensor) -> list[slice]:

@@ -20,7 +20,7 @@ from megazero.mpu.fp8_linear import fp8_linear, runs_fp8
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
-from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear
+from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear
 from megazero.mpu.place import Kind, Parameter, place_of, shard
 
 Device = torch.device | str
@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8 is not None and runs_fp8():
-            return fp8_linear(x, (self.weight,), _given(self.bias), self.fp8, self.group, self.sequence_parallel)
+            return fp8_linear(x, (self.weight,), given(self.bias), self.fp8, self.group, self.sequence_parallel)
         return column_parallel_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
 
 
@@ -76,15 +76,11 @@ def column_parallel_pair(gate: ColumnParallelLinear, up: ColumnParallelLinear, x
     """
     assert gate.group is up.group and gate.sequence_parallel == up.sequence_parallel
     if gate.fp8 is not None and runs_fp8():
-        biases = (*_given(gate.bias), *_given(up.bias))
+        biases = (*given(gate.bias), *given(up.bias))
         both = fp8_linear(x, (gate.weight, up.weight), biases, gate.fp8, gate.group, gate.sequence_parallel)
         first, second = both.split([gate.weight.shape[0], up.weight.shape[0]], dim=-1)
         return first, second
     return column_parallel_linear_pair(x, (gate.weight, up.weight), (gate.bias, up.bias), gate.group, gate.sequence_parallel)
-
-
-def _given(bias: Tensor | None) -> tuple[Tensor, ...]:
-    return () if bias is None else (bias,)
 
 
 class RowParallelLinear(nn.Module):
@@ -126,7 +122,7 @@ class RowParallelLinear(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.fp8 is not None and runs_fp8():
-            return fp8_linear(x, (self.weight,), _given(bias), self.fp8, None, False)
+            return fp8_linear(x, (self.weight,), given(bias), self.fp8, None, False)
         return plain_linear(x, self.weight, bias)
 
 

@@ -35,12 +35,21 @@ def adjacent(weights: tuple[Tensor, ...]) -> Tensor | None:
     return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
+def given(bias: Tensor | None) -> tuple[Tensor, ...]:
+    """The bias as one of a layer's parameters, if it has one."""
+    return () if bias is None else (bias,)
+
+
+def one_bias(biases: tuple[Tensor, ...]) -> Tensor | None:
+    """Those of several weights that are multiplied as one."""
+    return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+
+
 def _product(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> Tensor:
     """x [..., k] -> [..., sum n_i]."""
     merged = adjacent(weights)
     if merged is not None:
-        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-        return linear(x, merged, bias)
+        return linear(x, merged, one_bias(biases))
     each = biases or (None,) * len(weights)
     return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, each, strict=True)], dim=-1)
 
@@ -113,13 +122,13 @@ class _Linear(torch.autograd.Function):
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., k], weight [n, k], bias [n] -> [..., n]; nothing is communicated."""
-    result: Tensor = _Linear.apply(x, None, False, 1, weight, *(() if bias is None else (bias,)))
+    result: Tensor = _Linear.apply(x, None, False, 1, weight, *given(bias))
     return result
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool) -> Tensor:
     """x [s(/t), b, k], weight [n/t, k], bias [n/t] -> [s, b, n/t]. Communication as above."""
-    result: Tensor = _Linear.apply(x, group, sequence_parallel, 1, weight, *(() if bias is None else (bias,)))
+    result: Tensor = _Linear.apply(x, group, sequence_parallel, 1, weight, *given(bias))
     return result
 
 

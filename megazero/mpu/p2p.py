@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.mpu.collectives import Pending
-from megazero.mpu.grid import ProcessGrid, stream_options
+from megazero.mpu.grid import ProcessGrid, join_group
 from megazero.mpu.shared_memory import PeerError
 
 Channel = tuple[int, int, bool]
@@ -135,10 +135,7 @@ class Channels:
 
     def _connect(self, channel: Channel) -> None:
         source, target = (self.grid.pp.ranks[stage] for stage in channel[:2])
-        options = stream_options(dist.get_backend(), self.timeout)
-        group = dist.new_group(sorted((source, target)), timeout=self.timeout, pg_options=options, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        self._groups[channel] = group
+        self._groups[channel] = group = join_group(sorted((source, target)), self.timeout)
         greeting = torch.zeros(1, device=self.grid.device)
         if self._stage == channel[0]:
             dist.send(greeting, target, group=group)

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fused_ops.linear import put
 from megazero.mpu import collectives
 from megazero.mpu.collectives import Pending
 from megazero.mpu.gradient import Write
@@ -60,15 +61,8 @@ class _Target:
         """Autograd has finished `parameter.grad`; None where a layer has handed the gradient to the target instead."""
         gradient = parameter.grad
         if gradient is not None:
-            self.add(partial(_put, gradient))
+            self.add(partial(put, gradient))
             parameter.grad = None
-
-
-def _put(gradient: Tensor, into: Tensor, add: bool) -> None:
-    if add:
-        into.add_(gradient)
-    else:
-        into.copy_(gradient)
 
 
 class GradientReducer:

@@ -3,7 +3,7 @@
 // A block takes a tile of 128 x 128: it is written by rows as it comes, put down in shared memory, and written by columns from there.
 // Values are multiplied by a scale that lies on the device, saturate at the format's largest number, and are rounded to nearest even.
 #include "launch.h"
-#include "numbers.h"
+#include "reduce.h"
 
 using namespace mz;
 
@@ -50,16 +50,10 @@ template <typename F> MZ_DEVICE unsigned two_bits(float first, float second) {
 // Of numbers that are not negative their bits are in the same order, and those of NaN are above infinity's: it wins.
 MZ_DEVICE unsigned size_of(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
-MZ_DEVICE unsigned largest_of_block(unsigned x) {
-  __shared__ unsigned held[THREADS];
-  held[threadIdx.x] = x;
-  __syncthreads();
-  for (int half = THREADS / 2; half; half /= 2) {
-    if ((int)threadIdx.x < half) held[threadIdx.x] = larger(held[threadIdx.x], held[threadIdx.x + half]);
-    __syncthreads();
-  }
-  return held[0];
-}
+struct Larger {
+  MZ_DEVICE unsigned operator()(unsigned a, unsigned b) const { return larger(a, b); }
+};
+MZ_DEVICE unsigned largest_of_block(unsigned x) { return over_block<THREADS>(x, Larger()); }
 
 // 0-dim numbers of a matrix on the device: the largest absolute value, the scale, its inverse (null: not wanted).
 struct Scalars {

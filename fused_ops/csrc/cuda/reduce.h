@@ -43,6 +43,18 @@ template <int GROUP, typename Of, int N> MZ_DEVICE Floats<N> over_group(Floats<N
   return x;
 }
 
+// One value of any type, over a block of THREADS in one row, a power of two of them; for all of them. Once in a kernel.
+template <int THREADS, typename T, typename Of> MZ_DEVICE T over_block(T x, const Of& of) {
+  __shared__ T held[THREADS];
+  held[threadIdx.x] = x;
+  __syncthreads();
+  for (int half = THREADS / 2; half; half /= 2) {
+    if ((int)threadIdx.x < half) held[threadIdx.x] = of(held[threadIdx.x], held[threadIdx.x + half]);
+    __syncthreads();
+  }
+  return held[0];
+}
+
 template <int GROUP, typename Of> MZ_DEVICE float over_group(float x, const Of& of) { return over_group<GROUP>(Floats<1>{{x}}, of)[0]; }
 
 }  // namespace mz

@@ -1,6 +1,7 @@
 // Sum of squares in double. Blocks of fixed size are summed each by itself and their sums by one block, so that the order of the additions
 // depends on the length and the place in memory only. Nothing is read back.
 #include "flat.h"
+#include "reduce.h"
 
 using namespace mz;
 
@@ -9,16 +10,9 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int64_t CHUNK = 1 << 16;  // elements of a block
 
-MZ_DEVICE double over_block(double x) {
-  __shared__ double parts[THREADS];
-  parts[threadIdx.x] = x;
-  __syncthreads();
-  for (int half = THREADS / 2; half; half /= 2) {
-    if ((int)threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
-    __syncthreads();
-  }
-  return parts[0];
-}
+struct Plus {
+  MZ_DEVICE double operator()(double a, double b) const { return a + b; }
+};
 
 template <int W, typename T> MZ_DEVICE double squares(const T* x) {
   Floats<W> value = load<W>(x);
@@ -38,14 +32,14 @@ template <typename T> __global__ void MZ_BOUNDS(THREADS) of_chunk(const T* x, in
   // What is in no pack is shared among all blocks.
   for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < ahead + n - packed; i += (int64_t)gridDim.x * THREADS)
     total += squares<1>(x + (i < ahead ? i : packed + i - ahead));
-  total = over_block(total);
+  total = over_block<THREADS>(total, Plus());
   if (threadIdx.x == 0) partial[blockIdx.x] = total;
 }
 
 static __global__ void MZ_BOUNDS(THREADS) of_chunks(const double* partial, int64_t chunks, double* result) {
   double total = 0;
   for (int64_t i = threadIdx.x; i < chunks; i += THREADS) total += partial[i];
-  total = over_block(total);
+  total = over_block<THREADS>(total, Plus());
   if (threadIdx.x == 0) *result = total;
 }
 
