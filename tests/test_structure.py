@@ -31,10 +31,13 @@ FLOORS = {
     "megazero.data": 4,
     "megazero.model": 4,
     "megazero.checkpoint": 5,
+    "megazero.inference": 5,
     "megazero.planner": 5,
+    "megazero.convert": 6,
+    "megazero.evaluation": 6,
 }
 # Modules of the top floors, which may be divided as they like but import downwards as well.
-ASSEMBLY, ENTRY = 6, 7
+ASSEMBLY, ENTRY = 7, 8
 
 
 def modules(*folders: str) -> dict[str, Path]:

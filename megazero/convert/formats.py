@@ -1,0 +1,44 @@
+"""What a format is: how a folder of it is recognised, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.convert.source import Source
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a target is to be written. Formats without a layout have no tp, pp and dp; `formats.convert` refuses them there.
+
+    tp, pp   ranks that the files are for
+    dp       ranks that the optimizer's files are for
+    dtype    of the model's weights; None: what the model computes in. Master weights and moments stay as they are
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dtype: torch.dtype | None = None
+
+
+Advance = Callable[[int], None]
+"""Told the bytes of source that have been read since the last call."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """recognises: whether a folder holds this format, by names of files alone. open: raises ConversionError. write: into an existing empty
+    folder; None where the format is only read. has_layout: whether tp and pp mean something to `write`; has_optimizer: whether dp does.
+    """
+
+    name: str
+    recognises: Callable[[Path], bool]
+    open: Callable[[Path], Source]
+    write: Callable[[Source, Path, Wanted, Advance], None] | None = None
+    has_layout: bool = False
+    has_optimizer: bool = False

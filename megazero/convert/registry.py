@@ -1,0 +1,31 @@
+"""The formats, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megazero.convert.formats import Format
+from megazero.convert.source import ConversionError, Source
+
+
+def format_table() -> Mapping[str, Format]:
+    """By name. In the order in which a folder is looked at."""
+    found: list[Format] = []
+    return {known.name: known for known in found}
+
+
+def recognise(path: Path) -> str:
+    """The name of a checkpoint's format. Raises ConversionError, naming what was looked for."""
+    for name, known in format_table().items():
+        if known.recognises(path):
+            return name
+    raise ConversionError(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
+
+
+def open_source(path: Path, name: str | None = None) -> Source:
+    """A checkpoint for reading; `name` where the format is known."""
+    table = format_table()
+    if name is not None and name not in table:
+        raise ConversionError(f"--from {name}: known are {', '.join(table)}")
+    return table[name or recognise(path)].open(path)

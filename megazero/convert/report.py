@@ -1,0 +1,42 @@
+"""What became of every key of a checkpoint that was converted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Replicas of one tensor that were not equal, and were averaged in float64. largest: the largest absolute difference from their mean."""
+
+    key: str
+    copies: int
+    largest: float
+
+
+@dataclass
+class Report:
+    """mapped: keys of the format that made one of our tensors. unused: keys that nothing was made of, with the reason. filled: tensors of
+    ours that the format did not hold, with what stands for them. replicas: copies that differed. notes: whatever else a user should know.
+    """
+
+    mapped: list[str] = field(default_factory=list)
+    unused: dict[str, str] = field(default_factory=dict)
+    filled: dict[str, str] = field(default_factory=dict)
+    replicas: list[Disagreement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For a person: counts, and names where something is out of the ordinary."""
+        found = [f"keys mapped        {len(self.mapped)}"]
+        found += _listed("keys unused", [f"{key} ({why})" for key, why in self.unused.items()])
+        found += _listed("tensors filled", [f"{name} ({how})" for name, how in self.filled.items()])
+        differing = [f"{r.key}: {r.copies} copies averaged, largest distance {r.largest:.3g}" for r in self.replicas]
+        return [*found, *_listed("replicas differed", differing), *(f"note               {note}" for note in self.notes)]
+
+
+def _listed(what: str, items: list[str]) -> list[str]:
+    more = [f"    and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+    return [f"{what:<18} {len(items)}", *(f"    {item}" for item in items[:_SHOWN]), *more]

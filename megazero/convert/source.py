@@ -1,0 +1,129 @@
+"""What a checkpoint is to the converters, whatever program wrote it: global tensors under megazero's names.
+
+A reader of a format is a `Source`; a writer is a function that takes one. No format knows of another: n formats are n readers and n
+writers. Nothing is read before it is asked for, so that the largest tensor decides what memory a conversion needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.config.schema import ModelConfig, Run
+from megazero.convert.report import Report
+from megazero.model.stage import build_stage, whole_model
+from megazero.mpu.grid import Group
+from megazero.mpu.place import Place, place_of
+
+WEIGHT, EXP_AVG, EXP_AVG_SQ = "weight", "exp_avg", "exp_avg_sq"
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+class ConversionError(ValueError):
+    """A checkpoint that cannot be read or written as asked. The message says what, where, and what would help."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A global tensor before it is read. shape: without vocabulary padding. columns: "weight", "exp_avg", "exp_avg_sq" -> stored dtype."""
+
+    shape: tuple[int, ...]
+    columns: Mapping[str, torch.dtype]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def nbytes(self, column: str = WEIGHT) -> int:
+        return self.numel * self.columns[column].itemsize
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far the training was that wrote it; zeros where the format does not say.
+
+    optimizer_steps  steps that were not skipped: what Adam's bias correction counts
+    loss_scale       state of the dynamic loss scale as `optim.LossScaler.state_dict` has it, if any
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    optimizer_steps: float = 0.0
+    loss_scale: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Source:
+    """A checkpoint open for reading; a context manager that closes its files. Subclasses implement `read`.
+
+    format     "hf", "megazero", ...
+    path       the folder of this very checkpoint
+    run        what is known of the run that wrote it; `run.model.vocab_size` is set, `run.optimizer.precision` is what the model computes in
+    entries    every tensor of the model, by its global name, in the model's order (`places`); nothing else
+    position   how far the training was
+    companions files of the model that are no tensors, by the name they have beside it: config.json, tokenizer.json, ...
+    report     what became of the format's own keys; complete once everything has been read
+    """
+
+    format: str
+    path: Path
+    run: Run
+    entries: Mapping[str, Entry]
+    position: Position = Position()
+    companions: Mapping[str, Path] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        """The whole global tensor on the CPU, in its stored dtype: [shape of the entry]. It may be a view of a mapped file: do not write into it."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.run.model
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What every tensor has: weights alone, or the optimizer's moments too."""
+        return tuple(c for c in (WEIGHT, *MOMENTS) if all(c in entry.columns for entry in self.entries.values()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes(column) for entry in self.entries.values() for column in self.columns)
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closing.close()
+
+
+def places(model: ModelConfig, tp: int = 1, tp_index: int = 0) -> dict[str, Place]:
+    """Every parameter of a model by its global name, in forward order, with the box that a tp rank of a whole-model stage holds. No memory."""
+    group = Group(tuple(range(tp)), tp_index, None)
+    stage = build_stage(model, "fp32", whole_model(model), tp=group, device="meta")
+    found = (place_of(parameter) for unit in stage.units() for parameter in unit.parameters())
+    return {place.name: place for place in found}
+
+
+def entries_of(model: ModelConfig, columns: Mapping[str, torch.dtype]) -> dict[str, Entry]:
+    """Entries for a format whose tensors are all stored alike."""
+    return {name: Entry(place.shape, dict(columns)) for name, place in places(model).items()}
+
+
+def boxed(tensor: Tensor, place: Place) -> Tensor:
+    """A rank's part of a global tensor, a view."""
+    return tensor[tuple(slice(start, stop) for start, stop in place.box)]
+
+
+def whole_tensors(source: Source, column: str = WEIGHT) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a source one after the other."""
+    for name in source.entries:
+        yield name, source.read(name, column)
