@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -29,12 +30,31 @@ _LENGTH = 8
 _LONGEST_HEADER = 100_000_000  # the safetensors library's limit
 
 
-def dtype_code(tensor: Tensor) -> str:
+@dataclass(frozen=True)
+class Later:
+    """A 1-D tensor that is made when its turn to be written comes, so that no two are in memory at once."""
+
+    elements: int
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    def numel(self) -> int:
+        return self.elements
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+Values = Tensor | Later
+
+
+def dtype_code(tensor: Values) -> str:
     """The format's word for a tensor's dtype: "F32"."""
     return _CODES[tensor.dtype]
 
 
-def _header(tensors: Sequence[tuple[str, Tensor]], digests: Mapping[str, Sequence[str]], block_bytes: int) -> bytes:
+def _header(tensors: Sequence[tuple[str, Values]], digests: Mapping[str, Sequence[str]], block_bytes: int) -> bytes:
     """Length and JSON, padded with spaces to a multiple of eight."""
     metadata = {"format": "pt", "block_bytes": str(block_bytes)} | {f"sha256 {key}": " ".join(digests[key]) for key, _ in tensors}
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -47,7 +67,7 @@ def _header(tensors: Sequence[tuple[str, Tensor]], digests: Mapping[str, Sequenc
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
-def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]], block_bytes: int = BLOCK_BYTES) -> None:
+def write_file(path: Path, tensors: Sequence[tuple[str, Values]], block_bytes: int = BLOCK_BYTES) -> None:
     """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk. Raises OSError, also when it exists."""
     try:
         with open(path, "xb") as file:
@@ -56,14 +76,13 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]], block_bytes: i
         raise OSError(error.errno, error.strerror, str(path)) from error  # which is FileExistsError and so on by its number
 
 
-def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Tensor]], block_bytes: int) -> None:
+def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Values]], block_bytes: int) -> None:
     assert block_bytes % 8 == 0 and len({key for key, _ in tensors}) == len(tensors)
     blank = {key: ["0" * 64] * -(-tensor.nbytes // block_bytes) for key, tensor in tensors}
     digests: dict[str, list[str]] = {key: [] for key, _ in tensors}
     file.write(_header(tensors, blank, block_bytes))
     for key, tensor in tensors:
-        assert tensor.dim() == 1 and tensor.is_contiguous()
-        for block in tensor.detach().split(block_bytes // tensor.element_size()):
+        for block in _blocks(tensor, block_bytes):
             payload = memoryview(block.cpu().view(torch.uint8).numpy())
             if len(payload):
                 digests[key].append(hashlib.sha256(payload).hexdigest())
@@ -72,6 +91,12 @@ def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Tensor]], block_bytes: in
     file.write(_header(tensors, digests, block_bytes))
     file.flush()
     os.fsync(file.fileno())
+
+
+def _blocks(values: Values, block_bytes: int) -> Iterator[Tensor]:
+    tensor = values.make() if isinstance(values, Later) else values
+    assert tensor.dim() == 1 and tensor.is_contiguous() and (tensor.numel(), tensor.dtype) == (values.numel(), values.dtype)
+    yield from tensor.detach().split(block_bytes // tensor.element_size())
 
 
 class BlockFile:

@@ -1,0 +1,75 @@
+"""Writing a safetensors file as a stream: the header is known before the values are, so that one tensor at a time is in memory.
+
+The safetensors library wants all tensors of a file at once; what is written here it opens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+BLOCK = 1 << 24
+"""Elements that are converted and written at once."""
+
+
+class Slot(NamedTuple):
+    """A tensor in the header."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write the tensors, in the order of the slots and of their shapes, converted to their dtypes; and sync the file to disk.
+
+    Values are taken from `tensors` one at a time. Raises OSError, FileExistsError among them.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for slot in slots:
+        header[slot.key] = {"dtype": CODES[slot.dtype], "shape": list(slot.shape), "data_offsets": [offset, offset + slot.nbytes]}
+        offset += slot.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            assert tuple(tensor.shape) == slot.shape, f"{slot.key}: {tuple(tensor.shape)} instead of {slot.shape}"
+            for piece in flat_pieces(tensor, slot.dtype):
+                file.write(memoryview(piece.view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flat_pieces(tensor: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:
+    """The values in row-major order as contiguous 1-D pieces of at most `BLOCK` elements, in this dtype; a strided view is never copied whole."""
+    if tensor.is_contiguous():
+        for piece in tensor.detach().reshape(-1).split(BLOCK):
+            yield piece.to(dtype)
+        return
+    row = max(tensor[0].numel(), 1)
+    for rows in tensor.detach().split(max(BLOCK // row, 1)):
+        yield rows.to(dtype).contiguous().reshape(-1)
