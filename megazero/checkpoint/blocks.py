@@ -83,7 +83,7 @@ def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Values]], block_bytes: in
     file.write(_header(tensors, blank, block_bytes))
     for key, tensor in tensors:
         for block in _blocks(tensor, block_bytes):
-            payload = memoryview(block.cpu().view(torch.uint8).numpy())
+            payload = block.cpu().view(torch.uint8).numpy().data
             if len(payload):
                 digests[key].append(hashlib.sha256(payload).hexdigest())
                 file.write(payload)

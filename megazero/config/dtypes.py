@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_OF = {dtype: precision for precision, dtype in _DTYPES.items()}
+"""The precision whose parameters have this dtype."""
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from megazero.convert import native
 from megazero.convert.formats import Format
 from megazero.convert.source import ConversionError, Source
 
 
 def format_table() -> Mapping[str, Format]:
     """By name. In the order in which a folder is looked at."""
-    found: list[Format] = []
+    found: list[Format] = [native.FORMAT]
     return {known.name: known for known in found}
 
 

@@ -59,7 +59,7 @@ def write_safetensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tenso
         for slot, tensor in zip(slots, tensors, strict=True):
             assert tuple(tensor.shape) == slot.shape, f"{slot.key}: {tuple(tensor.shape)} instead of {slot.shape}"
             for piece in flat_pieces(tensor, slot.dtype):
-                file.write(memoryview(piece.view(torch.uint8).numpy()))
+                file.write(piece.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

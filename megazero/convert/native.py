@@ -1,0 +1,186 @@
+"""megazero's own checkpoints, read and written whole tensor by whole tensor.
+
+A written folder is one that `--load` and `--init-from` take: DIR/latest and DIR/iter_NNNNNNN. What is no tensor (config.json, a
+tokenizer) goes into a folder beside the manifest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint import folder as folders
+from megazero.checkpoint.blocks import DTYPES, Later
+from megazero.checkpoint.compat import record_of, run_from
+from megazero.checkpoint.format import MANIFEST, CheckpointError, Held, Manifest
+from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
+from megazero.checkpoint.writer import write_fragments, write_manifest
+from megazero.config.dtypes import PRECISION_OF, compute_dtype
+from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
+from megazero.convert.formats import Advance, Format, Wanted
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.mpu.place import Place
+
+COMPANIONS = "model_files"
+FILE_BYTES = 4 << 30
+"""A fragment file is closed once it holds so much."""
+
+
+@dataclass
+class _Whole:
+    """A fragment that is a whole tensor, to be filled or written."""
+
+    place: Place
+    start: int
+    stop: int
+    weight: Any = None
+    exp_avg: Any = None
+    exp_avg_sq: Any = None
+
+
+class NativeSource(Source):
+    """A checkpoint of megazero, of any layout."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        run = run_from(manifest.run)
+        wanted = places(run.model)
+        entries = {name: _entry(manifest, name) for name in wanted if name in manifest.tensors}
+        _refuse_misfits(path, manifest, wanted)
+        progress = manifest.progress
+        position = Position(
+            int(progress.get("iteration", 0)),
+            int(progress.get("consumed_samples", 0)),
+            int(progress.get("consumed_tokens", 0)),
+            float(progress.get("optimizer_steps", 0.0)),
+            progress.get("loss_scale") or None,
+        )
+        there = sorted((path / COMPANIONS).iterdir()) if (path / COMPANIONS).is_dir() else []
+        super().__init__("megazero", path, run, entries, position, {file.name: file for file in there})
+        self.manifest, self._places = manifest, wanted
+        self.report.mapped += [f"{name} {column}" for name, entry in entries.items() for column in entry.columns]
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        entry = self.entries[name]
+        values = torch.empty(entry.numel, dtype=entry.columns[column])
+        whole = _Whole(self._places[name], 0, entry.numel)
+        setattr(whole, column, values)
+        try:
+            read_fragments(self.path, self.manifest, [whole], [column])
+        except CheckpointError as error:
+            raise ConversionError(f"{self.path}: {error}") from error
+        return values.view(entry.shape)
+
+
+def _entry(manifest: Manifest, name: str) -> Entry:
+    stored = manifest.tensors[name]
+    return Entry(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
+
+
+def _refuse_misfits(path: Path, manifest: Manifest, wanted: dict[str, Place]) -> None:
+    missing = [name for name in wanted if name not in manifest.tensors]
+    surplus = [name for name in manifest.tensors if name not in wanted]
+    shapes = [
+        f"{name} {list(manifest.tensors[name].shape)} instead of {list(place.shape)}"
+        for name, place in wanted.items()
+        if name in manifest.tensors and manifest.tensors[name].shape != place.shape
+    ]
+    kinds = {"missing": missing, "not of the model": surplus, "of another shape": shapes}
+    problems = [f"{len(names)} tensors {kind}: {', '.join(names[:20])}" for kind, names in kinds.items() if names]
+    if problems:
+        raise ConversionError(f"{path} does not hold the model that it says it holds: " + "; ".join(problems))
+
+
+def _found(path: Path) -> Path | None:
+    try:
+        return folders.newest(path)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from error
+
+
+def recognises(path: Path) -> bool:
+    """A folder with a manifest, or one of checkpoints."""
+    return (path / MANIFEST).is_file() or bool(folders.listing(path))
+
+
+def open_native(path: Path) -> NativeSource:
+    """The checkpoint in this folder, or the newest of a folder of checkpoints. Raises ConversionError."""
+    found = _found(path)
+    if found is None:
+        raise ConversionError(f"{path} holds no checkpoint of megazero")
+    try:
+        manifest = read_manifest(found)
+        check_files(found, manifest)
+    except (CheckpointError, ValueError) as error:
+        raise ConversionError(f"{found}: {error}") from error
+    return NativeSource(found, manifest)
+
+
+def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+    """Write a folder of one checkpoint, with the moments if the source has them.
+
+    The weight is what the source has (an fp32 master beside moments), unless `wanted.dtype` narrows it; moments keep their dtype.
+    """
+    inside = folder / folders.folder_name(source.position.iteration)
+    inside.mkdir(parents=True)
+    files = list(_files(source, wanted, advance))
+    for index, fragments in enumerate(files):
+        write_fragments(inside, index, len(files), fragments)
+    writers: list[list[Held]] = [list(fragments) for fragments in files]
+    run = _as_recorded(source.run, wanted.dtype)
+    write_manifest(inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1})
+    if source.companions:
+        (inside / COMPANIONS).mkdir()
+        for name, path in source.companions.items():
+            shutil.copyfile(path, inside / COMPANIONS / name)
+    (folder / folders.LATEST).write_text(f"{inside.name}\n")
+
+
+def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[_Whole]]:
+    """What goes into each file, in the model's order."""
+    everything = places(source.model)
+    group: list[_Whole] = []
+    size = 0
+    for name, entry in source.entries.items():
+        whole = _Whole(everything[name], 0, entry.numel)
+        for column in source.columns:
+            dtype = (wanted.dtype if column == WEIGHT else None) or entry.columns[column]
+            setattr(whole, column, Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance)))
+        group.append(whole)
+        size += sum(entry.nbytes(column) for column in source.columns)
+        if size >= FILE_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _values(source: Source, name: str, column: str, dtype: torch.dtype, advance: Advance) -> Tensor:
+    values = source.read(name, column).reshape(-1).to(dtype)
+    advance(source.entries[name].nbytes(column))
+    return values
+
+
+def _as_recorded(run: Run, dtype: torch.dtype | None) -> Run:
+    """The run without what was true of its start only (folders, intervals); in the precision that was asked for."""
+    run = replace(run, checkpoint=CheckpointConfig(), trainer=TrainerConfig())
+    if dtype is None or dtype == compute_dtype(run.optimizer.precision):
+        return run
+    return replace(run, optimizer=replace(run.optimizer, precision=PRECISION_OF[dtype]))
+
+
+def _progress(source: Source) -> dict[str, Any]:
+    if isinstance(source, NativeSource):
+        return source.manifest.progress
+    progress = asdict(source.position)
+    progress["loss_scale"] = dict(source.position.loss_scale or {})
+    return progress | {"fp8": None, "data_plans": None, "probe": None}
+
+
+FORMAT = Format("megazero", recognises, open_native, write_native)
