@@ -1,0 +1,37 @@
+"""The tokenizer that a checkpoint leads to: files beside it, or the ones that its run was trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazero.convert.source import Source
+from megazero.data.indexed import DataError
+from megazero.data.tokenizer import Tokenizer, build_tokenizer
+
+_FILES = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("vocab.json", "gpt2"))
+"""What says which kind of tokenizer lies beside a model, the most telling first."""
+
+
+def tokenizer_files(source: Source) -> tuple[str, str | None] | None:
+    """--tokenizer and --tokenizer-path of a source, or None: from its companions, else from its run if those files are still there."""
+    for name, kind in _FILES:
+        if name in source.companions:
+            return kind, str(source.companions[name])
+    trained_with, path = source.run.data.tokenizer, source.run.data.tokenizer_path
+    if trained_with is None or (path is not None and not _still_there(Path(path).expanduser())):
+        return None
+    return trained_with, path
+
+
+def tokenizer_of(source: Source) -> Tokenizer | None:
+    """The model's tokenizer, None where none can be found or opened here."""
+    found = tokenizer_files(source)
+    try:
+        return build_tokenizer(*found) if found else None
+    except (DataError, ImportError) as error:
+        source.report.notes.append(f"the tokenizer cannot be opened: {error}")
+        return None
+
+
+def _still_there(path: Path) -> bool:
+    return path.exists() or any(path.parent.glob(f"{path.name}-*"))

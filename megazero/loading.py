@@ -1,0 +1,110 @@
+"""A trained model in memory, from a checkpoint of any format: whole in this process, or a rank's part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megazero.batch import MicroBatch
+from megazero.build import build_stages, chunks_of
+from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run, ScheduleConfig
+from megazero.config.validate import problems_of
+from megazero.convert.registry import open_source
+from megazero.convert.report import Report
+from megazero.convert.source import ConversionError
+from megazero.convert.stages import fill_stages
+from megazero.convert.tokenizers import tokenizer_of
+from megazero.data.tokenizer import Tokenizer
+from megazero.model.stage import Stage
+from megazero.mpu.chunks import ChunkMap
+from megazero.mpu.grid import ProcessGrid, single_process_grid
+
+
+@dataclass(frozen=True)
+class Opened:
+    """This rank's part of a model, in evaluation mode.
+
+    run        what wrote it, with the layout of this grid
+    stages     the parts of the model that this rank holds
+    chunk_map  which parts of the model they are
+    tokenizer  the model's own, None where the checkpoint leads to none
+    report     what became of the checkpoint's keys
+    """
+
+    run: Run
+    stages: list[Stage]
+    chunk_map: ChunkMap
+    tokenizer: Tokenizer | None
+    report: Report
+
+
+def open_model(
+    path: str | Path,
+    grid: ProcessGrid,
+    *,
+    precision: str | None = None,
+    format: str | None = None,
+) -> Opened:
+    """The model of a checkpoint of any known format on this rank of the grid, whose dp copies hold the same.
+
+    precision: of the weights and of what is computed; None: what the model was trained in. Communicates nothing: every rank reads what it
+    needs. Raises ConversionError for what cannot be opened, or cannot be split as the grid asks.
+    """
+    with open_source(Path(path).expanduser(), format) as source:
+        run = for_inference(source.run, grid, precision)
+        stages = build_stages(run, grid)
+        fill_stages(stages, source)
+        tokenizer = tokenizer_of(source)
+        report = source.report
+    for stage in stages:
+        stage.eval().requires_grad_(False)
+    return Opened(run, stages, chunks_of(run), tokenizer, report)
+
+
+def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> Run:
+    """The run with nothing of its training's layout, split as this grid is. Raises ConversionError where it cannot be."""
+    parallel = ParallelConfig(tp=grid.axes.tp, pp=grid.axes.pp, device=grid.device.type)
+    optimizer = OptimizerConfig(precision=precision or run.optimizer.precision)
+    model = replace(run.model, hidden_dropout=0.0, attention_dropout=0.0)
+    asked = Run(replace(model, document_mask=False), parallel, optimizer, ScheduleConfig(1, grid.axes.world_size, train_iters=1))
+    problems = problems_of(asked, grid.axes.world_size)
+    if problems:
+        raise ConversionError("the model cannot be opened like this: " + "; ".join(problems))
+    return replace(run, model=model, parallel=parallel, optimizer=optimizer)
+
+
+class Model(nn.Module):
+    """A whole model in one process: what `load` gives. Parameters carry megazero's global names.
+
+    config     its shape
+    run        what is known of the run that wrote it
+    tokenizer  its own, or None
+    report     what became of the checkpoint's keys
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__()
+        (self.stage,) = opened.stages
+        self.run, self.tokenizer, self.report = opened.run, opened.tokenizer, opened.report
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.run.model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [b, s] -> logits [b, s, v] in the model's dtype; position i predicts the token after it."""
+        batch = MicroBatch(ids, ids, None, torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device))
+        return self.stage.logits(None, batch).transpose(0, 1)
+
+
+def load(path: str | Path, *, precision: str | None = None, device: str | torch.device = "cpu", format: str | None = None) -> Model:
+    """The whole model of a checkpoint in this process, in evaluation mode: `megazero.load`.
+
+    path       a folder of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT), Megatron-DeepSpeed, Megatron-LM or a universal checkpoint
+    precision  fp64, fp32, bf16 or fp16; None: what the model was trained in
+    format     where the folder could be taken for another
+    """
+    return Model(open_model(path, single_process_grid(device), precision=precision, format=format))
