@@ -160,6 +160,11 @@ def host_memory_is_short() -> bool:
     return total is not None and available is not None and 4 * available < total
 
 
+def available_memory_bytes() -> int | None:
+    """Memory of the machine that a program can still have; None where the kernel does not say."""
+    return _machine_bytes("MemAvailable")
+
+
 def _machine_bytes(field: str) -> int | None:
     """A line of /proc/meminfo in bytes, or None where there is none."""
     try:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from megazero.batch import MicroBatch
 from megazero.build import build_stages, chunks_of
-from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run, ScheduleConfig
-from megazero.config.validate import problems_of
+from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run
+from megazero.convert.layout import layout_problems
 from megazero.convert.registry import open_source
 from megazero.convert.report import Report
-from megazero.convert.source import ConversionError
+from megazero.convert.source import ConversionError, Source
 from megazero.convert.stages import fill_stages
 from megazero.convert.tokenizers import tokenizer_of
 from megazero.data.tokenizer import Tokenizer
@@ -54,14 +54,22 @@ def open_model(
     needs. Raises ConversionError for what cannot be opened, or cannot be split as the grid asks.
     """
     with open_source(Path(path).expanduser(), format) as source:
-        run = for_inference(source.run, grid, precision)
-        stages = build_stages(run, grid)
-        fill_stages(stages, source)
-        tokenizer = tokenizer_of(source)
-        report = source.report
+        return open_on(source, grid, precision)
+
+
+def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> Opened:
+    """As `open_model`, of a source that is open."""
+    run = for_inference(source.run, grid, precision)
+    stages = build_stages(run, grid)
+    fill_stages(stages, source)
     for stage in stages:
         stage.eval().requires_grad_(False)
-    return Opened(run, stages, chunks_of(run), tokenizer, report)
+    return Opened(run, stages, chunks_of(run), tokenizer_of(source), source.report)
+
+
+def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:
+    """As `load`, of a source that is open."""
+    return Model(open_on(source, single_process_grid(device), precision))
 
 
 def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> Run:
@@ -69,8 +77,7 @@ def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> 
     parallel = ParallelConfig(tp=grid.axes.tp, pp=grid.axes.pp, device=grid.device.type)
     optimizer = OptimizerConfig(precision=precision or run.optimizer.precision)
     model = replace(run.model, hidden_dropout=0.0, attention_dropout=0.0)
-    asked = Run(replace(model, document_mask=False), parallel, optimizer, ScheduleConfig(1, grid.axes.world_size, train_iters=1))
-    problems = problems_of(asked, grid.axes.world_size)
+    problems = layout_problems(model, tp=grid.axes.tp, pp=grid.axes.pp, dp=grid.axes.dp)
     if problems:
         raise ConversionError("the model cannot be opened like this: " + "; ".join(problems))
     return replace(run, model=model, parallel=parallel, optimizer=optimizer)

@@ -33,7 +33,8 @@ Advance = Callable[[int], None]
 @dataclass(frozen=True)
 class Format:
     """recognises: whether a folder holds this format, by names of files alone. open: raises ConversionError. write: into an existing empty
-    folder; None where the format is only read. has_layout: whether tp and pp mean something to `write`; has_optimizer: whether dp does.
+    folder; None where the format is only read. has_layout: whether tp, pp (and for the optimizer's files dp) mean something to `write`.
+    has_optimizer: whether moments are written where the source has them.
     """
 
     name: str

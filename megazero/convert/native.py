@@ -183,4 +183,4 @@ def _progress(source: Source) -> dict[str, Any]:
     return progress | {"fp8": None, "data_plans": None, "probe": None}
 
 
-FORMAT = Format("megazero", recognises, open_native, write_native)
+FORMAT = Format("megazero", recognises, open_native, write_native, has_optimizer=True)

@@ -36,11 +36,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = (DataError,)) -> None:
     """Exit 2 with one message on a mistake in flags or files, 1 where a package is missing, 130 on Ctrl-C."""
     try:
         main()
-    except DataError as error:
+    except mistakes as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except ImportError as error:

@@ -1,0 +1,56 @@
+"""Sources that change what another source reads, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megazero.config.dtypes import PRECISION_OF
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
+
+
+class _Changed(Source):
+    """Another source with some of its facts replaced; report and files stay that one's."""
+
+    def __init__(self, source: Source, **facts: object) -> None:
+        kept = {name: getattr(source, name) for name in ("format", "path", "run", "entries", "position", "companions", "report", "closing")}
+        super().__init__(**(kept | facts))
+        self.under = source
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        return self.under.read(name, column)
+
+
+class Rounded(_Changed):
+    """The weights alone, rounded to a dtype."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        optimizer = replace(source.run.optimizer, precision=PRECISION_OF[dtype])
+        entries = {name: Entry(entry.shape, {WEIGHT: dtype}) for name, entry in source.entries.items()}
+        super().__init__(source, run=replace(source.run, optimizer=optimizer), entries=entries)
+        self.dtype = dtype
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        return super().read(name, column).to(self.dtype)
+
+
+class Trimmed(_Changed):
+    """The first `vocabulary` rows of the embedding and of an untied head: what is beyond is another program's padding."""
+
+    def __init__(self, source: Source, vocabulary: int) -> None:
+        rows = source.model.vocab_size
+        assert rows is not None
+        if not 0 < vocabulary <= rows:
+            raise ConversionError(f"--vocab-size {vocabulary}: the checkpoint has {rows} rows; rows can be left out, not made")
+        self.names = [name for name in ("embedding.word.weight", "head.weight") if name in source.entries]
+        shorter = {name: Entry((vocabulary, *source.entries[name].shape[1:]), source.entries[name].columns) for name in self.names}
+        run = replace(source.run, model=replace(source.model, vocab_size=vocabulary))
+        super().__init__(source, run=run, entries={**source.entries, **shorter})
+        if vocabulary < rows:
+            self.report.notes.append(f"{rows - vocabulary} rows of the vocabulary left out (--vocab-size {vocabulary})")
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        whole = super().read(name, column)
+        return whole[: self.entries[name].shape[0]] if name in self.names else whole

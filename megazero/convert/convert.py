@@ -1,0 +1,108 @@
+"""One conversion from start to end: checked before it begins, written under another name, renamed when it is whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megazero.checkpoint.fence import sync_folder
+from megazero.convert.formats import Format, Wanted
+from megazero.convert.layout import layout_problems
+from megazero.convert.source import WEIGHT, ConversionError, Source
+from megazero.data.progress import Progress, Report, clock
+
+SPARE = 1.02
+"""What a target may need beyond the bytes of its tensors: headers, pickles, padding."""
+
+
+def convert(source: Source, target: Format, output: Path, wanted: Wanted, report: Report) -> None:
+    """Write a source as another format into the new folder `output`, which is there whole or not at all.
+
+    report: told the progress. Memory: a few tensors. Raises ConversionError before anything is written where the target cannot hold the
+    model, the output exists, or the disk is too small; OSError when it fails on the way, and nothing is left then.
+    """
+    refuse(source, target, output, wanted)
+    began, total = time.monotonic(), _bytes_read(source, target)
+    size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    progress = Progress(report, f"{source.format} -> {target.name}", total / size, unit)
+    assert target.write is not None
+    with _becoming(output) as temporary:
+        target.write(source, temporary, wanted, lambda count: progress.reach(progress.done + count / size))
+    seconds = max(time.monotonic() - began, 1e-9)
+    report(f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {clock(seconds)} ({total / size / seconds:,.1f} {unit}/s)")
+
+
+def _bytes_read(source: Source, target: Format) -> int:
+    columns = source.columns if target.has_optimizer else (WEIGHT,)
+    return sum(entry.nbytes(column) for entry in source.entries.values() for column in columns)
+
+
+def refuse(source: Source, target: Format, output: Path, wanted: Wanted) -> None:
+    """Raise one ConversionError with everything that speaks against a conversion."""
+    problems = []
+    if target.write is None:
+        problems.append(f"--to {target.name}: this format is read only")
+    if not target.has_layout and (wanted.tp, wanted.pp) != (1, 1):
+        problems.append(f"--tp {wanted.tp} --pp {wanted.pp}: {target.name} has no layout; its files open on any")
+    if wanted.dp != 1 and not (target.has_layout and target.has_optimizer):
+        problems.append(f"--dp {wanted.dp}: {target.name} has no files per data-parallel rank")
+    problems += layout_problems(source.model, tp=wanted.tp, pp=wanted.pp)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        problems.append(f"--output {output}: is there already; nothing is overwritten")
+    problems += _too_small(source, target, output, wanted)
+    if problems:
+        raise ConversionError("; ".join(problems))
+
+
+def _too_small(source: Source, target: Format, output: Path, wanted: Wanted) -> list[str]:
+    """Whether the disk cannot hold what will be written."""
+    needed = _bytes_read(source, target) * SPARE
+    if wanted.dtype is not None:
+        stored = sum(entry.nbytes() for entry in source.entries.values())
+        needed -= stored - sum(entry.numel * wanted.dtype.itemsize for entry in source.entries.values())
+    there = next(path for path in output.absolute().parents if path.is_dir())
+    free = shutil.disk_usage(there).free
+    return (
+        [] if needed <= free else [f"--output {output}: about {needed / 1e9:,.1f} GB will be written, {free / 1e9:,.1f} GB are free there"]
+    )
+
+
+@contextmanager
+def _becoming(output: Path) -> Iterator[Path]:
+    """A folder to fill that gets its name when all went well. What a killed conversion left there is removed, what a living one writes is not."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.converting")
+    with open(output.with_name(f".{output.name}.lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConversionError(f"--output {output}: another conversion is writing there") from error
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            _sync(temporary)
+            if output.is_dir():
+                output.rmdir()  # empty: `refuse` has looked
+            temporary.rename(output)
+            sync_folder(output.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.unlink(lock.name)
+
+
+def _sync(folder: Path) -> None:
+    """Have everything of a folder on the disk before it gets its name."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            handle = os.open(os.path.join(root, name), os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        sync_folder(Path(root))

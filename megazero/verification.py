@@ -1,0 +1,120 @@
+"""Proof that a conversion kept the model: every tensor compared, and where the model fits, what both sides compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero import device as devices
+from megazero.config.derive import max_positions
+from megazero.convert.changed import Rounded
+from megazero.convert.registry import open_source
+from megazero.convert.safetensors_file import flat_pieces
+from megazero.convert.source import WEIGHT, Source
+from megazero.data.progress import Progress, Report
+from megazero.loading import model_of
+
+POSITIONS = 32
+TOLERANCE = 1e-4
+"""Of the largest logit: what two programs may differ by that multiply the same float32 weights in another order."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """lines: what was compared and found, for a person. holds: whether the two are the same model."""
+
+    lines: tuple[str, ...]
+    holds: bool
+
+
+def verify(source: Source, output: Path, format: str, report: Report) -> Verdict:
+    """Compare a source with what was written from it. Memory: two tensors, and the model in float32 where that fits."""
+    with open_source(output, format) as written:
+        tensors = _compare_tensors(source, written, report)
+        if not tensors.holds:
+            return tensors
+        logits = _compare_logits(source, written)
+    return Verdict(tensors.lines + logits.lines, logits.holds)
+
+
+def _compare_tensors(source: Source, written: Source, report: Report) -> Verdict:
+    """Every column that was written against the source, rounded to the dtype in which it was written."""
+    columns = [column for column in source.columns if column in written.columns]
+    progress = Progress(report, "comparing", written.nbytes / 1e9, "GB")
+    unequal, compared = [], 0
+    for name, entry in written.entries.items():
+        for column in columns:
+            if name not in source.entries or not _equal(source.read(name, column), written.read(name, column)):
+                unequal.append(f"{name} {column}")
+            compared += 1
+            progress.reach(progress.done + entry.nbytes(column) / 1e9)
+    missing = [name for name in source.entries if name not in written.entries]
+    if unequal or missing:
+        return Verdict(
+            (f"NOT the same: {len(unequal)} of {compared} tensors differ, {len(missing)} are missing: {(unequal + missing)[:8]}",), False
+        )
+    dtypes = sorted({str(entry.columns[WEIGHT]).removeprefix("torch.") for entry in written.entries.values()})
+    return Verdict((f"{compared} tensors bit-equal ({', '.join(columns)}; weights in {', '.join(dtypes)})",), True)
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    pieces = zip(flat_pieces(ours, theirs.dtype), flat_pieces(theirs, theirs.dtype), strict=True)
+    return all(_same_bits(a, b) for a, b in pieces)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _compare_logits(source: Source, written: Source) -> Verdict:
+    needed = 6 * sum(entry.numel for entry in source.entries.values())
+    free = devices.available_memory_bytes()
+    if free is None or needed > free:
+        room = "unknown" if free is None else f"{free / 1e9:.1f} GB"
+        return Verdict((f"logits not compared: the model takes about {needed / 1e9:.1f} GB in float32, free are {room}",), True)
+    dtype = next(iter(written.entries.values())).columns[WEIGHT]
+    ids = _fixed_input(source)
+    ours = _logits(Rounded(source, dtype), ids)
+    who, outsider = _outsider(written)
+    theirs = outsider(ids)
+    distance, largest = (ours - theirs).abs().max().item(), ours.abs().max().item()
+    holds = distance <= TOLERANCE * max(largest, 1.0)
+    said = f"logits of {ids.shape[1]} positions differ by at most {distance:.2g} (largest {largest:.2g}; {who} against megazero, float32)"
+    return Verdict((said if holds else f"NOT the same: {said}",), holds)
+
+
+def _fixed_input(source: Source) -> Tensor:
+    """Ids spread over the vocabulary, [1, s]."""
+    model = source.model
+    assert model.vocab_size is not None
+    length = min(POSITIONS, max_positions(model)) if model.position_embedding == "learned" else POSITIONS
+    return (torch.arange(length) * 7919 % model.vocab_size).unsqueeze(0)
+
+
+def _logits(source: Source, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model_of(source, precision="fp32")(ids)
+
+
+def _outsider(written: Source) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """Who computes the written side: transformers for its own format where it is installed, else megazero from what it reads there."""
+    if written.format == "hf":
+        try:
+            import transformers
+        except ImportError:
+            return "megazero reading back", lambda ids: _logits(written, ids)
+        path = str(written.path)
+
+        def of_transformers(ids: Tensor) -> Tensor:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+            with torch.no_grad():
+                return model.eval()(ids).logits
+
+        return f"transformers {transformers.__version__}", of_transformers
+    return "megazero reading back", lambda ids: _logits(written, ids)
