@@ -1,0 +1,119 @@
+"""A checkpoint's tensors in flat windows: what looks at values without holding a model, or a whole tensor, in memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.blocks import DTYPES, BlockFile
+from megazero.checkpoint.format import Damaged, Manifest, key_of
+from megazero.checkpoint.reshard import Span, overlaps
+
+_OPEN_FILES = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A global tensor without its values: shape, and the stored dtype of each column."""
+
+    shape: tuple[int, ...]
+    columns: Mapping[str, torch.dtype]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(self.numel * dtype.itemsize for dtype in self.columns.values())
+
+
+class Tensors(Protocol):
+    """Global tensors by name, whatever holds them."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor in row-major order, 1-D on the CPU, in the stored dtype. Not to be written into."""
+
+
+class StoredTensors:
+    """`Tensors` of a checkpoint of our own. A context manager that closes its files; every block that is read is checked (Damaged).
+
+    Memory: a window and a block. Windows that follow each other read a block again only at their edges.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.shapes = {
+            name: Shape(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
+            for name, stored in manifest.tensors.items()
+        }
+        self._open: OrderedDict[int, BlockFile] = OrderedDict()
+        self._kept: tuple[tuple[int, str, int], Tensor] | None = None
+
+    def __enter__(self) -> StoredTensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with ExitStack() as stack:
+            for file in self._open.values():
+                stack.enter_context(file)
+        self._open.clear()
+
+    def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
+        shape = self.shapes[name]
+        wanted = Span(tuple((0, extent) for extent in shape.shape), start, stop)
+        values = torch.empty(stop - start, dtype=shape.columns[column])
+        found = 0
+        for number, span in self.manifest.tensors[name].fragments:
+            if not overlaps(span, wanted):
+                continue
+            key = key_of(name, column, span)
+            for block, (first, last) in enumerate(self._file(number).block_ranges(key)):
+                piece = Span(span.box, span.start + first, span.start + last)
+                shared = overlaps(piece, wanted)
+                if shared:
+                    source = self._block(number, key, block)
+                    for overlap in shared:
+                        overlap.copy(source, values)
+                        found += overlap.numel
+        if found != stop - start:
+            raise Damaged(f"the manifest lists {found} of the {stop - start} elements {start}:{stop} of {name}")
+        return values
+
+    def _file(self, number: int) -> BlockFile:
+        """A fragment file, of which the ones used last stay open."""
+        file = self._open.pop(number, None)
+        if file is None:
+            stored = self.manifest.files[number]
+            file = BlockFile(self.folder / stored.name)
+            if file.header_sha256 != stored.header_sha256:
+                with file:
+                    raise Damaged(f"{stored.name} is altered: the sha256 of its header is not the recorded one")
+        self._open[number] = file
+        if len(self._open) > _OPEN_FILES:
+            with self._open.popitem(last=False)[1]:
+                pass
+        return file
+
+    def _block(self, number: int, key: str, block: int) -> Tensor:
+        asked = number, key, block
+        if self._kept is None or self._kept[0] != asked:
+            self._kept = asked, self._file(number).read(key, block)
+        return self._kept[1]
+
+
+def windows(numel: int, elements: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most so many elements that make up a tensor."""
+    for start in range(0, numel, elements):
+        yield start, min(start + elements, numel)

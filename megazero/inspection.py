@@ -1,0 +1,246 @@
+"""What is inside a checkpoint, as plain records: for `tools/inspect_checkpoint.py`, and for programs that want to know the same.
+
+Checkpoints of our own are read from their manifest, without building the model they hold; those of other programs through their reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.checkpoint import folder as folders
+from megazero.checkpoint.compat import run_from
+from megazero.checkpoint.format import MANIFEST, Damaged, Manifest
+from megazero.checkpoint.manager import open_checkpoint
+from megazero.checkpoint.reader import check_files, read_manifest
+from megazero.checkpoint.statistics import difference, statistics
+from megazero.checkpoint.verify import verify
+from megazero.checkpoint.window import Shape, StoredTensors, Tensors
+from megazero.config.dump import run_dict
+from megazero.config.schema import Run
+from megazero.convert.registry import open_source
+from megazero.convert.source import Source
+
+Record = dict[str, Any]
+_NATIVE_FILES = "fragments-*-of-*.safetensors"
+
+
+class SourceTensors:
+    """`Tensors` of a source: the tensor that was asked for last is kept, which may be a view of a mapped file."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.shapes = {name: Shape(entry.shape, entry.columns) for name, entry in source.entries.items()}
+        self._kept: tuple[tuple[str, str], Tensor] | None = None
+
+    def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
+        if self._kept is None or self._kept[0] != (name, column):
+            self._kept = (name, column), self._source.read(name, column).reshape(-1)
+        return self._kept[1][start:stop]
+
+
+@dataclass
+class Inspected:
+    """An open checkpoint; a context manager that closes its files.
+
+    path      its own folder
+    run       what wrote it, as far as that is known
+    position  iteration, consumed samples and tokens, ...: what the format says of the training
+    layout    sizes of the axes that wrote it, by name; None where the format does not say
+    files     names and bytes, relative to the folder
+    manifest  of a checkpoint of our own; source: of another program's
+    """
+
+    path: Path
+    format: str
+    run: Run
+    position: Record
+    layout: dict[str, int] | None
+    files: dict[str, int]
+    tensors: Tensors
+    manifest: Manifest | None = None
+    source: Source | None = None
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Inspected:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closing.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(shape.nbytes for shape in self.tensors.shapes.values())
+
+    def verify(self, threads: int, advance: Callable[[int], None]) -> list[str]:
+        """What is wrong, a sentence each. Our own checkpoints: every hash. Other programs' record none: every tensor is read once."""
+        if self.manifest is not None:
+            return verify(self.path, self.manifest, threads, advance)
+        assert self.source is not None
+        problems = []
+        for name, entry in self.source.entries.items():
+            for column in entry.columns:
+                try:
+                    advance(self.source.read(name, column).nbytes)
+                except (ValueError, OSError, RuntimeError) as error:
+                    problems.append(f"{name} {column}: {error}")
+        return problems
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint of megazero or one of such, damaged ones included."""
+    inside = [path, *(found for _, found in folders.listing(path))]
+    if any((folder / MANIFEST).is_file() or any(folder.glob(_NATIVE_FILES)) for folder in inside):
+        return True
+    latest = path / folders.LATEST
+    return latest.is_file() and latest.read_text(errors="replace").startswith("iter_")
+
+
+def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
+    """The checkpoint in a folder, or the one that `latest` names. Raises Damaged, ValueError for what is no checkpoint or cannot be read."""
+    if format not in (None, "megazero") or not is_ours(path):
+        return _open_other(path, format)
+    found = folders.newest(path)
+    if found is None:
+        raise ValueError(f"{path} holds no checkpoint of megazero")
+    manifest = open_checkpoint(found).manifest
+    tensors = StoredTensors(found, manifest)
+    files = {stored.name: stored.size for stored in manifest.files}
+    inspected = Inspected(found, "megazero", run_from(manifest.run), manifest.progress, manifest.layout, files, tensors, manifest=manifest)
+    inspected.closing.enter_context(tensors)
+    return inspected
+
+
+def _open_other(path: Path, format: str | None) -> Inspected:
+    source = open_source(path, format)
+    files = {str(file.relative_to(source.path)): file.stat().st_size for file in sorted(source.path.rglob("*")) if file.is_file()}
+    inspected = Inspected(
+        source.path, source.format, source.run, asdict(source.position), None, files, SourceTensors(source), source=source
+    )
+    inspected.closing.enter_context(source)
+    return inspected
+
+
+def checkpoints_in(root: Path) -> list[Record]:
+    """The checkpoints of a folder by iteration: name, iteration, bytes of the files, whether `latest` names it, what is wrong with it.
+
+    Looked at are the manifest and the headers of all files; `verify` looks at the rest.
+    """
+    named = (root / folders.LATEST).read_text(errors="replace").strip() if (root / folders.LATEST).is_file() else None
+    found = []
+    for iteration, path in folders.listing(root):
+        problem, size = None, 0
+        try:
+            manifest = read_manifest(path)
+            size = sum(stored.size for stored in manifest.files)
+            check_files(path, manifest)
+        except (Damaged, ValueError) as error:
+            problem = str(error)
+        is_latest = path.name.removesuffix(".replaced") == named
+        found.append({"name": path.name, "iteration": iteration, "bytes": size, "latest": is_latest, "problem": problem})
+    return found
+
+
+def contents(inspected: Inspected) -> Record:
+    """Everything but values. config: every field, by section; defaults: what the fields are where nobody sets them."""
+    tensors = {
+        name: {
+            "shape": list(shape.shape),
+            "elements": shape.numel,
+            "bytes": shape.nbytes,
+            "columns": {column: str(dtype).removeprefix("torch.") for column, dtype in shape.columns.items()},
+        }
+        for name, shape in inspected.tensors.shapes.items()
+    }
+    return {
+        "path": str(inspected.path),
+        "format": inspected.format,
+        "position": dict(inspected.position),
+        "layout": inspected.layout,
+        "config": run_dict(inspected.run),
+        "tensors": tensors,
+        "totals": {
+            "tensors": len(tensors),
+            "parameters": sum(tensor["elements"] for tensor in tensors.values()),
+            "bytes": inspected.nbytes,
+            "file_bytes": sum(inspected.files.values()),
+        },
+        "files": inspected.files,
+    }
+
+
+def tensor_statistics(inspected: Inspected, name: str) -> Record:
+    """Statistics of each column of a tensor."""
+    return {column: statistics(inspected.tensors, name, column).record() for column in inspected.tensors.shapes[name].columns}
+
+
+def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Record:
+    """What differs between two checkpoints, of any formats and layouts.
+
+    config    fields that differ: [a's value, b's]. Of two programs' checkpoints the model and the precision only, for the rest is no
+              program's but ours
+    tensors   by name and column: elements, bit_equal, largest and relative difference; None where one of the two is not finite
+    identical whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
+    """
+    ours, theirs = a.tensors.shapes, b.tensors.shapes
+    both = [name for name in ours if name in theirs]
+    shapes = {name: [list(ours[name].shape), list(theirs[name].shape)] for name in both if ours[name].shape != theirs[name].shape}
+    columns = {
+        name: [_dtypes(ours[name]), _dtypes(theirs[name])] for name in both if dict(ours[name].columns) != dict(theirs[name].columns)
+    }
+    tensors: dict[str, Record] = {}
+    same = True
+    for name in (name for name in both if name not in shapes):
+        for column in (column for column in ours[name].columns if column in theirs[name].columns):
+            found = difference(a.tensors, b.tensors, name, column)
+            same = same and found.same
+            tensors.setdefault(name, {})[column] = found.record()
+            advance(ours[name].numel * (ours[name].columns[column].itemsize + theirs[name].columns[column].itemsize))
+    config = _config_difference(a, b)
+    only = [[name for name in mine if name not in other] for mine, other in ((ours, theirs), (theirs, ours))]
+    return {
+        "paths": [str(a.path), str(b.path)],
+        "formats": [a.format, b.format],
+        "identical": same and not (only[0] or only[1] or shapes or columns or config.get("model")),
+        "config": config,
+        "position": _differing(a.position, b.position) if a.format == b.format else {},
+        "layout": [a.layout, b.layout] if a.layout != b.layout else None,
+        "only_in_first": only[0],
+        "only_in_second": only[1],
+        "shapes": shapes,
+        "columns": columns,
+        "tensors": tensors,
+    }
+
+
+def compared_bytes(a: Inspected, b: Inspected) -> int:
+    """What `compare` reads."""
+    total = 0
+    for name, shape in a.tensors.shapes.items():
+        other = b.tensors.shapes.get(name)
+        if other is not None and other.shape == shape.shape:
+            common = [column for column in shape.columns if column in other.columns]
+            total += shape.numel * sum(shape.columns[column].itemsize + other.columns[column].itemsize for column in common)
+    return total
+
+
+def _dtypes(shape: Shape) -> dict[str, str]:
+    return {column: str(dtype).removeprefix("torch.") for column, dtype in shape.columns.items()}
+
+
+def _config_difference(a: Inspected, b: Inspected) -> dict[str, dict[str, list[Any]]]:
+    mine, other = run_dict(a.run), run_dict(b.run)
+    if a.manifest is None or b.manifest is None:
+        mine, other = ({"model": run["model"], "optimizer": {"precision": run["optimizer"]["precision"]}} for run in (mine, other))
+    sections = {section: _differing(mine[section], other[section]) for section in mine}
+    return {section: fields for section, fields in sections.items() if fields}
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {key: [a.get(key), b.get(key)] for key in sorted({*a, *b}) if a.get(key) != b.get(key)}

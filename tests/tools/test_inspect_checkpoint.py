@@ -1,0 +1,280 @@
+"""tools/inspect_checkpoint.py: what it says of whole, damaged and different checkpoints, and with which status it ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.checkpoint import statistics as numbers
+from megazero.checkpoint.blocks import write_file
+from megazero.checkpoint.format import MANIFEST
+from megazero.checkpoint.reader import read_manifest
+from megazero.checkpoint.verify import verify
+from megazero.checkpoint.window import Shape, StoredTensors
+from megazero.config.dump import run_dict
+from megazero.config.schema import ModelConfig, OptimizerConfig, Run
+from tests.checkpoint import fakes
+from tests.checkpoint.fakes import Layout, Values, global_values
+
+tool = importlib.import_module("tools.inspect_checkpoint")  # a folder of programs, which is no package
+RUN = Run(
+    model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=3, vocab_size=37), optimizer=OptimizerConfig(precision="fp32")
+)
+ONE, MANY = Layout(), Layout(tp=3, dp=2, pp=2, bucket=50)
+
+
+def save(root: Path, iteration: int, values: Values, layout: Layout, run: Run = RUN) -> Path:
+    """A checkpoint with these values, as the ranks of a layout write it; blocks are so small that tensors have many."""
+    folder = root / f"iter_{iteration:07d}"
+    progress = {"iteration": iteration, "consumed_samples": 24 * iteration, "consumed_tokens": 24 * 12 * iteration}
+    fakes.save(folder, layout, values, torch.float32, progress=progress)
+    manifest = read_manifest(folder)
+    manifest.run = run_dict(run)
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    (root / "latest").write_text(f"{folder.name}\n")
+    return folder
+
+
+@pytest.fixture
+def values() -> Values:
+    return global_values(ONE, torch.float32, seed=3)
+
+
+@pytest.fixture
+def root(tmp_path: Path, values: Values) -> Path:
+    save(tmp_path / "run", 5, values, ONE)
+    save(tmp_path / "run", 7, values, MANY)
+    return tmp_path / "run"
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    try:
+        status = tool.main([str(word) for word in words])
+    except SystemExit as left:  # argparse
+        status = left.code if isinstance(left.code, int) else 1
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
+    status, out, _ = inspect(capsys, *words, "--json")
+    return status, json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_folder_of_checkpoints(root: Path, values: Values, capsys: pytest.CaptureFixture[str]) -> None:
+    status, record = as_json(capsys, root, "--verify")
+    assert status == 0 and record["problems"] == []
+    assert [(c["name"], c["latest"], c["problem"]) for c in record["checkpoints"]] == [
+        ("iter_0000005", False, None),
+        ("iter_0000007", True, None),
+    ]
+    assert record["path"] == str(root / "iter_0000007") and record["format"] == "megazero"
+    assert record["position"]["iteration"] == 7 and record["layout"] == {"pp": 2, "dp": 2, "cp": 1, "tp": 3}
+    assert record["config"]["model"]["hidden_size"] == 12 and record["config"] == json.loads(json.dumps(run_dict(RUN)))
+    names = {name for name, _ in values}
+    assert set(record["tensors"]) == names
+    for name, tensor in record["tensors"].items():
+        assert tensor["shape"] == list(values[name, "weight"].shape)
+        assert tensor["columns"] == dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), "float32")
+        assert tensor["bytes"] == 12 * tensor["elements"] == 12 * values[name, "weight"].numel()
+    on_disk = {file.name: file.stat().st_size for file in (root / "iter_0000007").glob("fragments-*")}
+    assert record["files"] == on_disk and record["totals"]["file_bytes"] == sum(on_disk.values())
+    assert record["totals"]["parameters"] == sum(values[name, "weight"].numel() for name in names)
+    assert record["verified"] == {"bytes": record["totals"]["bytes"], "hashes": True, "problems": []}
+
+
+def test_the_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = inspect(capsys, root, "--verify", "--tensor", "blocks.*.up.bias")
+    assert status == 0 and "damaged" not in err
+    for expected in (
+        r"iter_0000007 +latest",
+        r"iteration +7",
+        r"written by +tp 3 pp 2 dp 2 cp 1",
+        r"model.hidden_size +12",
+        r"embedding.word.weight +37x12 +float32 weight exp_avg exp_avg_sq +444 ",
+        r"every hash fits",
+        r"blocks.3.up.bias exp_avg_sq +\S",
+    ):
+        assert re.search(expected, out), expected
+    assert "model.rotary_base" not in out, "a default is shown with --all only"
+    assert "model.rotary_base" in inspect(capsys, root, "--all")[1]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_byte_of_every_file_counts(root: Path, threads: int) -> None:
+    """Wherever a bit of a payload or a header is turned, verification finds it, and names the file; and every file's."""
+    folder = root / "iter_0000007"
+    manifest = read_manifest(folder)
+    seen: list[int] = []
+    assert verify(folder, manifest, threads, seen.append) == []
+    assert sum(seen) == 12 * sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
+    for stored in manifest.files[:2] + manifest.files[-1:]:
+        path = folder / stored.name
+        whole = path.read_bytes()
+        header = int.from_bytes(whole[:8], "little")
+        for at in (3, 9, 8 + header // 2, 8 + header, (8 + header + len(whole)) // 2, len(whole) - 1):
+            flip(path, at)
+            problems = verify(folder, manifest, threads, lambda _: None)
+            assert problems and all(stored.name in problem for problem in problems), (at, problems)
+            path.write_bytes(whole)
+    for stored in manifest.files:
+        flip(folder / stored.name, stored.size - 1)
+    assert len(verify(folder, manifest, threads, lambda _: None)) == len(manifest.files), "all are named, not the first alone"
+
+
+def test_damage_has_status_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = root / "iter_0000007"
+    file = next(newest.glob("fragments-00003-*"))
+    flip(file, file.stat().st_size - 1)
+    assert inspect(capsys, root)[0] == 0, "payloads are looked at by --verify only"
+    status, out, err = inspect(capsys, root, "--verify")
+    assert status == 1 and file.name in err and "sha256 of block" in err and "verified: 1 problems" in out
+    file.unlink()
+    status, out, err = inspect(capsys, root)
+    assert status == 1 and f"{file.name} is missing" in err and re.search(r"iter_0000007 +latest +\S+ \S+ +damaged", out)
+    flip(newest / MANIFEST, 50)
+    status, out, err = inspect(capsys, root)
+    assert status == 1 and "its sha256 does not fit" in err and f"--load {root / 'iter_0000005'}" in err
+    assert "iter_0000005" in out and as_json(capsys, root)[0] == 1
+    (newest / MANIFEST).unlink()
+    for path in (newest, root):
+        status, _, err = inspect(capsys, path)
+        assert status == 1 and "manifest.json is missing" in err
+    shutil.rmtree(newest)
+    status, _, err = inspect(capsys, root)
+    assert status == 1 and "names the checkpoint 'iter_0000007', which is not there" in err
+
+
+def test_files_that_hold_other_fragments(root: Path) -> None:
+    folder = root / "iter_0000005"
+    manifest = read_manifest(folder)
+    moved = manifest.tensors["head.norm.weight"].fragments.pop()
+    problems = verify(folder, manifest, 1, lambda _: None)
+    assert any("head.norm.weight: 12 elements are in no fragment" in problem for problem in problems)
+    assert sum("of which the manifest does not know" in problem for problem in problems) == 3
+    manifest.tensors["head.norm.weight"].fragments += [moved, moved]
+    assert any("in two fragments" in problem for problem in verify(folder, manifest, 1, lambda _: None))
+
+
+def test_mistakes_have_status_2(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for words, told in (
+        ((tmp_path / "nowhere",), "is not there"),
+        ((tmp_path / "empty",), "is empty"),
+        ((root, "--tensor", "blocks.9.*"), "no tensor is called so"),
+        ((root, "--exit-code"), "give OTHER too"),
+        ((root, root, "--verify"), "leave OTHER out"),
+        ((root, "--threads", "0"), "at least 1"),
+        ((root, "--from", "nonsense"), "invalid choice"),
+    ):
+        status, _, err = inspect(capsys, *words)
+        assert status == 2 and told in err, words
+
+
+class Given:
+    """`Tensors` of values that are at hand."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self.shapes = {name: Shape(tuple(t.shape), {"weight": t.dtype}) for name, t in tensors.items()}
+
+    def window(self, name: str, column: str, start: int, stop: int) -> torch.Tensor:
+        return self.tensors[name].reshape(-1)[start:stop]
+
+
+@pytest.mark.parametrize("elements", [1, 7, 1000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_statistics_are_those_of_the_whole(elements: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(13, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e4).to(dtype)
+    x[3, 4], x[5, 5], x[0, 0], x[12, 10] = math.nan, math.inf, -math.inf, 0.0
+    found = numbers.statistics(Given(x=x), "x", "weight", elements).record()
+    finite = x[x.isfinite()].double()
+    wanted = {"min": finite.min(), "max": finite.max(), "mean": finite.mean(), "std": finite.std(correction=0), "norm": finite.norm()}
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(float(value), rel=1e-12)
+    assert (found["elements"], found["nan"], found["inf"], found["zeros"]) == (143, 1, 2, 1)
+
+
+def test_statistics_of_nothing_finite() -> None:
+    found = numbers.statistics(Given(x=torch.full((3,), math.nan)), "x", "weight").record()
+    assert found["nan"] == 3 and all(found[key] is None for key in ("min", "max", "mean", "std", "norm"))
+
+
+def test_differences_count_bits() -> None:
+    a = torch.tensor([1.0, math.nan, math.inf, 0.0, 4.0])
+    b = torch.tensor([1.0, math.nan, math.inf, -0.0, 4.5])
+    found = numbers.difference(Given(x=a), Given(x=b), "x", "weight", 2)
+    assert (found.count, found.equal, found.largest, found.relative) == (5, 3, 0.5, 0.125) and not found.same
+    assert numbers.difference(Given(x=a), Given(x=a.clone()), "x", "weight", 2).same
+    lost = numbers.difference(Given(x=a), Given(x=torch.tensor([1.0, 2.0, math.inf, 0.0, 4.0])), "x", "weight")
+    assert lost.largest == math.inf and lost.record()["largest"] is None
+    narrow = numbers.difference(Given(x=torch.tensor([1.0, 0.1])), Given(x=torch.tensor([1.0, 0.1]).bfloat16()), "x", "weight")
+    assert narrow.equal == 1 and narrow.largest == abs(float(torch.tensor(0.1)) - float(torch.tensor(0.1).bfloat16()))
+
+
+@pytest.mark.parametrize("elements", [1, 5, 37, 1000])
+def test_windows_of_any_layout(root: Path, values: Values, elements: int) -> None:
+    folder = root / "iter_0000007"
+    with StoredTensors(folder, read_manifest(folder)) as tensors:
+        for name in ("blocks.2.down.weight", "embedding.word.weight", "blocks.1.up.bias"):
+            for column in ("weight", "exp_avg_sq"):
+                count = tensors.shapes[name].numel
+                pieces = [tensors.window(name, column, i, min(i + elements, count)) for i in range(0, count, elements)]
+                assert torch.equal(torch.cat(pieces), values[name, column].reshape(-1))
+
+
+def test_the_difference_of_two_layouts(root: Path, tmp_path: Path, values: Values, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = root / "iter_0000005", root / "iter_0000007"
+    status, record = as_json(capsys, first, second, "--exit-code")
+    assert status == 0 and record["identical"] is True and record["layout"] == [{**record["layout"][0]}, {**record["layout"][1]}]
+    assert record["position"]["iteration"] == [5, 7] and record["config"] == {}
+    assert all(c["bit_equal"] == c["elements"] for columns in record["tensors"].values() for c in columns.values())
+
+    changed = {key: value.clone() for key, value in values.items()}
+    changed["blocks.1.down.weight", "exp_avg"][3, 40] += 0.5
+    longer = Run(model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=4, vocab_size=37), optimizer=RUN.optimizer)
+    third = save(tmp_path / "third", 9, changed, Layout(tp=2), longer)
+    status, record = as_json(capsys, second, third, "--exit-code")
+    assert status == 1 and record["identical"] is False
+    assert record["config"] == {"model": {"num_attention_heads": [3, 4]}}
+    differing = {(n, c): f for n, columns in record["tensors"].items() for c, f in columns.items() if f["bit_equal"] != f["elements"]}
+    (((name, column), found),) = differing.items()
+    before = values["blocks.1.down.weight", "exp_avg"]
+    largest = float((changed["blocks.1.down.weight", "exp_avg"].double() - before.double()).abs().max())
+    assert (name, column) == ("blocks.1.down.weight", "exp_avg") and found["elements"] - found["bit_equal"] == 1
+    assert found["largest"] == largest and found["relative"] == largest / float(before.double().abs().max())
+    status, out, _ = inspect(capsys, second, third)
+    assert status == 0 and "model.num_attention_heads  3 -> 4" in out and "blocks.1.down.weight exp_avg  " in out
+    assert "the models differ" in out and "blocks.0" not in out
+
+
+def test_tensors_that_only_one_has(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    untied = Layout(tied=False)
+    other = save(tmp_path / "untied", 5, global_values(untied, torch.float32, seed=3), untied)
+    status, record = as_json(capsys, root / "iter_0000005", other, "--exit-code")
+    assert status == 1 and record["only_in_first"] == [] and record["only_in_second"] == ["head.weight"]
+    status, out, _ = inspect(capsys, other, root / "iter_0000005")
+    assert "only in the first (1)\n  head.weight" in out
+
+
+def test_a_header_that_was_written_anew(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is whole in itself, but not the one that the manifest knows."""
+    file = root / "iter_0000005" / "fragments-00001-of-00001.safetensors"
+    file.unlink()
+    write_file(file, [("x", torch.zeros(3))])
+    status, _, err = inspect(capsys, root / "iter_0000005", root / "iter_0000007")
+    assert status == 1 and "the sha256 of its header is not the recorded one" in err
