@@ -51,7 +51,7 @@ def layer_costs(run: Run) -> tuple[float, float, float]:
     head = max(counts.head, table)
     if run.parallel.partition_by == "parameters":
         return max(counts.embedding, table), counts.block, head
-    attention = 2 * run.model.seq_length * run.model.hidden_size
+    attention = 2 * run.model.seq_length * run.model.num_attention_heads * head_dim(run.model)
     return 0.0, counts.block + attention, head
 
 

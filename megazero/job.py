@@ -16,7 +16,7 @@ from megazero.build import build_engine, build_stages, chunks_of, places_of, wit
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token, replace_file
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import ffn_width, query_groups
+from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.dump import dump
 from megazero.config.schema import Run
@@ -242,7 +242,7 @@ def _validation(run: Run, grid: ProcessGrid, prepared: Prepared) -> dict[str, Tr
 
 def _log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
     assert run.model.vocab_size is not None
-    shape = shape_of(run.model, run.model.vocab_size, ffn_width(run.model), query_groups(run.model))
+    shape = shape_of(run.model, run.model.vocab_size, ffn_width(run.model), query_groups(run.model), head_dim(run.model))
     peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
     rates = Rates(float(model_flops(shape, 1)), run.model.seq_length, grid.axes.world_size, peak)
 

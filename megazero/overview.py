@@ -16,7 +16,7 @@ from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import run_dict
 from megazero.config.fp8 import exceptions
-from megazero.config.schema import Run
+from megazero.config.schema import ModelConfig, Run
 from megazero.model.count import parameters
 from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.pipeline.graphs import replayed
@@ -60,7 +60,7 @@ def _ops(run: Run, device: torch.device) -> str:
 def _model(run: Run) -> list[tuple[str, str]]:
     model = run.model
     head = "untied" if model.untie_embeddings_and_output_weights else "tied"
-    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, sequence {model.seq_length}"
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, sequence {model.seq_length}"
     return [
         ("parameters", f"{count(parameters(run.model))} ({parameters(run.model):,})"),
         ("shape", f"{shape}, vocabulary {model.vocab_size}"),
@@ -68,6 +68,10 @@ def _model(run: Run) -> list[tuple[str, str]]:
         ("precision", f"{run.optimizer.precision}; state and gradients {str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}"),
         *_fp8(run),
     ]
+
+
+def _heads(model: ModelConfig) -> str:
+    return f"{model.num_attention_heads} heads" + ("" if model.kv_channels is None else f" of {model.kv_channels}")
 
 
 def _fp8(run: Run) -> list[tuple[str, str]]:

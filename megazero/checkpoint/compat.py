@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megazero.config.derive import ffn_width, max_positions, pipeline_schedule, query_groups
+from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias, pipeline_schedule, query_groups
 from megazero.config.schema import Run
 from megazero.optim.lr_schedule import LearningRate
 
@@ -77,10 +77,15 @@ def _lr_length(name: str, *, only: str | None = None) -> _Value:
 
 _SHAPE = {
     **_plain("model", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding", "embedding_layernorm"),
-    **_plain("model", "norm", "norm_epsilon", "activation", "untie_embeddings_and_output_weights", "disable_bias_linear"),
+    **_plain("model", "norm", "norm_epsilon", "activation", "untie_embeddings_and_output_weights"),
     "model.num_query_groups": lambda run: query_groups(run.model),
+    "model.kv_channels": lambda run: run.model.kv_channels,
+    "model.disable_bias_linear": lambda run: not (attention_bias(run.model) or mlp_bias(run.model)),
+    "model.attention_bias": lambda run: attention_bias(run.model),
+    "model.mlp_bias": lambda run: mlp_bias(run.model),
     "model.ffn_hidden_size": lambda run: ffn_width(run.model),
     "model.max_position_embeddings": lambda run: max_positions(run.model) if run.model.position_embedding == "learned" else None,
+    "model.position_offset": lambda run: run.model.position_offset if run.model.position_embedding == "learned" else 0,
     "model.rotary_base": lambda run: run.model.rotary_base if run.model.position_embedding == "rotary" else None,
 }
 _RATES = {

@@ -12,11 +12,17 @@ from megazero.config.facts import Facts, Found, check, divisors, nearest, neares
 
 def _heads(f: Facts) -> Found:
     m = f.run.model
-    if m.hidden_size % m.num_attention_heads:
+    if m.kv_channels is not None:
+        if m.position_embedding == "rotary" and m.kv_channels % 2:
+            yield (
+                f"--position-embedding rotary turns pairs: --kv-channels {m.kv_channels} must be even; "
+                f"nearest: {nearest_multiples(m.kv_channels, 2)}"
+            )
+    elif m.hidden_size % m.num_attention_heads:
         yield (
             f"--num-attention-heads {m.num_attention_heads} does not divide --hidden-size {m.hidden_size}; nearest: "
             f"--hidden-size {nearest_multiples(m.hidden_size, m.num_attention_heads)}, or "
-            f"--num-attention-heads {nearest(m.num_attention_heads, divisors(m.hidden_size))}"
+            f"--num-attention-heads {nearest(m.num_attention_heads, divisors(m.hidden_size))}, or --kv-channels, the width of a head"
         )
     elif m.position_embedding == "rotary" and m.hidden_size // m.num_attention_heads % 2:
         width = m.hidden_size // m.num_attention_heads
@@ -36,6 +42,18 @@ def _positions(f: Facts) -> Found:
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < m.seq_length:
         yield f"--max-position-embeddings {rows} is less than --seq-length {m.seq_length}: learned positions need {m.seq_length} or more"
+    if m.position_offset and m.position_embedding != "learned":
+        yield (
+            f"--position-offset {m.position_offset} are rows of a learned position table, which --position-embedding {m.position_embedding} "
+            "has not; nearest: --position-offset 0, or --position-embedding learned"
+        )
+
+
+def _biases(f: Facts) -> Found:
+    m = f.run.model
+    if m.disable_bias_linear and m.attention_bias is not None and m.mlp_bias is not None:
+        shown = " ".join(f"--{'' if on else 'no-'}{name}-bias" for name, on in (("attention", m.attention_bias), ("mlp", m.mlp_bias)))
+        yield f"--disable-bias-linear says nothing beside {shown}, which name all linear layers of a block: drop it"
 
 
 def _tp_divides(f: Facts) -> Found:
@@ -152,8 +170,10 @@ def _attention(f: Facts) -> Found:
     if asked == "flash":
         cannot |= {"--position-embedding alibi": alibi, "--document-mask": documents}
     if asked == "flex":
-        size = head_dim(m) if m.hidden_size % m.num_attention_heads == 0 else 16
-        heads = f"--hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {size} (16 to 256 it does)"
+        given = m.kv_channels is not None
+        size = head_dim(m) if given or m.hidden_size % m.num_attention_heads == 0 else 16
+        ratio = f"--hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {size}"
+        heads = f"{f'--kv-channels {size}' if given else ratio} (16 to 256 it does)"
         cannot |= {f"--precision {precision}": precision == "fp64", heads: not 16 <= size <= 256}
     found = [words for words, wrong in cannot.items() if wrong]
     if found:
@@ -180,8 +200,9 @@ def _cuda_graphs(f: Facts) -> Found:
 
 
 LAYOUT_CHECKS = (
-    check(_heads, "hidden_size", "num_attention_heads", "num_query_groups", "position_embedding"),
-    check(_positions, "max_position_embeddings", "seq_length", "position_embedding"),
+    check(_heads, "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "position_embedding"),
+    check(_positions, "max_position_embeddings", "seq_length", "position_offset", "position_embedding"),
+    check(_biases, "disable_bias_linear", "attention_bias", "mlp_bias"),
     check(_tp_divides, "tp", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "activation"),
     check(_sequence_parallel, "tp", "seq_length", "sequence_parallel"),
     check(_chunks, "num_layers", "pp", "virtual_stages"),
@@ -196,5 +217,6 @@ LAYOUT_CHECKS = (
     check(
         _attention,
         *("attention", "position_embedding", "document_mask", "attention_dropout", "precision", "hidden_size", "num_attention_heads"),
+        "kv_channels",
     ),
 )

@@ -238,7 +238,7 @@ TRAINING_CHECKS = (
     check(
         _fp8,
         *("fp8", "precision", "tp", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "activation"),
-        "num_layers",
+        *("num_layers", "kv_channels"),
     ),
     check(_data_path, "data_path", "valid_data_path"),
     check(_split, "split"),

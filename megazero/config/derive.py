@@ -24,14 +24,31 @@ def query_groups(model: ModelConfig) -> int:
 
 
 def head_dim(model: ModelConfig) -> int:
-    """Width of one attention head."""
+    """Width of one attention head: as given, else an equal share of the hidden size."""
+    if model.kv_channels is not None:
+        return model.kv_channels
     assert model.hidden_size % model.num_attention_heads == 0, "validation holds this"
     return model.hidden_size // model.num_attention_heads
 
 
+def attention_bias(model: ModelConfig) -> bool:
+    """Whether the linear layers of attention have biases."""
+    return not model.disable_bias_linear if model.attention_bias is None else model.attention_bias
+
+
+def mlp_bias(model: ModelConfig) -> bool:
+    """Whether the linear layers of the feed-forward part have biases."""
+    return not model.disable_bias_linear if model.mlp_bias is None else model.mlp_bias
+
+
 def max_positions(model: ModelConfig) -> int:
-    """Rows of the learned position table: as given, else the sequence length."""
+    """Positions that a learned table has rows for: as given, else the sequence length."""
     return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings
+
+
+def position_rows(model: ModelConfig) -> int:
+    """Rows of the learned position table: those of the positions, and those before them."""
+    return model.position_offset + max_positions(model)
 
 
 def padded_vocab(model: ModelConfig, tp: int) -> int:

@@ -35,6 +35,8 @@ class ModelConfig:
     "Query heads; any number, ALiBi slopes for counts that are no power of two included."
     num_query_groups: int | None = option(None, metavar="G")
     "Key-value heads (grouped-query attention); default: as many as query heads."
+    kv_channels: int | None = option(None, "--head-dim", metavar="D")
+    "Width of one attention head; default: hidden size / heads."
     ffn_hidden_size: int | None = option(None, metavar="F")
     "Width of the feed-forward layer; default 4 x hidden size, for swiglu 8/3 of it rounded up to a multiple of 64."
     vocab_size: int | None = option(None, metavar="V")
@@ -45,6 +47,8 @@ class ModelConfig:
     "Tokens of one sample."
     max_position_embeddings: int | None = option(None)
     "Rows of the learned position table; default: the sequence length. Other positions need none and take any value."
+    position_offset: int = option(0)
+    "Rows of the learned position table before the one of position 0 (OPT has 2): no token reads them, and they are kept."
     position_embedding: str = option("alibi", choices=("learned", "alibi", "rotary", "none"))
     "How positions enter."
     rotary_base: float = option(10000.0)
@@ -61,6 +65,10 @@ class ModelConfig:
     "Give the head a weight of its own instead of the embedding's."
     disable_bias_linear: bool = option(False)
     "No biases in the linear layers."
+    attention_bias: bool | None = option(None)
+    "Biases in the linear layers of attention; default: unless --disable-bias-linear."
+    mlp_bias: bool | None = option(None)
+    "Biases in the linear layers of the feed-forward part; default: unless --disable-bias-linear."
     hidden_dropout: float = option(0.0)
     "Dropout after embedding, attention and feed-forward."
     attention_dropout: float = option(0.0)

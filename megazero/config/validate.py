@@ -46,14 +46,14 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             *("make_vocab_size_divisible_by", "max_position_embeddings", "tp", "pp", "virtual_stages", "recompute_num_layers"),
             *("bucket_size", "loss_scale_window", "hysteresis", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
             *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "save_interval", "eval_interval"),
-            *("exit_interval", "log_interval", "fp8_amax_history"),
+            *("exit_interval", "log_interval", "fp8_amax_history", "kv_channels"),
         ),
         _COUNT,
     )
     | dict.fromkeys(
         (
             *("init_method_std", "weight_decay", "clip_grad", "z_loss", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples"),
-            *("num_workers", "keep_last", "eval_iters", "eod_id", "partition", "sample_tokens"),
+            *("num_workers", "keep_last", "eval_iters", "eod_id", "partition", "sample_tokens", "position_offset"),
         ),
         _NOT_NEGATIVE,
     )

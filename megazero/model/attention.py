@@ -17,7 +17,7 @@ from fused_ops.attention import causal_attention
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
 from megazero.batch import MicroBatch
-from megazero.config.derive import head_dim, query_groups
+from megazero.config.derive import attention_bias, head_dim, query_groups
 from megazero.model.dropout import AttentionDropout
 from megazero.model.layout import ModelLayout
 from megazero.model.position import AlibiSlopes, RotaryAngles
@@ -36,7 +36,7 @@ class Attention(nn.Module):
                 f"{model.num_attention_heads} heads, {groups} key-value heads and tp={tp.size}: each has to divide the one before"
             )
         self.groups, self.repeats, self.size = groups // tp.size, model.num_attention_heads // groups, size
-        bias = not model.disable_bias_linear
+        bias = attention_bias(model)
         rows = groups * (self.repeats + 2) * size
         self.qkv = ColumnParallelLinear(f"{name}.qkv", model.hidden_size, rows, tp, bias=bias, std=layout.std, **layout.linear)
         width = model.num_attention_heads * size

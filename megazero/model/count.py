@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.derive import ffn_width, head_dim, max_positions, query_groups
+from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, position_rows, query_groups
 from megazero.config.schema import ModelConfig
 
 
@@ -34,15 +34,15 @@ class LayerCounts:
 def parameters_per_layer(model: ModelConfig) -> LayerCounts:
     """The counts of a model whose vocabulary is known. BLOOM: L (12 h^2 + 13 h) + V h + 4 h in all."""
     assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
-    hidden, width, bias = model.hidden_size, ffn_width(model), 0 if model.disable_bias_linear else 1
+    hidden, width = model.hidden_size, ffn_width(model)
     norm = hidden if model.norm == "rmsnorm" else 2 * hidden
     words = model.vocab_size * hidden
     queries = model.num_attention_heads * head_dim(model)
     qkv = queries + 2 * query_groups(model) * head_dim(model)
-    attention = hidden * qkv + bias * qkv + queries * hidden + bias * hidden
+    attention = hidden * qkv + queries * hidden + attention_bias(model) * (qkv + hidden)
     entrances = 2 if model.activation == "swiglu" else 1
-    mlp = entrances * (hidden * width + bias * width) + width * hidden + bias * hidden
-    positions = max_positions(model) * hidden if model.position_embedding == "learned" else 0
+    mlp = entrances * hidden * width + width * hidden + mlp_bias(model) * (entrances * width + hidden)
+    positions = position_rows(model) * hidden if model.position_embedding == "learned" else 0
     return LayerCounts(
         embedding=words + positions + (norm if model.embedding_layernorm else 0),
         block=2 * norm + attention + mlp,

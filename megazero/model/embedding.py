@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megazero.batch import MicroBatch
-from megazero.config.derive import max_positions, padded_vocab
+from megazero.config.derive import padded_vocab, position_rows
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
@@ -53,14 +53,17 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A table of positions, replicated over tp; under sequence parallelism each rank reads (and has gradients in) its own rows."""
+    """A table of positions, replicated over tp; under sequence parallelism each rank reads (and has gradients in) its own rows.
+
+    Position p has row p + offset. Rows before that (OPT's, which stand for padding over there) are never read here.
+    """
 
     def __init__(self, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
         place = shard(
             "embedding.position.weight",
-            (max_positions(layout.model), layout.model.hidden_size),
+            (position_rows(layout.model), layout.model.hidden_size),
             Kind.EMBEDDING,
             std=layout.std,
             tp_partial=layout.sequence_parallel and layout.tp.size > 1,
@@ -70,9 +73,9 @@ class LearnedPositions(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[s(/t), b, h] plus the positions' vectors. Raises ValueError when the sequence is longer than the table."""
         length = hidden.shape[0]
-        start = self.layout.sequence_offset(length)
+        offset = self.layout.model.position_offset
+        start = self.layout.sequence_offset(length) + offset
         if start + length > self.weight.shape[0]:
-            raise ValueError(
-                f"position {start + length} is beyond the {self.weight.shape[0]} learned positions (--max-position-embeddings)"
-            )
+            learned = self.weight.shape[0] - offset
+            raise ValueError(f"position {start + length - offset} is beyond the {learned} learned positions (--max-position-embeddings)")
         return hidden + self.weight[start : start + length].unsqueeze(1)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fused_ops.activation import ACTIVATIONS
 from fused_ops.swiglu import swiglu
-from megazero.config.derive import ffn_width
+from megazero.config.derive import ffn_width, mlp_bias
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair
 
@@ -17,7 +17,7 @@ class Mlp(nn.Module):
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
         model, name = layout.model, f"blocks.{number}.mlp"
-        width, bias = ffn_width(model), not model.disable_bias_linear
+        width, bias = ffn_width(model), mlp_bias(model)
 
         def entrance(which: str) -> ColumnParallelLinear:
             return ColumnParallelLinear(f"{name}.{which}", model.hidden_size, width, layout.tp, bias=bias, std=layout.std, **layout.linear)

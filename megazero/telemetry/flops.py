@@ -40,9 +40,8 @@ def standard_shape(layers: int, hidden: int, vocabulary: int, sequence: int) -> 
     return ModelShape(layers, hidden, hidden, hidden, 4 * hidden, 2, vocabulary, sequence)
 
 
-def shape_of(model: ModelConfig, vocabulary: int, ffn: int, query_groups: int) -> ModelShape:
+def shape_of(model: ModelConfig, vocabulary: int, ffn: int, query_groups: int, head_dim: int) -> ModelShape:
     """The shape of a configured model, its derived sizes given."""
-    head_dim = model.hidden_size // model.num_attention_heads
     return ModelShape(
         layers=model.num_layers,
         hidden=model.hidden_size,

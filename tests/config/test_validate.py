@@ -34,6 +34,15 @@ REFUSED = [
         "--hidden-size 252",
     ),
     ("--hidden-size 36 --position-embedding rotary", 1, "= 3 must be even; nearest: --hidden-size 24 or 48", "--hidden-size 48"),
+    ("--hidden-size 250", 1, "or --kv-channels, the width of a head", "--kv-channels 20"),
+    ("--kv-channels 5 --position-embedding rotary", 1, "--kv-channels 5 must be even; nearest: 4 or 6", "--kv-channels 6"),
+    ("--position-offset 2", 1, "which --position-embedding alibi has not", "--position-embedding learned"),
+    (
+        "--disable-bias-linear --attention-bias --no-mlp-bias",
+        1,
+        "--disable-bias-linear says nothing beside --attention-bias --no-mlp-bias",
+        "--no-disable-bias-linear",
+    ),
     ("--num-query-groups 5", 1, "--num-query-groups 5 does not divide --num-attention-heads 12; nearest: 4 or 6", "--num-query-groups 4"),
     (
         "--tp 5",

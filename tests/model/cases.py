@@ -30,7 +30,7 @@ _BASE = ModelConfig(
 )
 BLOOM = replace(_BASE, position_embedding="alibi", embedding_layernorm=True, attention_dropout=0.1)
 BLOOM_DOCUMENTS = replace(BLOOM, document_mask=True, attention_dropout=0.0, hidden_dropout=0.0)
-GPT = replace(_BASE, position_embedding="learned", attention_dropout=0.1, activation="gelu")
+GPT = replace(_BASE, position_embedding="learned", attention_dropout=0.1, activation="gelu", position_offset=2)
 LLAMA = replace(
     _BASE,
     position_embedding="rotary",
@@ -42,8 +42,10 @@ LLAMA = replace(
     num_query_groups=12,
     ffn_hidden_size=36,
 )
-SWIGLU_BIASES = replace(LLAMA, disable_bias_linear=False, attention_dropout=0.1, document_mask=True, max_position_embeddings=LENGTH + 5)
-PLAIN = replace(_BASE, position_embedding="none", activation="relu", norm="rmsnorm", untie_embeddings_and_output_weights=True)
+SWIGLU_BIASES = replace(LLAMA, disable_bias_linear=False, attention_dropout=0.1, document_mask=True, kv_channels=6)
+PLAIN = replace(
+    _BASE, position_embedding="none", activation="relu", norm="rmsnorm", untie_embeddings_and_output_weights=True, attention_bias=False
+)
 MODELS = {"bloom": BLOOM, "documents": BLOOM_DOCUMENTS, "gpt": GPT, "llama": LLAMA, "swiglu": SWIGLU_BIASES, "plain": PLAIN}
 
 

@@ -51,6 +51,24 @@ def test_gpt2_and_llama() -> None:
     assert parameters(mistral) == 7_241_732_096
 
 
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_heads_of_their_own_width_offset_positions_and_biases_apart(activation: str) -> None:
+    base = ModelConfig(2, 24, 6, vocab_size=101, seq_length=7, position_embedding="learned", activation=activation, position_offset=2)
+    plain, biases = parameters(replace(base, position_offset=0)), {}
+    assert parameters(base) == plain + 2 * 24
+    for attention, mlp, off in product((None, True, False), (None, True, False), (True, False)):
+        model = replace(base, num_query_groups=3, kv_channels=10, attention_bias=attention, mlp_bias=mlp, disable_bias_linear=off)
+        stage = build_stage(model, "fp32", whole_model(model), tp=solo(), device="meta")
+        shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
+        assert shapes["embedding.position.weight"] == (9, 24)
+        assert shapes["blocks.0.attention.qkv.weight"] == (120, 24) and shapes["blocks.0.attention.output.weight"] == (24, 60)
+        has = ("blocks.0.attention.qkv.bias" in shapes, "blocks.0.mlp.down.bias" in shapes)
+        assert has == (not off if attention is None else attention, not off if mlp is None else mlp)
+        assert parameters(model) == sum(place_of(p).stored_numel for p in stage.parameters())
+        biases[has] = parameters(model)
+    assert len(set(biases.values())) == 4
+
+
 FLAGS = ("embedding_layernorm", "untie_embeddings_and_output_weights", "disable_bias_linear")
 
 

@@ -35,7 +35,7 @@ def test_grouped_query_and_swiglu_product_by_product() -> None:
     model = ModelConfig(
         num_layers=3, hidden_size=96, num_attention_heads=6, num_query_groups=2, ffn_hidden_size=160, activation="swiglu", seq_length=32
     )
-    shape = shape_of(model, vocabulary=500, ffn=160, query_groups=2)
+    shape = shape_of(model, vocabulary=500, ffn=160, query_groups=2, head_dim=16)
     s, h, d = 32, 96, 16
     products = [(s, h, 6 * d), (s, h, 2 * d), (s, h, 2 * d), (s, 6 * d, h)]  # query, key, value, output
     products += [(s, d, s), (s, s, d)] * 6  # scores and weighted values of each head
