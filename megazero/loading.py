@@ -96,6 +96,7 @@ class Model(nn.Module):
         super().__init__()
         (self.stage,) = opened.stages
         self.run, self.tokenizer, self.report = opened.run, opened.tokenizer, opened.report
+        self.eval()
 
     @property
     def config(self) -> ModelConfig:

@@ -73,6 +73,8 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Values]], block_bytes: i
         with open(path, "xb") as file:
             _fill(file, tensors, block_bytes)
     except OSError as error:  # of a full disk, say: a write or a close, unlike an open, does not tell which file it was for
+        if error.errno is None or error.filename is not None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # which is FileExistsError and so on by its number
 
 

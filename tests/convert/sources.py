@@ -1,0 +1,35 @@
+"""A source without files, whose values follow from names: what converters are tried with."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.config.schema import ModelConfig, OptimizerConfig, Run
+from megazero.convert.source import MOMENTS, WEIGHT, Position, Source, entries_of
+
+BLOOM = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True)
+
+
+class Made(Source):
+    """Random values, the same for the same name and column; norms near one, second moments positive."""
+
+    def read(self, name: str, column: str = WEIGHT) -> torch.Tensor:
+        entry = self.entries[name]
+        random = torch.Generator().manual_seed(zlib.crc32(f"{name} {column}".encode()))
+        values = 0.1 * torch.randn(entry.shape, generator=random, dtype=torch.float64)
+        values = values.square() if column == "exp_avg_sq" else values + ("norm.weight" in name and column == WEIGHT)
+        return values.to(entry.columns[column])
+
+
+def made(
+    model: ModelConfig = BLOOM, *, precision: str = "fp32", moments: bool = False, dtype: torch.dtype = torch.float32, **facts: Any
+) -> Made:
+    """moments: fp32 masters and moments, as a training run has them."""
+    columns = {WEIGHT: torch.float32 if moments else dtype} | (dict.fromkeys(MOMENTS, torch.float32) if moments else {})
+    run = Run(model=model, optimizer=OptimizerConfig(precision=precision))
+    position = Position(7, 84, 1344, 7.0)
+    return Made("made", Path("nowhere"), run, entries_of(model, columns), position, **facts)

@@ -1,0 +1,107 @@
+"""A conversion from start to end, and the tool."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.convert.convert import convert
+from megazero.convert.formats import Wanted
+from megazero.convert.native import FORMAT, open_native
+from megazero.convert.report import Disagreement, Report
+from megazero.convert.source import ConversionError
+from megazero.data.progress import silent
+from megazero.verification import verify
+from tests.convert.sources import made
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_whole_or_not_at_all(tmp_path):
+    source = made()
+
+    class Breaks(type(source)):
+        def read(self, name, column="weight"):
+            if name == "head.norm.bias":
+                raise OSError(5, "the disk is gone")
+            return super().read(name, column)
+
+    broken = Breaks(source.format, source.path, source.run, source.entries, source.position)
+    with pytest.raises(OSError, match="gone"):
+        convert(broken, FORMAT, tmp_path / "out", Wanted(), silent)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".out.converting").mkdir()  # as a killed conversion leaves it
+    (tmp_path / ".out.converting" / "half").write_text("x")
+    convert(source, FORMAT, tmp_path / "out", Wanted(), silent)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["iter_0000007", "latest"]
+
+
+def test_everything_that_speaks_against_it_is_said_at_once(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    with pytest.raises(ConversionError) as said:
+        convert(made(), FORMAT, tmp_path / "out", Wanted(tp=2, dp=3), silent)
+    for part in ("no layout", "--dp 3", "--tp 2 does not divide", "nothing is overwritten"):
+        assert part in str(said.value)
+    assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
+def test_a_full_disk_is_known_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("megazero.convert.convert.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ConversionError, match="free there"):
+        convert(made(), FORMAT, tmp_path / "out", Wanted(), silent)
+
+
+def test_two_conversions_do_not_write_into_each_other(tmp_path):
+    with open(tmp_path / ".out.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConversionError, match="another conversion"):
+            convert(made(), FORMAT, tmp_path / "out", Wanted(), silent)
+
+
+def test_verification_sees_one_wrong_bit(tmp_path):
+    source = made(moments=True)
+    convert(source, FORMAT, tmp_path / "out", Wanted(), silent)
+    good = verify(source, tmp_path / "out", "megazero", silent)
+    assert good.holds and "87 tensors bit-equal" in good.lines[0] and "logits of 32 positions" in good.lines[1]
+    read = type(source).read
+
+    def wrong(self, name, column="weight"):
+        values = read(self, name, column)
+        if (name, column) == ("head.norm.bias", "exp_avg"):
+            values.view(torch.uint8)[0] ^= 1
+        return values
+
+    source.read = wrong.__get__(source)
+    bad = verify(source, tmp_path / "out", "megazero", silent)
+    assert not bad.holds and "head.norm.bias exp_avg" in bad.lines[0]
+
+
+def test_the_report_names_what_is_out_of_the_ordinary():
+    report = Report(mapped=["a", "b"], unused={"h.0.attn.bias": "a mask"}, filled={"x": "zeros"}, replicas=[Disagreement("n", 4, 0.5)])
+    text = "\n".join(report.lines())
+    for part in ("keys mapped        2", "h.0.attn.bias (a mask)", "x (zeros)", "n: 4 copies averaged, largest distance 0.5"):
+        assert part in text
+
+
+def tool(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/convert_checkpoint.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_tool(tmp_path):
+    convert(made(moments=True), FORMAT, tmp_path / "in", Wanted(), silent)
+    done = tool("--input", f"{tmp_path}/in", "--to", "megazero", "--output", f"{tmp_path}/out", "--dtype", "bf16", "--verify")
+    assert done.returncode == 0, done.stderr
+    assert "bit-equal" in done.stdout and "keys unused        0" in done.stdout and "MB" in done.stderr
+    with open_native(tmp_path / "out") as read:
+        assert read.entries["head.norm.bias"].columns["weight"] == torch.bfloat16
+    again = tool("--input", f"{tmp_path}/nothing", "--to", "megazero", "--output", f"{tmp_path}/out")
+    assert again.returncode == 2 and "Traceback" not in again.stderr and f"{tmp_path}/nothing" in again.stderr
