@@ -186,13 +186,19 @@ def dotted(node: ast.expr) -> str:
 
 
 def test_no_pickle_is_loaded() -> None:
-    """torch.load only with weights_only=True, numpy.load only without allow_pickle, and no unpickling module at all."""
+    """torch.load only with weights_only=True, numpy.load only without allow_pickle, and no unpickling module at all.
+
+    One file is exempt from the last: `megazero/convert/unpickle.py` takes the instructions of Python's pickle machine and replaces those that
+    name, call or set anything (BLOOM's own checkpoints are pickles with DeepSpeed's classes in them, which torch.load refuses).
+    """
     wrong = []
     for path in OURS.values():
         for node in ast.walk(parsed(path)):
             where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                unpickles = path == ROOT / "megazero" / "convert" / "unpickle.py" and names == ["pickle"]
+                names = [] if unpickles else names
                 wrong += [where for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")]
             if isinstance(node, ast.Call):
                 keywords = {word.arg: word.value for word in node.keywords}

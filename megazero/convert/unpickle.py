@@ -1,0 +1,269 @@
+"""A pickle machine that builds plain data and runs nothing that a file names.
+
+A pickle is a program: it names functions and has them called. Here a name is looked up in a table and nowhere else, nothing is ever
+imported, and what the table holds are functions of ours that check their arguments, or inert records. A name outside the table stops the
+machine before anything of it has run. Python's own machine (`pickle._Unpickler`, whose instructions are Python functions) executes
+the instructions; those that could reach an object's attributes or call something are replaced. The one written in C cannot be divided like that:
+it calls `__setstate__` and sets attributes of whatever lies on its stack.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megazero.convert.source import ConversionError
+
+_DEEPEST_KEY = 4
+
+
+class Record:
+    """An object of a class that is not here. name: "module.Class"; args: what it was called with; state: its attributes.
+
+    Attributes are entries of a dictionary and no attributes, so that a file cannot give one a meaning. Two records are equal when
+    they are the same object. As a class it stands for a global that the file mentions without calling it.
+    """
+
+    __slots__ = ("args", "state")
+    name = ""
+
+    def __init__(self, *args: Any) -> None:
+        self.args: tuple[Any, ...] = args
+        self.state: dict[str, Any] = {}
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        return self.state.get(key, otherwise)
+
+    def fill(self, state: Any) -> None:
+        """What pickle gives an object after making it: a dictionary, or that and the slots' dictionary; anything else becomes `state[""]`."""
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        if not all(isinstance(part, dict) or part is None for part in parts):
+            parts = ({"": state},)
+        for part in parts:
+            self.state.update(part or {})
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join([*map(repr, self.args), *(f'{k}={v!r}' for k, v in self.state.items())])})"
+
+
+def record_type(name: str) -> type[Record]:
+    """The record that stands for a class of this dotted name; also what a writer makes records from."""
+    return type(name.rpartition(".")[2], (Record,), {"__slots__": (), "name": name})
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A function of ours under a name that files call."""
+
+    call: Callable[..., Any]
+
+
+class Filled:
+    """Made by an allowed function and completed by what follows in the file."""
+
+    __slots__ = ()
+
+    def fill(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+class StateDict(dict[Any, Any], Filled):
+    """An OrderedDict or defaultdict; attributes set on one (torch's `_metadata`) are dropped."""
+
+    __slots__ = ()
+
+    def fill(self, state: Any) -> None:
+        pass
+
+
+def unpickle(
+    data: bytes,
+    where: str,
+    table: Mapping[str, Any],
+    known: Iterable[str] = (),
+    storage: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The data of a pickle, of any protocol.
+
+    where    the file's name, for errors
+    table    dotted name -> Allowed, a type of record, or a plain value
+    known    dotted names, as patterns ("megatron.*"), that become records
+    storage  what makes a persistent id (torch's storages) into an object
+
+    Raises ConversionError, which names the global that is neither in the table nor known, before anything of it is run.
+    """
+    machine = _Machine(io.BytesIO(data), where, table, tuple(known), storage)
+    try:
+        return machine.load()
+    except ConversionError:
+        raise
+    except (pickle.UnpicklingError, EOFError, MemoryError, RecursionError, *_BROKEN) as error:
+        raise ConversionError(f"{where}: the pickle inside is broken ({type(error).__name__}: {error})") from error
+
+
+_BROKEN = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, UnicodeError, AssertionError, RuntimeError)
+
+
+class _Machine(pickle._Unpickler):
+    """Python's machine with its own table of instructions."""
+
+    def __init__(self, data: io.BytesIO, where: str, table: Mapping[str, Any], known: tuple[str, ...], storage: Any) -> None:
+        super().__init__(data)
+        self.length = len(data.getvalue())
+        self.where, self.table, self.known, self.storage = where, table, known, storage
+        self.records: dict[str, type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        dotted = f"{_RENAMED.get(module, module)}.{name}"
+        if dotted in self.table:
+            return self.table[dotted]
+        if not any(fnmatchcase(dotted, pattern) for pattern in self.known):
+            raise ConversionError(
+                f"{self.where} names {dotted!r}, which is not known to belong into a checkpoint: refused, and nothing of it was run. "
+                f"If you trust the file, open it with the program that wrote it and save it without this object"
+            )
+        if dotted not in self.records:
+            self.records[dotted] = record_type(dotted)
+        return self.records[dotted]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self.storage is None:
+            raise ConversionError(f"{self.where} refers to a tensor's storage, which this kind of file does not have")
+        return self.storage(pid)
+
+    def refuse(self, what: str) -> None:
+        raise ConversionError(f"{self.where}: the pickle inside {what}: refused")
+
+    def make(self, maker: Any, args: Any, named: Any = None) -> Any:
+        if not isinstance(args, tuple):
+            self.refuse("calls something without a list of arguments")
+        if isinstance(maker, Allowed):
+            return maker.call(*args) if not named else self.refuse("names arguments where none are expected")
+        if not (isinstance(maker, type) and issubclass(maker, Record)):
+            self.refuse(f"calls what is not to be called ({type(maker).__name__})")
+        made = maker(*args)
+        made.state.update(named or {})
+        return made
+
+
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2 and older spell them
+
+
+def _check_key(machine: _Machine, key: Any, depth: int = 0) -> None:
+    """Deep tuples overflow the stack where they are hashed."""
+    if isinstance(key, tuple):
+        if depth > _DEEPEST_KEY:
+            machine.refuse("has a key of tuples inside tuples")
+        for part in key:
+            _check_key(machine, part, depth + 1)
+    elif isinstance(key, list | dict | set):
+        machine.refuse(f"has a {type(key).__name__} as a key")
+
+
+def _reduce(machine: Any) -> None:
+    args = machine.stack.pop()
+    machine.stack[-1] = machine.make(machine.stack[-1], args)
+
+
+def _newobj_ex(machine: Any) -> None:
+    named, args = machine.stack.pop(), machine.stack.pop()
+    machine.stack[-1] = machine.make(machine.stack[-1], args, named)
+
+
+def _build(machine: Any) -> None:
+    state = machine.stack.pop()
+    made = machine.stack[-1]
+    if not isinstance(made, Record | Filled):
+        machine.refuse(f"sets attributes of a {type(made).__name__}")
+    made.fill(state)
+
+
+def _put_items(machine: Any, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if type(target) not in (dict, StateDict):
+        machine.refuse(f"sets items of a {type(target).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        _check_key(machine, key)
+        target[key] = value
+
+
+def _setitem(machine: Any) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _put_items(machine, [key, value])
+
+
+def _setitems(machine: Any) -> None:
+    _put_items(machine, machine.pop_mark())
+
+
+def _dict(machine: Any) -> None:
+    items = machine.pop_mark()
+    machine.append({})
+    _put_items(machine, items)
+
+
+def _extend(machine: Any, items: list[Any]) -> None:
+    if type(machine.stack[-1]) is not list:
+        machine.refuse(f"appends to a {type(machine.stack[-1]).__name__}")
+    machine.stack[-1].extend(items)
+
+
+def _append(machine: Any) -> None:
+    _extend(machine, [machine.stack.pop()])
+
+
+def _appends(machine: Any) -> None:
+    _extend(machine, machine.pop_mark())
+
+
+def _additems(machine: Any) -> None:
+    items = machine.pop_mark()
+    if type(machine.stack[-1]) is not set:
+        machine.refuse(f"adds to a {type(machine.stack[-1]).__name__}")
+    for item in items:
+        _check_key(machine, item)
+    machine.stack[-1].update(items)
+
+
+def _frozenset(machine: Any) -> None:
+    items = machine.pop_mark()
+    for item in items:
+        _check_key(machine, item)
+    machine.append(frozenset(items))
+
+
+def _bytes(machine: Any) -> None:
+    """Python's own would make as much memory as the file claims."""
+    length = int.from_bytes(machine.read(8), "little")
+    data = machine.read(min(length, machine.length))
+    if len(data) != length:
+        machine.refuse(f"announces {length} bytes, which it does not have")
+    machine.append(data)
+
+
+def _unknown(machine: Any) -> None:
+    machine.refuse("uses an instruction that no torch.save writes")
+
+
+# INST and OBJ are of Python 2's classes, EXT* call through a registry of the process, the last two take buffers from outside.
+_OURS: dict[bytes, Callable[[Any], None]] = {
+    pickle.REDUCE: _reduce,
+    pickle.NEWOBJ: _reduce,
+    pickle.NEWOBJ_EX: _newobj_ex,
+    pickle.BUILD: _build,
+    pickle.SETITEM: _setitem,
+    pickle.SETITEMS: _setitems,
+    pickle.DICT: _dict,
+    pickle.APPEND: _append,
+    pickle.APPENDS: _appends,
+    pickle.ADDITEMS: _additems,
+    pickle.FROZENSET: _frozenset,
+    **dict.fromkeys([pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID], _unknown),
+    pickle.BYTEARRAY8: _bytes,
+    **dict.fromkeys([pickle.NEXT_BUFFER, pickle.READONLY_BUFFER], _unknown),
+}
+_Machine.dispatch = {**pickle._Unpickler.dispatch, **{op[0]: how for op, how in _OURS.items()}}
