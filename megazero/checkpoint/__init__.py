@@ -1,0 +1,14 @@
+"""megazero's checkpoints: named global tensors on disk, independent of the layout that wrote them.
+
+For programs, on one process:
+
+    from megazero.checkpoint.opened import Checkpoint
+
+    there = Checkpoint("runs/a")                    # the newest complete one
+    there.progress["iteration"], there.run["model"]["hidden_size"], there.tensors
+    there.read("blocks.0.mlp.up.weight")            # the whole tensor, checked against its hashes
+    there.read("embedding.word.weight", "exp_avg", box=((0, 100), (0, 16)))
+
+`megazero.load(path)` gives the model instead, from other formats too. Other entrances: `manager.Checkpoints` saves and loads what all ranks
+of a run hold, `verify` checks every byte, `window` streams, `format` says what is on disk.
+"""

@@ -1,0 +1,36 @@
+"""Checkpoints as other programs read them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.checkpoint.format import CheckpointError
+from megazero.checkpoint.opened import Checkpoint
+from megazero.convert.formats import Wanted
+from megazero.convert.native import write_native
+from tests.convert.sources import made
+
+
+def test_what_it_says_and_any_part_of_it(tmp_path):
+    source = made(moments=True)
+    write_native(source, tmp_path, Wanted(), lambda count: None)
+    there = Checkpoint(tmp_path)
+    assert there.path == tmp_path / "iter_0000007" and there.progress["iteration"] == 7 and there.run["model"]["hidden_size"] == 24
+    assert there.tensors["head.norm.bias"].columns == dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), torch.float32)
+    for name in there.tensors:
+        assert torch.equal(there.read(name), source.read(name))
+    part = there.read("embedding.word.weight", "exp_avg", box=((10, 97), (3, 5)))
+    assert torch.equal(part, source.read("embedding.word.weight", "exp_avg")[10:97, 3:5])
+    assert there.read("head.norm.bias", box=((4, 4),)).shape == (0,)
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        Checkpoint(tmp_path)
+    write_native(made(), tmp_path, Wanted(), lambda count: None)
+    there = Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no exp_avg"):
+        there.read("head.norm.bias", "exp_avg")
+    with pytest.raises(ValueError, match="does not lie"):
+        there.read("head.norm.bias", box=((0, 25),))
