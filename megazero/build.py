@@ -21,14 +21,16 @@ from megazero.model.stage import Stage, StageSpec, build_stage
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Axes, Group, ProcessGrid
+from megazero.mpu.lora import low_rank
 from megazero.mpu.p2p import Channels
-from megazero.mpu.place import Place, place_of
+from megazero.mpu.place import Place
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import chunk_map, is_breadth_first, stage_schedule
 from megazero.streams import GraphCapture
+from megazero.zero.frozen import places_by_unit
 
 
 def chunk_layers(run: Run) -> tuple[int, ...]:
@@ -111,6 +113,7 @@ def _stages_of(
                 compile=run.parallel.compile,
                 attention=attention,
                 fp8=fp8,
+                lora=low_rank(run.lora, run.model),
                 device=device,
                 tied_across_stages=tied and not together,
                 shared_embedding=None if first is None else first.word,
@@ -151,11 +154,14 @@ def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
     return compiled(device, compute_dtype(run.optimizer.precision), fp8=bool(fp8_layers(run)))
 
 
-def places_of(run: Run, pp_index: int, tp_index: int) -> list[list[list[Place]]]:
-    """Places that a rank with these coordinates holds, by chunk and unit, without memory: built on the meta device."""
+def places_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[Place]]]:
+    """Places of what a rank with these coordinates trains, by chunk and unit, without memory: built on the meta device.
+
+    trained=False: of what it holds and does not train (with --lora-rank, all but the adapters).
+    """
     tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
     stages = _stages_of(run, pp_index, tp, torch.device("meta"))
-    return [[[place_of(p) for p in unit.parameters()] for unit in stage.units()] for stage in stages]
+    return places_by_unit([stage.units() for stage in stages], trained=trained)
 
 
 def reduces_every_micro_batch(run: Run) -> bool:

@@ -282,6 +282,18 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: with a rank they are all that is trained, on the frozen weights of --init-from."""
+
+    lora_rank: int | None = option(None, metavar="R")
+    "Train adapters of this rank beside linear layers of the blocks (LoRA), and nothing else."
+    lora_alpha: float | None = option(None)
+    "What adapters add is scaled by alpha / rank; default: twice the rank."
+    lora_targets: tuple[str, ...] = option((), many=True, metavar="LAYER")
+    "Layers of every block that get an adapter, of qkv output gate up down; default: all that the model has."
+
+
+@dataclass(frozen=True)
 class Run:
     """Everything a run is."""
 
@@ -292,3 +304,4 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)

@@ -12,6 +12,7 @@ from fused_ops.attention.rule import NOTHING_TRIED, Offer
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
+from megazero.mpu.lora import LowRank
 from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.random import sequence_offset
 
@@ -30,6 +31,7 @@ class ModelLayout:
     compile              ops of the blocks without a kernel run what torch.compile makes of them
     attention            what the run asks for, and this rank has, to compute attention with
     fp8                  the state of FP8 products; None: all products are of `dtype`
+    lora                 low-rank adapters beside linear layers of the blocks, and nothing else is trained; None: everything is
     label_smoothing, z_loss  of the training loss; evaluation is plain cross-entropy
     """
 
@@ -46,6 +48,7 @@ class ModelLayout:
     compile: bool = False
     attention: Offer = NOTHING_TRIED
     fp8: Fp8 | None = None
+    lora: LowRank | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -71,7 +74,7 @@ class ModelLayout:
     @property
     def linear(self) -> dict[str, Any]:
         """What every linear layer of a block is told beside that."""
-        return self.placed | {"fp8": self.fp8}
+        return self.placed | {"fp8": self.fp8, "lora": self.lora}
 
     def recomputes_block(self, number: int) -> bool:
         """Whether the block with this global number is recomputed in backward as a whole."""

@@ -19,6 +19,7 @@ from megazero.model.layout import ModelLayout
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
 from megazero.mpu.layers import VocabParallelEmbedding
+from megazero.mpu.lora import LowRank, freeze_all_but_adapters
 from megazero.mpu.place import Parameter, place_of
 from megazero.mpu.random import initialise as initialise_parameter
 
@@ -62,6 +63,8 @@ class Stage(nn.Module):
         self.head: Head | None = None
         if spec.has_head:
             self.head = Head(layout, shared=self._head_weight(tied, tied_across_stages, shared_embedding), tied_copy=tied_across_stages)
+        if layout.lora is not None:
+            freeze_all_but_adapters(self)
 
     def _head_weight(self, tied: bool, across: bool, elsewhere: VocabParallelEmbedding | None) -> Parameter | None:
         if not tied or across:
@@ -115,6 +118,7 @@ def build_stage(
     compile: bool = False,
     attention: Offer = NOTHING_TRIED,
     fp8: Fp8 | None = None,
+    lora: LowRank | None = None,
     device: torch.device | str = "cpu",
     tied_across_stages: bool = False,
     shared_embedding: VocabParallelEmbedding | None = None,
@@ -134,6 +138,7 @@ def build_stage(
         compile,
         attention,
         fp8,
+        lora,
     )
     return Stage(layout, spec, tied_across_stages=tied_across_stages, shared_embedding=shared_embedding)
 

@@ -69,8 +69,9 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=dtype, device=x.device)
         grad_x = torch.empty_like(x) if with_gradients else None
         share = torch.ones((), dtype=dtype, device=x.device) if factor is None else factor.to(dtype)
-        target = target_of(weight) if factor is not None else None
-        buffer = torch.empty(weight.shape, dtype=dtype, device=x.device) if with_gradients and target is None else None
+        weight_too = with_gradients and ctx.needs_input_grad[1]
+        target = target_of(weight) if factor is not None and weight_too else None
+        buffer = torch.empty(weight.shape, dtype=dtype, device=x.device) if weight_too and target is None else None
 
         def add_block(row: slice) -> None:
             """A function of its own: a block's logits are gone before the next are made."""
@@ -86,8 +87,7 @@ class _HeadLoss(torch.autograd.Function):
             write = partial(add_weight_gradient, logits, x[row])
             if target is not None:
                 target.add(write)
-            else:
-                assert buffer is not None
+            elif buffer is not None:
                 write(buffer, row.start > 0)
 
         for row in _blocks(x, weight):
@@ -107,7 +107,8 @@ class _HeadLoss(torch.autograd.Function):
             )
         else:
             grad_x = (grad_x * grads[0]).to(grad_x.dtype)
-            buffer.mul_(grads[0])
+            if buffer is not None:
+                buffer.mul_(grads[0])
         if ctx.in_target or not ctx.needs_input_grad[1]:
             return grad_x, None, *rest
         return grad_x, hand_over(weight, ctx.target, partial(put, buffer)), *rest

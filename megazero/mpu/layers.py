@@ -21,6 +21,7 @@ from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear
+from megazero.mpu.lora import ColumnAdapter, LowRank, RowAdapter
 from megazero.mpu.place import Kind, Parameter, place_of, shard
 
 Device = torch.device | str
@@ -38,6 +39,7 @@ class ColumnParallelLinear(nn.Module):
     Rank r holds rows [r*out/t, (r+1)*out/t). Communication: forward nothing (sp: all-gather of x along s); backward
     all-reduce of the input gradient (sp: all-gather of x, reduce-scatter of the input gradient), each overlapped with
     a GEMM. Raises ValueError when t does not divide out. fp8: the run's state, where the layer may be one of its (`mpu.fp8`).
+    lora: the run's adapters, where the layer may have one (`mpu.lora`).
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: Device,
         fp8: Fp8 | None = None,
+        lora: LowRank | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -62,8 +65,19 @@ class ColumnParallelLinear(nn.Module):
         weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, std=std, **split)
         self.weight = Parameter(weight, dtype, device)
         self.bias = Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, **split), dtype, device) if bias else None
+        self.adapter: ColumnAdapter | None = None
+        if lora is not None and lora.adapts(name):
+            features = in_features, out_features
+            self.adapter = ColumnAdapter(name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.adapted(x, self._product(x))
+
+    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """The layer's product y with the adapter's added, if it has one."""
+        return y if self.adapter is None else self.adapter(x, y)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.fp8 is not None and runs_fp8():
             return fp8_linear(x, (self.weight,), given(self.bias), self.fp8, self.group, self.sequence_parallel)
         return column_parallel_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
@@ -79,8 +93,10 @@ def column_parallel_pair(gate: ColumnParallelLinear, up: ColumnParallelLinear, x
         biases = (*given(gate.bias), *given(up.bias))
         both = fp8_linear(x, (gate.weight, up.weight), biases, gate.fp8, gate.group, gate.sequence_parallel)
         first, second = both.split([gate.weight.shape[0], up.weight.shape[0]], dim=-1)
-        return first, second
-    return column_parallel_linear_pair(x, (gate.weight, up.weight), (gate.bias, up.bias), gate.group, gate.sequence_parallel)
+    else:
+        pair = (gate.weight, up.weight), (gate.bias, up.bias)
+        first, second = column_parallel_linear_pair(x, *pair, gate.group, gate.sequence_parallel)
+    return gate.adapted(x, first), up.adapted(x, second)
 
 
 class RowParallelLinear(nn.Module):
@@ -88,7 +104,7 @@ class RowParallelLinear(nn.Module):
 
     The bias is replicated and added once, after the reduction; under sp its gradient is a partial sum (`tp_partial`).
     Communication: forward all-reduce (sp: reduce-scatter along s) of the output; backward nothing (sp: all-gather of
-    the output gradient). Raises ValueError when t does not divide in, or s under sp. fp8: as above.
+    the output gradient). Raises ValueError when t does not divide in, or s under sp. fp8, lora: as above.
     """
 
     def __init__(
@@ -104,6 +120,7 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: Device,
         fp8: Fp8 | None = None,
+        lora: LowRank | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -112,8 +129,16 @@ class RowParallelLinear(nn.Module):
         self.weight = Parameter(weight, dtype, device)
         partial = sequence_parallel and group.size > 1
         self.bias = Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, tp_partial=partial), dtype, device) if bias else None
+        self.adapter: RowAdapter | None = None
+        if lora is not None and lora.adapts(name):
+            features = in_features, out_features
+            self.adapter = RowAdapter(name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self._reduced(x)
+        return y if self.adapter is None else self.adapter(x, y)
+
+    def _reduced(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return self._product(x, self.bias)
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp

@@ -87,7 +87,8 @@ class _Linear(torch.autograd.Function):
         ctx.group, ctx.count = group, count
         ctx.gathers = group is not None and sequence_parallel and group.size > 1
         ctx.targets = [target_of(parameter) for parameter in parameters]
-        ctx.save_for_backward(x, *parameters)
+        # Of a frozen layer nothing reads x again.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, *parameters)
         if group is not None and ctx.gathers:
             part, x = x, x.new_empty(group.size * x.shape[0], *x.shape[1:])
             all_gather(x, part.contiguous(), group).wait()
@@ -101,15 +102,15 @@ class _Linear(torch.autograd.Function):
         weights, biases = tuple(parameters[: ctx.count]), tuple(parameters[ctx.count :])
         grad = grads[0].contiguous()
         needs_input, needs_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
-        part, gathering, reducing = x, Pending(), Pending()
+        gathering, reducing = Pending(), Pending()
         if group is not None and ctx.gathers and needs_weights:
-            x = part.new_empty(group.size * part.shape[0], *part.shape[1:])
+            part, x = x, x.new_empty(group.size * x.shape[0], *x.shape[1:])
             gathering = all_gather(x, part.contiguous(), group)
         grad_x = None
         if needs_input:
             grad_x = whole = _input_gradient(grad, weights)
             if group is not None and ctx.gathers:
-                grad_x = torch.empty_like(part, memory_format=torch.contiguous_format)
+                grad_x = whole.new_empty(whole.shape[0] // group.size, *whole.shape[1:])
                 reducing = reduce_scatter(grad_x, whole, group)
             elif group is not None:
                 reducing = all_reduce(whole, group)

@@ -120,7 +120,7 @@ class Step:
         self.own: dict[int, int] = {}
         """Own number of each model chunk that is here."""
         self.inputs: dict[Key, Tensor] = {}
-        self.edges: dict[Key, GradientEdge] = {}
+        self.edges: dict[Key, GradientEdge | None] = {}
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
         self.begin(instructions, loss_factor)
@@ -162,7 +162,8 @@ class Step:
             self.inputs[key] = hidden.requires_grad_()
         output = self.engine.stages[i.chunk](hidden, self.micro_batches[i.micro_batch])
         if self.sink is not None:
-            self.edges[key] = get_gradient_edge(output)
+            # None: nothing up to here is trained (a frozen embedding alone in its chunk).
+            self.edges[key] = get_gradient_edge(output) if output.requires_grad else None
         if i.model_chunk == self.engine.model_chunks - 1:
             self.loss_sum += output.detach()
             if self.loss_factor is not None:
@@ -178,7 +179,8 @@ class Step:
         gradient = self._arrived(True, key)
         assert self.sink is not None
         self.sink.before_backward(i.chunk, i.reduce, i.micro_batch if i.op is Op.BACKWARD_INPUT else None)
-        torch.autograd.backward([edge], [gradient])
+        if edge is not None:
+            torch.autograd.backward([edge], [gradient])
         self.sink.after_backward(i.chunk)
         if i.model_chunk > 0:
             input_gradient = self.inputs.pop(key).grad

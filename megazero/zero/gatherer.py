@@ -29,7 +29,7 @@ class ParameterGatherer:
         self._pending: dict[int, Pending] = {}
         bucket_of = {id(parameter): index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
         for unit in units:
-            needed = sorted({bucket_of[id(parameter)] for parameter in unit.parameters()})
+            needed = sorted({bucket_of[id(parameter)] for parameter in unit.parameters() if parameter.requires_grad})
             unit.register_forward_pre_hook(partial(self._before_forward, needed))
 
     def launch(self, index: int) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.place import Parameter, place_of
 from megazero.mpu.random import initialise
+from megazero.zero.frozen import FROZEN, FrozenParameters, parameters_by_name, places_by_unit
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.layout import pack
 from megazero.zero.placement import Column, columns, placements
@@ -30,7 +30,8 @@ class ModelState:
     """Parameters, gradients and optimizer state of this rank's stages, in flat buckets placed as the ZeRO stage says.
 
     stages  model chunks of this rank in order; their parameters (`mpu.place.Parameter`) are moved into the buckets and
-            stay views of them. A parameter that two chunks share exists once
+            stay views of them. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False) are no part of
+            the table: they have a flat memory of their own (`frozen`), and neither gradient nor optimizer state
     grid    buckets are shared over `grid.dp`, the embedding that first and last stage tie over `grid.tied`
 
     It is the engine's gradient sink (`before_backward`, `after_backward`, `run_deferred`). After construction all values are zero:
@@ -50,6 +51,7 @@ class ModelState:
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
             self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate)
         self._adopt_parameters()
+        self.frozen = FrozenParameters(chunks, grid.device, parallel.bucket_size)
         self.reducer = GradientReducer(
             self.buckets,
             self.columns[Column.GRADIENT],
@@ -84,7 +86,7 @@ class ModelState:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """The values that every layout starts from: drawn into the master weight, rounded into the parameter."""
+        """The values that every layout starts from: drawn into the master weight, rounded into the parameter. Frozen ones stay as they are."""
         self.wait_parameters()
         master = self.columns.get(Column.MASTER)
         for index, bucket in enumerate(self.buckets):
@@ -101,8 +103,10 @@ class ModelState:
                     master.view(index, start, stop).copy_(values.view(-1)[start - entry.offset : stop - entry.offset])
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of each column on this rank, read from its memory; buffers that live for part of a step are not in it."""
-        return {column.value: stored.nbytes for column, stored in self.columns.items()}
+        """Bytes of each column on this rank, read from its memory, and of frozen parameters where there are any; buffers that live
+        for part of a step are not in it."""
+        held = {column.value: stored.nbytes for column, stored in self.columns.items()}
+        return held | ({FROZEN: self.frozen.nbytes} if self.frozen.nbytes else {})
 
     def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
         """See `GradientReducer.before_backward`."""
@@ -130,12 +134,9 @@ class ModelState:
 
 
 def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_size: int) -> tuple[Bucket, ...]:
-    """The packed parameters of the chunks, each with the group that shares it."""
-    by_name: dict[str, Parameter] = {}
-    for parameter in (p for units in chunks for unit in units for p in unit.parameters()):
-        place = place_of(parameter)
-        assert by_name.setdefault(place.name, cast(Parameter, parameter)) is parameter, f"two parameters are called {place.name}"
-    places = [[[place_of(parameter) for parameter in unit.parameters()] for unit in units] for units in chunks]
+    """The packed trained parameters of the chunks, each with the group that shares it."""
+    by_name = parameters_by_name(chunks, trained=True)
+    places = places_by_unit(chunks, trained=True)
     layouts = pack(places, grid.dp.size, bucket_size, grid.tied.size if grid.tied is not None else None)
     buckets = []
     for layout in layouts:

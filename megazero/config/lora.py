@@ -1,0 +1,39 @@
+"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv:2106.09685) as a run has them: which layers, how large, scaled by what."""
+
+from __future__ import annotations
+
+from megazero.config.schema import LoraConfig, ModelConfig
+
+TARGETS = ("qkv", "output", "gate", "up", "down")
+"""Linear layers of a block, by the last part of their names."""
+
+
+def layers_of(model: ModelConfig) -> tuple[str, ...]:
+    """Those that this model's blocks have."""
+    return tuple(name for name in TARGETS if name != "gate" or model.activation == "swiglu")
+
+
+def adapted(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
+    """The linear layers of a block that get adapters, in the order of the block; none without --lora-rank."""
+    if lora.lora_rank is None:
+        return ()
+    return tuple(name for name in layers_of(model) if not lora.lora_targets or name in lora.lora_targets)
+
+
+def alpha(lora: LoraConfig) -> float:
+    """--lora-alpha: as given, else twice the rank."""
+    assert lora.lora_rank is not None
+    return 2.0 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha
+
+
+def scale(lora: LoraConfig) -> float:
+    """What B A x is multiplied by: alpha / rank."""
+    assert lora.lora_rank is not None
+    return alpha(lora) / lora.lora_rank
+
+
+def adapter_parameters(lora: LoraConfig, model: ModelConfig, widths: dict[str, tuple[int, int]]) -> int:
+    """Parameters of all adapters. widths: inputs and outputs of each linear layer of a block."""
+    if lora.lora_rank is None:
+        return 0
+    return model.num_layers * sum(lora.lora_rank * sum(widths[name]) for name in adapted(lora, model))

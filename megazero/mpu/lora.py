@@ -1,0 +1,118 @@
+"""Low-rank adapters beside tensor-parallel linear layers (LoRA: Hu et al. 2021, arXiv:2106.09685).
+
+y = W x + scale B A x, W frozen; A [r, in], B [out, r]. One of the two is split over tp as W is, the other is replicated. What an adapter
+communicates is r wide, never the width of the layer: a column-parallel layer's input is not gathered for A (under sequence
+parallelism each rank multiplies its own positions), a row-parallel layer's B multiplies what is summed already.
+
+B starts at 0, so that nothing changes at first. A starts from a normal distribution of the standard deviation 1 / sqrt(3 in) that PEFT's
+uniform start has; drawn by global index, as all weights are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.lora import adapted, scale
+from megazero.config.schema import LoraConfig, ModelConfig
+from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
+from megazero.mpu.grid import Group
+from megazero.mpu.linear import column_parallel_linear, plain_linear
+from megazero.mpu.place import Kind, Parameter, shard
+
+Device = torch.device | str
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Which linear layers are adapted, and how.
+
+    rank     r
+    scale    what the adapter's output is multiplied by
+    targets  last parts of the names of the layers that get an adapter
+    """
+
+    rank: int
+    scale: float
+    targets: frozenset[str]
+
+    def adapts(self, name: str) -> bool:
+        """Whether the layer of this global name gets an adapter."""
+        return name.rpartition(".")[2] in self.targets
+
+
+def low_rank(lora: LoraConfig, model: ModelConfig) -> LowRank | None:
+    """The adapters that --lora-rank asks for."""
+    return None if lora.lora_rank is None else LowRank(lora.lora_rank, scale(lora), frozenset(adapted(lora, model)))
+
+
+class Adapter(nn.Module):
+    """The parameters of an adapter; `forward(x, y)` returns y + scale B A x for a layer's input x and output y, shapes as the layer's."""
+
+    splits_rows: ClassVar[bool]
+    """Whether tp shares out the rows of B; else the columns of A."""
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        low_rank: LowRank,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel, self.scale = group, sequence_parallel, low_rank.scale
+        split: dict[str, Any] = {"rank": group.index, "size": group.size}
+        # The replicated factor sees its own positions only under sequence parallelism; else its gradient is whole on every rank.
+        whole: dict[str, Any] = {"tp_partial": sequence_parallel and group.size > 1}
+        to_a, to_b = (whole, {"dim": 0, **split}) if self.splits_rows else ({"dim": 1, **split}, whole)
+        rank, std = low_rank.rank, 1 / math.sqrt(3 * in_features)
+        a = shard(f"{name}.lora_a", (rank, in_features), Kind.MATRIX, std=std, **to_a)
+        b = shard(f"{name}.lora_b", (out_features, rank), Kind.MATRIX, **to_b)
+        self.lora_a, self.lora_b = Parameter(a, dtype, device), Parameter(b, dtype, device)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ColumnAdapter(Adapter):
+    """Of a column-parallel layer: A replicated, B's rows split. x [s(/t), b, in], y [s, b, out/t].
+
+    Communication: forward nothing (sp: all-gather of A x along s); backward all-reduce of its gradient (sp: the same gather, reduce-scatter).
+    """
+
+    splits_rows = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        low = plain_linear(x, self.lora_a, None) * self.scale
+        return y + column_parallel_linear(low, self.lora_b, None, self.group, self.sequence_parallel)
+
+
+class RowAdapter(Adapter):
+    """Of a row-parallel layer: A's columns split, B replicated. x [s, b, in/t], y [s(/t), b, out], summed over tp already.
+
+    Communication: forward all-reduce of A x (sp: reduce-scatter along s); backward nothing (sp: all-gather of its gradient).
+    """
+
+    splits_rows = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
+        low = reduce(plain_linear(x, self.lora_a, None), self.group) * self.scale
+        return y + plain_linear(low, self.lora_b, None)
+
+
+def freeze_all_but_adapters(module: nn.Module) -> None:
+    """Only adapters have gradients from now on."""
+    module.requires_grad_(False)
+    for part in module.modules():
+        if isinstance(part, Adapter):
+            part.requires_grad_(True)

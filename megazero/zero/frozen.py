@@ -1,0 +1,46 @@
+"""Parameters that are not trained: values, and nothing else of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from megazero.mpu.place import Parameter, Place, place_of
+from megazero.zero.layout import pack
+
+FROZEN = "frozen"
+"""What their bytes are called beside those of the columns."""
+
+
+def parameters_by_name(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> dict[str, Parameter]:
+    """The trained parameters of the units of these chunks, or the others; one that two chunks share comes once."""
+    by_name: dict[str, Parameter] = {}
+    for parameter in (p for units in chunks for unit in units for p in unit.parameters() if p.requires_grad == trained):
+        place = place_of(parameter)
+        assert by_name.setdefault(place.name, cast(Parameter, parameter)) is parameter, f"two parameters are called {place.name}"
+    return by_name
+
+
+def places_by_unit(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> list[list[list[Place]]]:
+    """Their places by chunk and unit, as `layout.pack` takes them."""
+    return [[[place_of(p) for p in unit.parameters() if p.requires_grad == trained] for unit in units] for units in chunks]
+
+
+class FrozenParameters:
+    """The frozen parameters of a rank's chunks, moved into flat memory, zero at first.
+
+    They lie as buckets of one member do, so that matrices that are multiplied as one (gate and up) stay side by side.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[nn.Module]], device: torch.device, bucket_size: int) -> None:
+        self.by_name = parameters_by_name(chunks, trained=False)
+        self.nbytes = 0
+        for layout in pack(places_by_unit(chunks, trained=False), 1, bucket_size, 1):
+            dtype = self.by_name[layout.entries[0].place.name].dtype
+            memory = torch.zeros(layout.numel, dtype=dtype, device=device)
+            self.nbytes += memory.nbytes
+            for entry in layout.entries:
+                self.by_name[entry.place.name].data = memory[entry.offset : entry.stop].view(entry.place.local_shape)
