@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 from megazero.config.parse import command, dump, parse_run
 from megazero.data.progress import silent, to_stderr
+from megazero.init_from import model_level
 from megazero.job import build_job
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.prepare import prepare
@@ -17,7 +18,7 @@ from megazero.prepare import prepare
 
 def main(arguments: list[str], environment: Environment) -> None:
     """Parse, build, run."""
-    run = parse_run(arguments, environment.world_size)
+    run = parse_run(arguments, environment.world_size, model_level)
     if command(arguments).validate_only:
         print(dump(run))
         return

@@ -22,6 +22,7 @@ from megazero.config.dump import dump
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
+from megazero.init_from import load_weights
 from megazero.model.generate import generate_on_grid
 from megazero.model.stage import Stage
 from megazero.mpu import collectives
@@ -90,11 +91,10 @@ class Job:
 
     def resume(self) -> str:
         """Load what `--load` names, if anything; where the run starts from, in words. Called by all ranks."""
-        load = self.run.checkpoint.load
+        load, init_from = self.run.checkpoint.load, self.run.checkpoint.init_from
         found = self.checkpoints.find()
         if found is None:
-            self.state.initialise(self.run.data.seed)
-            return "from scratch" + (f" (no complete checkpoint in {load})" if load else "")
+            return self.begin() + (f" (no complete checkpoint in {load})" if load else "")
         self.checkpoints.load(found)
         told = check_probe(found.progress.get("probe"), self.run, self.probe_engine, self.grid)
         if self.run.checkpoint.finetune:
@@ -107,7 +107,16 @@ class Job:
             self.scaler.load_state_dict(progress["loss_scale"])
             if self.trainer.fp8 is not None:
                 self.trainer.fp8.load_state_dict(progress.get("fp8"))
-        return f"{found.path}, iteration {self.trainer.position.iteration}" + (f"; {told}" if told else "")
+        unused = [f"--init-from {init_from} is not used"] if init_from else []
+        return "; ".join([f"{found.path}, iteration {self.trainer.position.iteration}", *([told] if told else []), *unused])
+
+    def begin(self) -> str:
+        """The weights of a run's first step: drawn, or those of `--init-from`; in words. Called by all ranks."""
+        init_from = self.run.checkpoint.init_from
+        if init_from is None:
+            self.state.initialise(self.run.data.seed)
+            return "from scratch"
+        return load_weights(init_from, self.optimizer, self.grid)
 
     def report(self) -> None:
         """At the end: close the log, show a sample, and where everything lies. Called by all ranks."""

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
+from megazero.init_from import model_level
 from megazero.optim.progress import Progress
 
 FLAG = "--iterations"
@@ -80,7 +81,7 @@ def main() -> int:
         except ValueError:
             problems.append(f"{FLAG} {value}: numbers from 1 with commas between, as 1,100 or 1-5")
     try:
-        schedule = parse_run(rest, None).schedule
+        schedule = parse_run(rest, None, model_level).schedule
     except ConfigError as error:
         problems += error.problems
     if problems:

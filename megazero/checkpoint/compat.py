@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias, pipeline_schedule, query_groups
-from megazero.config.schema import Run
+from megazero.config.derive import pipeline_schedule
+from megazero.config.schema import ModelConfig, Run
+from megazero.config.shape import SHAPE
 from megazero.optim.lr_schedule import LearningRate
 
 _Value = Callable[[Run], Any]
@@ -58,6 +59,10 @@ def _plain(section: str, *names: str) -> dict[str, _Value]:
     return {f"{section}.{name}": _get(section, name) for name in names}
 
 
+def _of_model(value: Callable[[ModelConfig], Any]) -> _Value:
+    return lambda run: value(run.model)
+
+
 def _of_adam(name: str) -> _Value:
     return lambda run: getattr(run.optimizer, name) if run.optimizer.optimizer != "sgd" else None
 
@@ -75,19 +80,7 @@ def _lr_length(name: str, *, only: str | None = None) -> _Value:
     return value
 
 
-_SHAPE = {
-    **_plain("model", "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding", "embedding_layernorm"),
-    **_plain("model", "norm", "norm_epsilon", "activation", "untie_embeddings_and_output_weights"),
-    "model.num_query_groups": lambda run: query_groups(run.model),
-    "model.kv_channels": lambda run: run.model.kv_channels,
-    "model.disable_bias_linear": lambda run: not (attention_bias(run.model) or mlp_bias(run.model)),
-    "model.attention_bias": lambda run: attention_bias(run.model),
-    "model.mlp_bias": lambda run: mlp_bias(run.model),
-    "model.ffn_hidden_size": lambda run: ffn_width(run.model),
-    "model.max_position_embeddings": lambda run: max_positions(run.model) if run.model.position_embedding == "learned" else None,
-    "model.position_offset": lambda run: run.model.position_offset if run.model.position_embedding == "learned" else 0,
-    "model.rotary_base": lambda run: run.model.rotary_base if run.model.position_embedding == "rotary" else None,
-}
+_SHAPE: dict[str, _Value] = {f"model.{name}": _of_model(value) for name, value in SHAPE.items()}
 _RATES = {
     **_plain("schedule", "lr", "min_lr", "lr_decay_style"),
     "schedule.lr_warmup": _lr_length("warmup"),

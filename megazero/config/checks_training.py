@@ -144,7 +144,7 @@ def _tokens(f: Facts) -> Found:
     d, vocab = f.run.data, f.run.model.vocab_size
     if d.data_path and d.tokenizer is None and vocab is None:
         yield "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number is not known"
-    if d.tokenizer is not None and not d.data_path:
+    if d.tokenizer is not None and not d.data_path and f.run.checkpoint.init_from is None:
         yield f"--tokenizer {d.tokenizer} needs --data-path: the default corpus brings its own tokenizer"
     if d.tokenizer in ("gpt2", "sentencepiece", "hf") and d.tokenizer_path is None:
         yield f"--tokenizer {d.tokenizer} needs --tokenizer-path: the folder or file that it reads"
@@ -165,6 +165,10 @@ def _checkpoint(f: Facts) -> Found:
     c = f.run.checkpoint
     if c.finetune and c.no_load_optim:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
+    if c.init_from is not None and c.finetune:
+        yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
+    if c.init_from is not None and not f.run.data.data_path:
+        yield f"--init-from {c.init_from} needs --data-path: the default corpus has a tokenizer of its own, not that of this model"
 
 
 def _fp16(run: Run) -> bool:
@@ -210,6 +214,7 @@ EFFECT: Mapping[str, tuple[Callable[[Run], bool], str]] = MappingProxyType(
         "keep_last": (_saves, "--save DIR"),
         "finetune": (_loads, "--load DIR"),
         "no_load_optim": (_loads, "--load DIR"),
+        "extend_vocabulary": (lambda run: run.checkpoint.init_from is not None, "--init-from DIR"),
     }
 )
 """Fields whose flag only means something in some runs: when, and how to get there. Overrides of a resume are not among
@@ -243,6 +248,6 @@ TRAINING_CHECKS = (
     check(_data_path, "data_path", "valid_data_path"),
     check(_split, "split"),
     check(_tokens, "vocab_size", "data_path", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),
-    check(_checkpoint, "finetune", "no_load_optim"),
-    check(_effect, "precision", "loss_scale", "optimizer", "fp8", "position_embedding", "lr_decay_style", "save", "load"),
+    check(_checkpoint, "finetune", "no_load_optim", "load", "init_from", "data_path"),
+    check(_effect, "precision", "loss_scale", "optimizer", "fp8", "position_embedding", "lr_decay_style", "save", "load", "init_from"),
 )

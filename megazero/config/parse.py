@@ -1,13 +1,13 @@
 """From a command line to a frozen, validated run.
 
-Flags win over --config, that over --deepspeed-config, that over --preset, that over the defaults. Whatever is wrong,
-in any of them, is collected and raised as one ConfigError.
+Flags win over --config, that over --deepspeed-config, that over --preset, that over the model of --init-from, that over the
+defaults. Whatever is wrong, in any of them, is collected and raised as one ConfigError.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megazero.config.deepspeed import DeepSpeedLevel, read_deepspeed
@@ -17,6 +17,7 @@ from megazero.config.level import ConfigError, Level, merge
 from megazero.config.options import run_options
 from megazero.config.presets import preset, presets
 from megazero.config.schema import Run, ScheduleConfig
+from megazero.config.shape import contradictions, without_overruled_tokenizer
 from megazero.config.validate import problems_of
 
 __all__ = ["DEFAULT_ITERATIONS", "DEFAULT_MINUTES", "ConfigError", "command", "dump", "parse_run"]
@@ -30,11 +31,12 @@ def command(argv: Sequence[str]) -> Command:
     return read_command_line(argv).command
 
 
-def parse_run(argv: Sequence[str], world_size: int | None) -> Run:
+def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], Level] | None = None) -> Run:
     """The run that a command line describes, on `world_size` ranks.
 
-    With --validate-only --world-size N the check is for N ranks. World size None leaves out what depends on it (tools
-    that start no ranks). `--help` prints and exits with 0. Raises ConfigError with everything that is wrong.
+    model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for --init-from; None in
+    programs that start from none. With --validate-only --world-size N the check is for N ranks. World size None leaves out what depends on
+    it (tools that start no ranks). `--help` prints and exits with 0. Raises ConfigError with everything that is wrong.
     """
     line = read_command_line(argv)
     if line.command.help:
@@ -51,12 +53,17 @@ def parse_run(argv: Sequence[str], world_size: int | None) -> Run:
     levels = _levels(line.level, line.command)
     for level in levels:
         problems += [*(level.problems if level is not line.level else ()), *level.sibling_problems()]
+    model = _model_level(levels, model_of)
+    if model is not None:
+        problems += model.problems
+        levels.insert(0, model)
     settings = merge(levels)
     for level in levels:
         if isinstance(level, DeepSpeedLevel):
             problems += level.contradictions(line.level) + level.accumulate(settings, world_size)
-    run = build_run(_with_defaults(settings, world_size))
-    problems += problems_of(run, world_size, bad=_unknown(levels), given=frozenset(line.level.settings))
+    run, bad = build_run(_with_defaults(settings, world_size)), _unknown(levels)
+    problems += problems_of(run, world_size, bad=bad, given=frozenset(line.level.settings))
+    problems += contradictions(model, run, bad) if model is not None else ()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return run
@@ -79,6 +86,17 @@ def _levels(flags: Level, given: Command) -> list[Level]:
     if given.config is not None:
         levels.append(read_yaml(given.config))
     return [*levels, flags]
+
+
+def _model_level(levels: Sequence[Level], model_of: Callable[[str], Level] | None) -> Level | None:
+    """What the checkpoint of --init-from says, which lies beneath all that the user says; None without the flag."""
+    above = merge(levels)
+    path = above.get("init_from")
+    if path is None:
+        return None
+    if model_of is None:
+        return Level(f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True)
+    return without_overruled_tokenizer(model_of(path), above)
 
 
 def _unknown(levels: Sequence[Level]) -> set[str]:

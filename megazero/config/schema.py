@@ -241,6 +241,10 @@ class CheckpointConfig:
     "Save every so many iterations; the end of the run is always saved."
     keep_last: int = option(3, "--keep-last-k")
     "Complete checkpoints kept; 0 keeps all."
+    init_from: str | None = option(None, metavar="DIR")
+    "Start with the weights of a checkpoint of any known format (a Hugging Face folder, say): its model's shape and tokenizer are taken where no flag gives them. Where --load has a complete checkpoint, the run goes on from that."
+    extend_vocabulary: bool = option(False)
+    "With --init-from: --vocab-size may be larger than the checkpoint's; the new tokens' rows start as the mean of the others."
     finetune: bool = option(False)
     "Load weights only; iteration, samples and optimizer start anew."
     no_load_optim: bool = option(False)

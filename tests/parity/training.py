@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
+from megazero.init_from import model_level
 from megazero.job import Job, build_job
 from megazero.mpu.grid import build_grid
 from megazero.prepare import prepare
@@ -48,7 +49,7 @@ class Outcome:
 
 def job_on_rank(rank: int, size: int, flags: list[str]) -> tuple[Job, Recorder]:
     """The job of this rank, as the program builds it, with a recorder instead of its log."""
-    run = parse_run(flags, size)
+    run = parse_run(flags, size, model_level)
     prepared = prepare(run, size, silent)
     job = build_job(prepared, build_grid(axes_of(prepared.run, size), "cpu"))
     recorder = Recorder()

@@ -1,0 +1,103 @@
+"""What a model's weights fix: the fields of its shape, and what a run that starts from a checkpoint (--init-from) may say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias, query_groups
+from megazero.config.dump import build_run
+from megazero.config.level import Level
+from megazero.config.options import run_options
+from megazero.config.schema import ModelConfig, Run
+
+PLAIN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding", "embedding_layernorm"),
+    *("norm", "norm_epsilon", "activation", "untie_embeddings_and_output_weights"),
+)
+
+
+def _field(name: str) -> Callable[[ModelConfig], Any]:
+    return lambda model: getattr(model, name)
+
+
+def _own_head_dim(model: ModelConfig) -> int | None:
+    """Only where it is not hidden / heads: given or derived is the same."""
+    given = model.kv_channels
+    return given if given is not None and given * model.num_attention_heads != model.hidden_size else None
+
+
+def _where_they_differ(bias: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], bool | None]:
+    """Biases of attention and of the feed-forward part; where they agree, --disable-bias-linear says all."""
+    return lambda model: bias(model) if attention_bias(model) != mlp_bias(model) else None
+
+
+SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = MappingProxyType(
+    {name: _field(name) for name in PLAIN}
+    | {
+        "num_query_groups": query_groups,
+        "kv_channels": _own_head_dim,
+        "disable_bias_linear": lambda model: not (attention_bias(model) or mlp_bias(model)),
+        "attention_bias": _where_they_differ(attention_bias),
+        "mlp_bias": _where_they_differ(mlp_bias),
+        "ffn_hidden_size": ffn_width,
+        "max_position_embeddings": lambda model: max_positions(model) if model.position_embedding == "learned" else None,
+        "position_offset": lambda model: model.position_offset if model.position_embedding == "learned" else None,
+        "rotary_base": lambda model: model.rotary_base if model.position_embedding == "rotary" else None,
+    }
+)
+"""Field of `ModelConfig` -> its value with what is derived worked out; None where the model has no use for it."""
+OF_POSITIONS = ("max_position_embeddings", "position_offset", "rotary_base")
+"""Fields that some kinds of positions have no use for."""
+
+
+def shape_settings(model: ModelConfig) -> dict[str, Any]:
+    """The fields that a model's weights fix, and for learned positions the longest sequence that they allow."""
+    settings = {name: value(model) for name, value in SHAPE.items()}
+    if model.position_embedding == "learned":
+        settings["seq_length"] = max_positions(model)
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def without_overruled_tokenizer(level: Level, above: Mapping[str, Any]) -> Level:
+    """A checkpoint's level; its tokenizer goes as a whole where kind or path is given above it."""
+    if {"tokenizer", "tokenizer_path"} & above.keys():
+        for name in ("tokenizer", "tokenizer_path", "eod_id"):
+            level.settings.pop(name, None)
+    return level
+
+
+def contradictions(level: Level, run: Run, bad: set[str]) -> Iterator[str]:
+    """Where a run differs from the model of the checkpoint that it starts from.
+
+    level: the checkpoint's settings, by `shape_settings`. bad: fields that are known to be wrong. The vocabulary may grow, on request.
+    """
+    checkpoint = build_run(level.settings).model
+    other_positions = checkpoint.position_embedding != run.model.position_embedding
+    for name, value in SHAPE.items():
+        if name == "vocab_size" or name in bad or (other_positions and name in OF_POSITIONS):
+            continue
+        theirs, ours = value(checkpoint), value(run.model)
+        if ours != theirs:
+            yield f"{run_options()[name].flag} {_word(ours)}: the model of {level.name} has {_word(theirs)}"
+    if "vocab_size" not in bad:
+        yield from _vocabulary(level, run)
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "none of its own"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _vocabulary(level: Level, run: Run) -> Iterator[str]:
+    theirs, ours, extend = level.settings.get("vocab_size"), run.model.vocab_size, run.checkpoint.extend_vocabulary
+    if theirs is None or ours is None:
+        return
+    if ours < theirs:
+        yield f"--vocab-size {ours}: the model of {level.name} has {theirs} tokens, and none can be taken away"
+    elif ours > theirs and not extend:
+        yield f"--vocab-size {ours}: the model of {level.name} has {theirs} tokens; to add {ours - theirs}: --extend-vocabulary"
+    elif ours == theirs and extend:
+        yield f"--extend-vocabulary: the model of {level.name} has {theirs} tokens; say how many there shall be with a larger --vocab-size"

@@ -1,0 +1,126 @@
+"""`--init-from`: a run that starts with the weights of a checkpoint, whatever program wrote it, on any layout.
+
+What the checkpoint's model is, is settings beneath the user's own (`model_level`). Its weights are copied by each rank into what that rank
+owns (`load_weights`); moments, position and all else start anew.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.agreement import agree
+from megazero.checkpoint.format import span_of
+from megazero.checkpoint.reshard import rectangles
+from megazero.config.level import Level
+from megazero.config.shape import shape_settings
+from megazero.convert.registry import open_source
+from megazero.convert.report import Report
+from megazero.convert.source import ConversionError, Source
+from megazero.convert.tokenizers import tokenizer_files
+from megazero.model.embedding import WORD_EMBEDDING
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.place import Place
+from megazero.zero.optimizer import Fragment, ShardedOptimizer
+
+TABLES = (f"{WORD_EMBEDDING}.weight", "head.weight")
+"""What has a row per token."""
+SHOWN = 3
+"""Keys that the banner names."""
+ROWS = 4096
+"""Rows that are widened to float64 at once."""
+
+
+def model_level(path: str) -> Level:
+    """What a checkpoint says of a run that starts from it: the model's shape and the tokenizer. What is wrong is in the level's problems."""
+    level = Level(f"--init-from {path}")
+    try:
+        with open_source(Path(path).expanduser()) as source:
+            settings = shape_settings(source.model) | _tokenizer(source)
+    except (ConversionError, OSError) as error:
+        level.problems.append(f"--init-from {path}: {error}")
+        level.unread = True
+        return level
+    for name, value in settings.items():
+        level.put(name, value, level.name)
+    return level
+
+
+def _tokenizer(source: Source) -> dict[str, str | int | None]:
+    """Settings of the model's tokenizer, as far as there is one."""
+    found, eod_id = tokenizer_files(source), source.run.data.eod_id
+    settings: dict[str, str | int | None] = {} if found is None else {"tokenizer": found[0], "tokenizer_path": found[1]}
+    return settings if eod_id is None else settings | {"eod_id": eod_id}
+
+
+def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> str:
+    """Fill this rank's weights from the checkpoint at `path`; called by all ranks.
+
+    Returns for the banner what was read, and what became of keys that were not. Rows of tokens that the
+    checkpoint lacks start as the mean of the others. Travels: whether all could read, then what `after_load` gathers. Raises ConversionError
+    (on the other ranks CheckpointError with its text) when the checkpoint cannot be read or is not of this model.
+    """
+    failure: Exception | None = None
+    told = ""
+    try:
+        with open_source(Path(path).expanduser()) as source:
+            _fill(source, list(optimizer.fragments()))
+            told = "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
+    except Exception as error:
+        failure = error
+    agree(grid.world, grid.device, failure)
+    optimizer.after_load()
+    return told
+
+
+def _out_of_the_ordinary(report: Report) -> list[str]:
+    """What a user should know of the keys, few of them by name; those that are used as they are need no words."""
+    kinds = {"not used": report.unused, "filled": report.filled}
+    found = [
+        f"{len(keys)} {kind}: {', '.join(f'{key} ({why})' for key, why in islice(keys.items(), SHOWN))}"
+        for kind, keys in kinds.items()
+        if keys
+    ]
+    return [*found, *(f"{r.key}: {r.copies} copies that differed were averaged" for r in report.replicas[:SHOWN]), *report.notes]
+
+
+def _fill(source: Source, fragments: list[Fragment]) -> None:
+    """Copy what these fragments cover, and read nothing else. A tensor is one bucket's, so it is read once."""
+    problems = [problem for fragment in fragments if (problem := _misfit(source, fragment.place))]
+    if problems:
+        raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
+    for fragment in fragments:
+        _copy(source.read(fragment.place.name), fragment)
+
+
+def _misfit(source: Source, place: Place) -> str | None:
+    entry = source.entries.get(place.name)
+    if entry is None:
+        return f"{place.name} is missing"
+    longer = place.name in TABLES and entry.shape[0] < place.shape[0] and entry.shape[1:] == place.shape[1:]
+    return None if entry.shape == place.shape or longer else f"{place.name} is {list(entry.shape)}, not {list(place.shape)}"
+
+
+@torch.no_grad()
+def _copy(values: Tensor, fragment: Fragment) -> None:
+    """values: the whole tensor, which may have fewer rows than ours; those missing get the mean of the rows that are there."""
+    mean: Tensor | None = None
+    for part in rectangles(span_of(fragment)):
+        into = fragment.weight[part.offset : part.offset + part.numel].view(part.shape)
+        (start, stop), columns = part.box[0], tuple(slice(*bounds) for bounds in part.box[1:])
+        known = max(start, min(stop, values.shape[0]))
+        into[: known - start].copy_(values[(slice(start, known), *columns)])
+        if known < stop:
+            mean = _mean_row(values) if mean is None else mean
+            into[known - start :] = mean[columns].to(into.device)
+
+
+def _mean_row(values: Tensor) -> Tensor:
+    """float64, in blocks of rows: a vocabulary's table may be large."""
+    total = torch.zeros(values.shape[1:], dtype=torch.float64)
+    for rows in values.split(ROWS):
+        total += rows.double().sum(0)
+    return total / values.shape[0]

@@ -1,0 +1,163 @@
+"""A run that starts with another run's or program's weights: on every layout the same, and nothing about the model is guessed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero import init_from
+from megazero.config.level import ConfigError
+from megazero.config.parse import parse_run
+from megazero.convert import registry
+from megazero.convert.formats import Format
+from megazero.convert.source import Source, entries_of
+from megazero.init_from import model_level
+from tests.parity.training import Outcome, data_flags, train, worst
+
+MODEL = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "12", "--seq-length", "12", "--vocab-size", "1003"]
+UNTIED = [
+    *MODEL,
+    "--position-embedding",
+    "learned",
+    "--untie-embeddings-and-output-weights",
+    "--ffn-hidden-size",
+    "48",
+    "--norm",
+    "rmsnorm",
+    "--activation",
+    "swiglu",
+]
+NUMBERS = ["--precision", "fp64", "--global-batch-size", "12", "--lr", "1e-3", "--seed", "7"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "tp2-pp2": (4, ["--tp", "2", "--pp", "2"]),
+    "tp3-sp-dp2-z2": (6, ["--tp", "3", "--sequence-parallel", "--zero-stage", "2", "--bucket-size", "700"]),
+    "pp2-dp2-z1-v2": (4, ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"]),
+    "pp2-zb-v": (2, ["--pp", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", "--micro-batch-size", "1"]),
+}
+
+
+def flags_for(corpus: Path, base: Path, iterations: int = 2) -> list[str]:
+    return [*NUMBERS, *data_flags(corpus, base / "cache"), "--train-iters", str(iterations), "--seq-length", "12"]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def checkpoint(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of a model with a seed of its own, saved."""
+    folder = tmp_path_factory.mktemp(f"saved-{request.param}")
+    shape = MODEL if request.param == "tied" else UNTIED
+    train(2, [*shape, *flags_for(corpus, folder), "--seed", "99", "--tp", "2", "--save", str(folder / "saved")])
+    return folder / "saved"
+
+
+def grown(values: Tensor, rows: int) -> Tensor:
+    """The table with rows that are the mean of those it has."""
+    return torch.cat([values, values.double().mean(0, keepdim=True).expand(rows - len(values), -1).to(values.dtype)])
+
+
+@pytest.mark.slow
+def test_every_layout_starts_with_the_checkpoint(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
+    """Nothing but --init-from says what the model is; the weights before the first step are the checkpoint's, bit by bit."""
+    flags = [*flags_for(corpus, tmp_path), "--init-from", str(checkpoint)]
+    start = train(1, [*flags, "--lr", "0", "--weight-decay", "0"])
+    with registry.open_source(checkpoint) as source:
+        assert all(torch.equal(source.read(name), start.weights[name]) for name in source.entries)
+        assert start.weights.keys() == source.entries.keys()
+    one = train(1, flags)
+    for name, (ranks, layout) in LAYOUTS.items():
+        outcome = train(ranks, [*flags, *layout])
+        assert all(value < 1e-9 for value in worst(outcome, one).values()), (name, worst(outcome, one))
+
+
+@pytest.mark.slow
+def test_an_extended_vocabulary_starts_as_the_mean(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
+    """Padding that tp 2 adds takes no part in it."""
+    flags = [*flags_for(corpus, tmp_path), "--init-from", str(checkpoint), "--vocab-size", "1100", "--extend-vocabulary"]
+    still = ["--lr", "0", "--weight-decay", "0", "--train-iters", "1"]
+    for ranks, layout in ((1, []), (4, ["--tp", "2", "--pp", "2", "--make-vocab-size-divisible-by", "1"])):
+        start = train(ranks, [*flags, *layout, *still])
+        with registry.open_source(checkpoint) as source:
+            for name in source.entries:
+                values = source.read(name)
+                wanted = grown(values, 1100) if name in init_from.TABLES else values
+                torch.testing.assert_close(start.weights[name], wanted, rtol=1e-14, atol=0)
+
+
+def test_a_resumed_run_goes_on_from_its_own_checkpoint(
+    checkpoint: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    base = ["bf16" if word == "fp64" else word for word in (*flags_for(corpus, tmp_path, 4), "--init-from", str(checkpoint))]
+    folder = ["--save", str(tmp_path / "mine"), "--load", str(tmp_path / "mine")]
+    whole = train(1, base)
+    first = train(1, [*base, *folder, "--exit-interval", "2"])
+    second = train(1, [*base, *folder])
+    resumed = Outcome([*first.records, *second.records], second.losses, second.weights)
+    assert [record.iteration for record in resumed.records] == [1, 2, 3, 4]
+    assert worst(resumed, whole) == {"loss": 0, "grad_norm": 0, "valid": 0, "weights": 0}
+
+
+def fake_level(shape: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> None:
+    """Lets --init-from find a checkpoint of a run with these flags, which holds no weights."""
+    run = parse_run(shape, 1)
+    run = replace(run, data=replace(run.data, **data))
+    source = Source("fake", folder, run, entries_of(run.model, {"weight": torch.float32}))
+    monkeypatch.setattr(registry, "format_table", lambda: {"fake": Format("fake", lambda path: path == folder, lambda path: source)})
+
+
+def problems(flags: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_run(flags, 1, model_level)
+    return str(error.value)
+
+
+def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_level(UNTIED, tmp_path, monkeypatch)
+    base = ["--init-from", str(tmp_path), "--data-path", "x"]
+    run = parse_run(base, 1, model_level)
+    assert run.model == replace(
+        parse_run(UNTIED, 1).model,
+        num_query_groups=12,
+        max_position_embeddings=12,
+        **{name: getattr(run.model, name) for name in ("kv_channels", "attention_bias", "mlp_bias") if hasattr(run.model, name)},
+    )
+    assert parse_run([*base, *UNTIED], 1, model_level) == run, "flags that say the same are no contradiction"
+    wrong = {
+        ("--hidden-size", "48"): "--hidden-size 48: the model of --init-from .* has 24",
+        ("--num-layers", "4"): "--num-layers 4: .* has 3",
+        ("--ffn-hidden-size", "96"): "--ffn-hidden-size 96: .* has 48",
+        ("--preset", "gpt2-124m"): "--num-layers 12: .* has 3",
+        ("--no-untie-embeddings-and-output-weights",): "--untie-embeddings-and-output-weights off: .* has on",
+        ("--position-embedding", "rotary"): "--position-embedding rotary: .* has learned",
+        ("--seq-length", "13"): "--max-position-embeddings 12 is less than --seq-length 13",
+        ("--max-position-embeddings", "20"): "--max-position-embeddings 20: .* has 12",
+        ("--vocab-size", "1004"): "--vocab-size 1004: .* has 1003 tokens; to add 1: --extend-vocabulary",
+        ("--vocab-size", "1002", "--extend-vocabulary"): "--vocab-size 1002: .* has 1003 tokens, and none",
+        ("--extend-vocabulary",): "--extend-vocabulary: .* has 1003 tokens; say how many",
+        ("--finetune", "--load", "y"): "--finetune starts with the weights of --load y, --init-from",
+    }
+    for words, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            parse_run([*base, *words], 1, model_level)
+    assert "needs --data-path" in problems(base[:2])
+    assert "no effect without --init-from" in problems(["--extend-vocabulary"])
+    with pytest.raises(ConfigError, match="starts from no checkpoint"):
+        parse_run(base, 1)
+
+
+def test_no_checkpoint_there(tmp_path: Path) -> None:
+    _, only = problems(["--init-from", str(tmp_path), "--data-path", "x", "--tp", "7"]).splitlines()
+    assert f"--init-from {tmp_path}" in only and "no checkpoint of a known format" in only
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_level(MODEL, tmp_path, monkeypatch, tokenizer="byte", eod_id=5)
+    base = ["--init-from", str(tmp_path), "--data-path", "x"]
+    run = parse_run(base, 1, model_level)
+    assert (run.data.tokenizer, run.data.eod_id, run.model.seq_length) == ("byte", 5, 384)
+    run = parse_run([*base, "--tokenizer", "hf", "--tokenizer-path", "y"], 1, model_level)
+    assert (run.data.tokenizer, run.data.tokenizer_path, run.data.eod_id) == ("hf", "y", None)
+    assert parse_run([*base, "--tokenizer", "none"], 1, model_level).data.tokenizer is None
