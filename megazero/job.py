@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megazero import device as devices
+from megazero.adapters import load_base
 from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token, replace_file
@@ -93,12 +94,13 @@ class Job:
         """Load what `--load` names, if anything; where the run starts from, in words. Called by all ranks."""
         load, init_from = self.run.checkpoint.load, self.run.checkpoint.init_from
         found = self.checkpoints.find()
+        beneath = self.load_base()
         if found is None:
             return self.begin() + (f" (no complete checkpoint in {load})" if load else "")
         self.checkpoints.load(found)
         told = check_probe(found.progress.get("probe"), self.run, self.probe_engine, self.grid)
         if self.run.checkpoint.finetune:
-            return f"weights of {found.path} (--finetune: everything else anew)"
+            return "; ".join([f"weights of {found.path} (--finetune: everything else anew)", *beneath])
         progress = found.progress
         self.trainer.position = Position(*(int(progress[key]) for key in ("iteration", "consumed_samples", "consumed_tokens")))
         self.trainer.saved_at = self.trainer.position.iteration if load == self.run.checkpoint.save else -1
@@ -107,12 +109,22 @@ class Job:
             self.scaler.load_state_dict(progress["loss_scale"])
             if self.trainer.fp8 is not None:
                 self.trainer.fp8.load_state_dict(progress.get("fp8"))
-        unused = [f"--init-from {init_from} is not used"] if init_from else []
+        unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
         return "; ".join([f"{found.path}, iteration {self.trainer.position.iteration}", *([told] if told else []), *unused])
+
+    def load_base(self) -> list[str]:
+        """The frozen weights beneath adapters, which no checkpoint of the run holds; where they are from, in words, if there are any."""
+        base = self.run.checkpoint.init_from
+        if self.run.lora.lora_rank is None or base is None:
+            return []
+        return [f"adapters on the weights of {base} ({load_base(base, self.state.frozen, self.grid)})"]
 
     def begin(self) -> str:
         """The weights of a run's first step: drawn, or those of `--init-from`; in words. Called by all ranks."""
         init_from = self.run.checkpoint.init_from
+        if self.run.lora.lora_rank is not None:
+            self.state.initialise(self.run.data.seed)
+            return f"new adapters on the weights of {init_from}"
         if init_from is None:
             self.state.initialise(self.run.data.seed)
             return "from scratch"

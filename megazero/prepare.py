@@ -16,6 +16,7 @@ from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
 from megazero import device as devices
+from megazero.adapters import with_base
 from megazero.build import axes_of, compiled_ops, wanted_attention, with_vocabulary
 from megazero.checkpoint.compat import Change, compare, run_from
 from megazero.checkpoint.manager import Found, find
@@ -77,6 +78,7 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     except DataError as error:
         raise ConfigError([str(error)]) from error
     found, changes = _resume(run, world_size, datasets)
+    run = with_base(run, found)
     return Prepared(run, datasets, tokenizer, text, found, changes)
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megazero.config.derive import pipeline_schedule
+from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.shape import SHAPE
 from megazero.optim.lr_schedule import LearningRate
@@ -81,6 +82,12 @@ def _lr_length(name: str, *, only: str | None = None) -> _Value:
 
 
 _SHAPE: dict[str, _Value] = {f"model.{name}": _of_model(value) for name, value in SHAPE.items()}
+_ADAPTERS: dict[str, _Value] = {
+    "lora.lora_rank": _get("lora", "lora_rank"),
+    "lora.lora_alpha": lambda run: None if run.lora.lora_rank is None else alpha(run.lora),
+    "lora.lora_targets": lambda run: adapted(run.lora, run.model),
+}
+"""What a checkpoint of adapters holds, and what it means."""
 _RATES = {
     **_plain("schedule", "lr", "min_lr", "lr_decay_style"),
     "schedule.lr_warmup": _lr_length("warmup"),
@@ -144,6 +151,7 @@ def compare(saved: Run, now: Run, saved_axes: Mapping[str, int] | None = None, a
     is compared: the rest starts anew.
     """
     problems = [_problem(change, None) for change in _differences(_SHAPE, saved, now)]
+    problems += _other_adapters(saved, now)
     if now.checkpoint.finetune:
         return Comparison(tuple(problems), ())
     changes: list[Change] = []
@@ -158,6 +166,21 @@ def compare(saved: Run, now: Run, saved_axes: Mapping[str, int] | None = None, a
     if saved_axes and axes and saved_axes.get("dp", axes["dp"]) != axes["dp"]:
         changes.append(Change("dp", saved_axes["dp"], axes["dp"]))
     return Comparison(tuple(problems), tuple(changes))
+
+
+def _other_adapters(saved: Run, now: Run) -> list[str]:
+    """A checkpoint of adapters goes on with the same ones, any other with none."""
+    then, rank = saved.lora.lora_rank, now.lora.lora_rank
+    if then is None and rank is not None:
+        return [
+            f"--lora-rank {rank}: the checkpoint is of a whole model; to train adapters on it: --init-from, and another --load and --save"
+        ]
+    if then is not None and rank is None:
+        return [
+            f"the checkpoint holds adapters only; to go on with them: --lora-rank {then}; to train all of the merged model: --init-from"
+        ]
+    found = _differences(_ADAPTERS, saved, now)
+    return [f"--{c.field}: {_shown(c.old)} in the checkpoint, {_shown(c.new)} now; the adapters cannot change on resume" for c in found]
 
 
 def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Change]:

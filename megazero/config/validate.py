@@ -1,6 +1,6 @@
 """What is wrong with a run: all of it, each with flag names, numbers and the nearest valid values.
 
-Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS` and `TRAINING_CHECKS` are the relations between fields; each names the fields it
+Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS` and `LORA_CHECKS` are the relations between fields; each names the fields it
 reads and is left out when one of them is already known to be wrong, so that one mistake is reported once.
 """
 
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.checks_layout import LAYOUT_CHECKS
+from megazero.config.checks_lora import LORA_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.facts import Facts
 from megazero.config.options import run_options
@@ -46,7 +47,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             *("make_vocab_size_divisible_by", "max_position_embeddings", "tp", "pp", "virtual_stages", "recompute_num_layers"),
             *("bucket_size", "loss_scale_window", "hysteresis", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
             *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "save_interval", "eval_interval"),
-            *("exit_interval", "log_interval", "fp8_amax_history", "kv_channels"),
+            *("exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
         ),
         _COUNT,
     )
@@ -60,7 +61,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     | dict.fromkeys(
         (
             *("rotary_base", "norm_epsilon", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
-            *("distributed_timeout_minutes", "exit_duration_in_mins"),
+            *("distributed_timeout_minutes", "exit_duration_in_mins", "lora_alpha"),
         ),
         _POSITIVE,
     )
@@ -100,7 +101,7 @@ def problems_of(run: Run, world_size: int | None, *, bad: set[str] | None = None
     if world_size is not None and world_size < 1:
         return [*found, f"--world-size {world_size}: must be at least 1"]
     facts = Facts(run, world_size, given)
-    for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS):
+    for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS):
         if bad.isdisjoint(check.reads):
             found += check.problems(facts)
     return found

@@ -46,11 +46,11 @@ class _Whole:
 
 
 class NativeSource(Source):
-    """A checkpoint of megazero, of any layout."""
+    """A checkpoint of megazero, of any layout. One of adapters has these for entries; `adapters.AdaptedSource` makes a model of it."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         run = run_from(manifest.run)
-        wanted = places(run.model)
+        wanted = places(run.model, adapters=run.lora if run.lora.lora_rank else None)
         entries = {name: _entry(manifest, name) for name in wanted if name in manifest.tensors}
         _refuse_misfits(path, manifest, wanted)
         progress = manifest.progress

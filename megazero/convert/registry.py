@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megazero.convert import native
+from megazero.convert.adapters import adapted_source
 from megazero.convert.formats import Format
 from megazero.convert.source import ConversionError, Source
 
@@ -25,8 +26,9 @@ def recognise(path: Path) -> str:
 
 
 def open_source(path: Path, name: str | None = None) -> Source:
-    """A checkpoint for reading; `name` where the format is known."""
+    """A checkpoint for reading; `name` where the format is known. One of adapters comes with the model that they belong to, merged."""
     table = format_table()
     if name is not None and name not in table:
         raise ConversionError(f"--from {name}: known are {', '.join(table)}")
-    return table[name or recognise(path)].open(path)
+    source = table[name or recognise(path)].open(path)
+    return source if source.run.lora.lora_rank is None else adapted_source(source, open_source)

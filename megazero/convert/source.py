@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.schema import ModelConfig, Run
+from megazero.config.schema import LoraConfig, ModelConfig, Run
 from megazero.convert.report import Report
 from megazero.model.stage import build_stage, whole_model
 from megazero.mpu.grid import Group
+from megazero.mpu.lora import low_rank
 from megazero.mpu.place import Place, place_of
 
 WEIGHT, EXP_AVG, EXP_AVG_SQ = "weight", "exp_avg", "exp_avg_sq"
@@ -105,11 +106,15 @@ class Source:
         self.closing.close()
 
 
-def places(model: ModelConfig, tp: int = 1, tp_index: int = 0) -> dict[str, Place]:
-    """Every parameter of a model by its global name, in forward order, with the box that a tp rank of a whole-model stage holds. No memory."""
+def places(model: ModelConfig, tp: int = 1, tp_index: int = 0, *, adapters: LoraConfig | None = None) -> dict[str, Place]:
+    """Every parameter of a model by its global name, in forward order, with the box that a tp rank of a whole-model stage holds. No memory.
+
+    adapters: those of the low-rank adapters instead, which are no part of a model.
+    """
     group = Group(tuple(range(tp)), tp_index, None)
-    stage = build_stage(model, "fp32", whole_model(model), tp=group, device="meta")
-    found = (place_of(parameter) for unit in stage.units() for parameter in unit.parameters())
+    lora = None if adapters is None else low_rank(adapters, model)
+    stage = build_stage(model, "fp32", whole_model(model), tp=group, lora=lora, device="meta")
+    found = (place_of(parameter) for unit in stage.units() for parameter in unit.parameters() if parameter.requires_grad)
     return {place.name: place for place in found}
 
 

@@ -1,0 +1,54 @@
+"""A run that trains adapters (--lora-rank): the frozen weights beneath them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megazero.checkpoint.agreement import agree
+from megazero.checkpoint.manager import Found
+from megazero.config.level import ConfigError
+from megazero.config.schema import Run
+from megazero.convert.registry import open_source
+from megazero.convert.source import ConversionError
+from megazero.convert.stages import fill
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.place import place_of
+from megazero.zero.frozen import FrozenParameters
+
+
+def with_base(run: Run, found: Found | None) -> Run:
+    """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint of --load says.
+
+    Raises ConfigError where neither says.
+    """
+    if run.lora.lora_rank is None:
+        return run
+    recorded = None if found is None else found.run.get("checkpoint", {}).get("init_from")
+    base = run.checkpoint.init_from or recorded
+    if base is None:
+        nothing = f"--load {run.checkpoint.load} " + ("has no complete checkpoint" if found is None else "does not say it")
+        raise ConfigError([f"--lora-rank {run.lora.lora_rank}: on which model? {nothing}; name it: --init-from DIR"])
+    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(Path(base).expanduser().absolute())))
+
+
+def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
+    """Fill this rank's frozen parameters from the checkpoint at `path`; called by all ranks.
+
+    Returns the name of its format. Travels: whether all could read. Raises ConversionError (on the other ranks ValueError with its text).
+    """
+    failure: Exception | None = None
+    name = ""
+    try:
+        with open_source(Path(path)) as source:
+            name = source.format
+            absent = [wanted for wanted in frozen.by_name if wanted not in source.entries]
+            if absent:
+                raise ConversionError(f"{source.path} does not fit the model: it has no {', '.join(absent[:20])}")
+            for parameter in frozen.by_name.values():
+                place = place_of(parameter)
+                fill(parameter.data, place, source.read(place.name))
+    except Exception as error:
+        failure = error
+    agree(grid.world, grid.device, failure)
+    return name

@@ -1,0 +1,31 @@
+"""Relations that a run with low-rank adapters must satisfy."""
+
+from __future__ import annotations
+
+from megazero.config.facts import Facts, Found, check
+from megazero.config.lora import TARGETS, layers_of
+
+
+def _lora(f: Facts) -> Found:
+    lora, model, start = f.run.lora, f.run.model, f.run.checkpoint
+    rank = lora.lora_rank
+    if rank is None:
+        for name in ("lora_alpha", "lora_targets"):
+            if name in f.given and getattr(lora, name):
+                yield f"--{name.replace('_', '-')} has no effect without --lora-rank R"
+        return
+    if start.init_from is None and start.load is None:
+        yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained beside the weights of a model, which are not"
+    if start.extend_vocabulary:
+        yield f"--lora-rank {rank} does not train the rows that --extend-vocabulary adds; train these first, or leave it out"
+    if f.run.optimizer.fp8 != "off":
+        yield f"--lora-rank {rank} is not built for --fp8 {f.run.optimizer.fp8}: of a frozen layer no input is kept, of an FP8 one its copy"
+    unknown = [name for name in lora.lora_targets if name not in TARGETS]
+    if unknown:
+        yield f"--lora-targets {' '.join(unknown)}: known are {', '.join(TARGETS)}"
+    absent = [name for name in lora.lora_targets if name in TARGETS and name not in layers_of(model)]
+    if absent:
+        yield f"--lora-targets {' '.join(absent)}: with --activation {model.activation} there are {', '.join(layers_of(model))}"
+
+
+LORA_CHECKS = (check(_lora, "lora_rank", "lora_alpha", "lora_targets", "init_from", "load", "extend_vocabulary", "fp8", "activation"),)

@@ -1,0 +1,88 @@
+"""A checkpoint of low-rank adapters as a model: the weights that they belong to, with the adapters added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fused_ops.blocks import rows_of, wide
+from megazero.config.lora import scale
+from megazero.config.schema import LoraConfig
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
+
+_A, _B = "lora_a", "lora_b"
+
+
+class AdaptedSource(Source):
+    """W + scale B A wherever a layer has an adapter, in W's own dtype; everything else as in the base.
+
+    adapters  the checkpoint of adapters, whose entries they are
+    base      the model beneath; may have adapters of its own, which are merged already
+    """
+
+    def __init__(self, adapters: Source, base: Source) -> None:
+        run = replace(adapters.run, lora=LoraConfig())
+        entries = {name: Entry(entry.shape, {WEIGHT: entry.columns[WEIGHT]}) for name, entry in base.entries.items()}
+        companions = {**base.companions, **adapters.companions}
+        super().__init__(adapters.format, adapters.path, run, entries, adapters.position, companions, base.report)
+        self.adapters, self.base = adapters, base
+        self.closing.push(adapters.__exit__)
+        self.closing.push(base.__exit__)
+        self._adapted = {weight_of(name) for name in adapters.entries}
+        self.report.notes.append(f"{len(self._adapted)} matrices of {base.path} with the adapters of {adapters.path} added")
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        weight = self.base.read(name, column)
+        if name not in self._adapted:
+            return weight
+        layer = name.removesuffix("weight")
+        a, b = self.adapters.read(layer + _A), self.adapters.read(layer + _B)
+        return merged(weight, a, b, scale(self.adapters.run.lora))
+
+
+def weight_of(name: str) -> str:
+    """The matrix that an adapter's factor belongs to: "blocks.3.mlp.up.lora_a" -> "blocks.3.mlp.up.weight"."""
+    layer, _, factor = name.rpartition(".")
+    assert factor in (_A, _B), name
+    return f"{layer}.weight"
+
+
+@torch.no_grad()
+def merged(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """weight + factor b a, rounded once to weight's dtype: [out, in], [r, in], [out, r]. Sums in fp32, fp64 where anything is fp64.
+
+    Block of rows by block, so that the memory is a copy of the weight and little more.
+    """
+    dtype = torch.promote_types(torch.promote_types(wide(weight.dtype), a.dtype), b.dtype)
+    out, a = torch.empty_like(weight, memory_format=torch.contiguous_format), a.to(dtype)
+    block = rows_of(weight, weight.shape[1])
+    for start in range(0, weight.shape[0], block):
+        rows = slice(start, start + block)
+        out[rows] = torch.addmm(weight[rows].to(dtype), b[rows].to(dtype), a, alpha=factor)
+    return out
+
+
+def adapted_source(adapters: Source, open_base: Callable[[Path], Source]) -> AdaptedSource:
+    """The model of a checkpoint of adapters. Raises ConversionError where the model beneath is not where the checkpoint says, or another."""
+    where = adapters.run.checkpoint.init_from
+    if where is None:
+        raise ConversionError(f"{adapters.path} holds adapters, and does not say of which model")
+    if not Path(where).exists():
+        raise ConversionError(f"{adapters.path} holds adapters of the model in {where}, which is not there")
+    base = open_base(Path(where))
+    names = sorted(weight_of(name) for name in adapters.entries)
+    unknown = [name for name in names if name not in base.entries]
+    unknown += [name for name in names if name in base.entries and base.entries[name].shape != _shape(adapters, name)]
+    if unknown:
+        raise ConversionError(f"{adapters.path} holds adapters of {', '.join(unknown[:20])}, which the model in {where} does not have")
+    return AdaptedSource(adapters, base)
+
+
+def _shape(adapters: Source, name: str) -> tuple[int, int]:
+    """Of the matrix that its adapters add to."""
+    layer = name.removesuffix("weight")
+    return adapters.entries[layer + _B].shape[0], adapters.entries[layer + _A].shape[1]
