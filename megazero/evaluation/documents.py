@@ -1,0 +1,52 @@
+"""Documents to be scored, one after the other: from .bin/.idx pairs as they are, from text and jsonl through a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.data.documents import find_files, text_of
+from megazero.data.indexed import IndexedDataset
+from megazero.data.preprocess import Reader, raw_batches
+from megazero.data.tokenizer import Tokenizer
+from megazero.evaluation.windows import Ids
+
+
+@dataclass(frozen=True)
+class Document:
+    """source: file or prefix it is from; number: its place there, from 0. nbytes: of its text as UTF-8, None where only ids are known."""
+
+    source: str
+    number: int
+    ids: Ids
+    nbytes: int | None = None
+
+
+def indexed_documents(prefix: str) -> Iterator[Document]:
+    """The documents of PREFIX.bin and PREFIX.idx, whatever separators they hold. Raises DataError."""
+    data = IndexedDataset(prefix)
+    data.check()
+    bounds = data.document_indices
+    for number in range(len(bounds) - 1):
+        first, last = int(bounds[number]), int(bounds[number + 1])
+        start = int(data.pointers[first]) // data.dtype.itemsize if last > first else 0
+        yield Document(prefix, number, data.tokens[start : start + data.tokens_between(first, last)])
+
+
+def text_documents(inputs: Sequence[str | Path], reader: Reader, tokenizer: Tokenizer, append: int | None = None) -> Iterator[Document]:
+    """The documents of files and folders, as tools/preprocess_data.py reads them. append: a token that ends each. Raises DataError."""
+    ids: list[int] = []
+    nbytes, before, number = 0, "", 0
+    with closing(raw_batches(find_files(inputs), reader)) as batches:
+        for _, batch in batches:
+            for raw in batch:
+                number = number if raw.path == before else 0
+                before = raw.path
+                text = text_of(raw, reader.json_key, reader.encoding_errors)
+                ids += tokenizer.encode(text)
+                nbytes += len(text.encode())
+                if raw.last:
+                    yield Document(raw.path, number, [*ids, append] if append is not None else ids, nbytes)
+                    ids, nbytes, number = [], 0, number + 1

@@ -1,0 +1,210 @@
+"""Loss and perplexity of a model on documents, alone or under torchrun.
+
+    python tools/evaluate.py runs/bloom --data-path data/valid
+    torchrun --nproc-per-node 4 tools/evaluate.py hub/bloom-7b1 --tp 2 --pp 2 --input text/ --output scores.jsonl
+    python tools/evaluate.py runs/bloom --input notes.txt --document line --stride 512 --json
+
+The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout: what tp and pp leave of the processes are replicas that
+share the documents. The result depends on neither, nor on the batch size, but for rounding.
+
+Each token is scored once. A document starts with its separator (--prefix-id, else the run's or tokenizer's end-of-document token), from which its
+first token is predicted; without one, or with --no-prefix, first tokens are context only. Documents longer than the context are cut into
+windows, each with `stride` tokens to score: the less of them, the more context each has, and the longer it takes.
+
+Printed are, for all documents together: mean loss in nats per token, its sum, perplexity, and bits per byte for text. Status: 0, 2 for a mistake
+in arguments or files, 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megazero.config.level import ConfigError
+from megazero.config.schema import ParallelConfig
+from megazero.convert.registry import format_table
+from megazero.convert.source import ConversionError
+from megazero.data.indexed import DataError
+from megazero.data.preprocess import Reader
+from megazero.data.progress import Progress, to_stderr
+from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
+from megazero.evaluation.documents import Document, indexed_documents, text_documents
+from megazero.evaluation.perplexity import Cut, Totals, score_documents
+from megazero.evaluation.scorer import Scorer, longest_context
+from megazero.launch import Environment, exit_status, launch, leave
+from megazero.loading import Opened, open_model
+from megazero.mpu.grid import ProcessGrid
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a folder of them")
+    flags.add_argument("--from", dest="format", choices=tuple(format_table()), help="its format, where it is not to be recognised")
+    text = flags.add_argument_group("documents, at least one of the two")
+    text.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx pairs")
+    text.add_argument("--input", nargs="+", default=[], metavar="FILE", help="files and folders of jsonl or text, also .gz and .zst")
+    text.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
+    text.add_argument("--format", dest="text_format", default="auto", choices=("auto", "jsonl", "text"), help="of --input; auto: by ending")
+    text.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
+    text.add_argument("--append-eod", action="store_true", help="end documents of --input with the end-of-document token, and score it")
+    text.add_argument("--tokenizer", choices=tuple(KINDS), help="for --input (default: the checkpoint's own)")
+    text.add_argument("--tokenizer-path", help="folder or file of --tokenizer")
+    text.add_argument("--limit", type=int, metavar="N", help="score the first N documents only")
+    how = flags.add_argument_group("scoring")
+    how.add_argument("--context", type=int, metavar="N", help="tokens that the model reads at once (default: its sequence length)")
+    how.add_argument("--stride", type=int, metavar="N", help="tokens scored per window of a long document (default: the context)")
+    how.add_argument("--prefix-id", type=int, metavar="ID", help="token that documents start after (default: the end-of-document token)")
+    how.add_argument("--no-prefix", action="store_true", help="documents start after nothing: first tokens are not scored")
+    how.add_argument("--micro-batch-size", type=int, default=8, metavar="N", help="windows of one forward pass (%(default)s)")
+    how.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="to compute in (default: the checkpoint's)")
+    ranks = flags.add_argument_group("ranks")
+    ranks.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
+    ranks.add_argument("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
+    ranks.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where tensors live (%(default)s)")
+    ranks.add_argument("--distributed-timeout-minutes", type=float, default=10.0, help="a rank waits so long for others (%(default)s)")
+    out = flags.add_argument_group("output")
+    out.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="one line per document, in their order; FILE.jsonl.unfinished until all are scored",
+    )
+    out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return flags
+
+
+def check(args: argparse.Namespace, world_size: int) -> None:
+    """Raises ConfigError, which names all that is wrong."""
+    problems = []
+    if not args.data_path and not args.input:
+        problems.append("--data-path PREFIX or --input FILE: there is nothing to score")
+    problems += [
+        f"--{name.replace('_', '-')} {value}: must be at least 1"
+        for name in ("tp", "pp", "micro_batch_size", "context", "stride", "limit")
+        if (value := getattr(args, name)) is not None and value < 1
+    ]
+    if min(args.tp, args.pp) > 0 and world_size % (args.tp * args.pp):
+        problems.append(
+            f"--tp {args.tp} x --pp {args.pp} = {args.tp * args.pp} does not divide the {world_size} processes that were started"
+        )
+    if args.no_prefix and args.prefix_id is not None:
+        problems.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
+    if args.tokenizer_path and not args.tokenizer:
+        problems.append("--tokenizer-path: --tokenizer says of which kind it is")
+    if not args.path.expanduser().exists():
+        problems.append(f"{args.path}: no such checkpoint")
+    if args.output is not None and not args.output.parent.is_dir():
+        problems.append(f"--output {args.output}: there is no folder {args.output.parent}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def separator(opened: Opened, tokenizer: Tokenizer | None) -> int | None:
+    """The token that ends a document."""
+    known = opened.run.data.eod_id
+    return known if known is not None or tokenizer is None else tokenizer.eod_id
+
+
+def cut_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Cut:
+    """How documents become windows. Raises ConfigError."""
+    model, most = opened.run.model, longest_context(opened.run.model)
+    context = args.context or min(model.seq_length, most or model.seq_length)
+    stride = args.stride or context
+    prefix = None if args.no_prefix else eod if args.prefix_id is None else args.prefix_id
+    problems = []
+    if most is not None and context > most:
+        problems.append(f"--context {context}: the model has {most} learned positions")
+    if stride > context:
+        problems.append(f"--stride {stride}: tokens would be left out; at most the context of {context}")
+    assert model.vocab_size is not None
+    if prefix is not None and not 0 <= prefix < model.vocab_size:
+        problems.append(f"--prefix-id {prefix}: the model's vocabulary has {model.vocab_size} tokens")
+    if problems:
+        raise ConfigError(problems)
+    return Cut(context, stride, prefix)
+
+
+def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | None) -> Iterator[Document]:
+    """All of them, pairs first. Raises DataError."""
+    for prefix in args.data_path:
+        yield from indexed_documents(prefix)
+    if args.input:
+        if tokenizer is None:
+            raise DataError(f"--input: {args.path} leads to no tokenizer; name one by --tokenizer and --tokenizer-path")
+        if args.append_eod and eod is None:
+            raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
+        reader = Reader(args.json_key, args.text_format, args.document)
+        yield from text_documents(args.input, reader, tokenizer, eod if args.append_eod else None)
+
+
+def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
+    """On every rank; rank 0 prints and writes."""
+    opened = open_model(args.path, grid, precision=args.precision, format=args.format)
+    tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else opened.tokenizer
+    eod = separator(opened, tokenizer)
+    cut = cut_for(args, opened, eod)
+    scorer = Scorer(opened.run, opened.stages, grid, args.micro_batch_size)
+    totals, began = Totals(), time.perf_counter()
+    progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
+    unfinished = None if args.output is None or grid.rank else args.output.with_name(f"{args.output.name}.unfinished")
+    with ExitStack() as stack:
+        lines: IO[str] | None = stack.enter_context(open(unfinished, "w", encoding="utf-8")) if unfinished else None
+        chosen = (document for _, document in zip(range(args.limit or sys.maxsize), documents(args, tokenizer, eod), strict=False))
+        for score in score_documents(scorer, chosen, cut):
+            totals.add(score)
+            if lines is not None:
+                lines.write(json.dumps(score.record()) + "\n")
+            if grid.rank == 0 and args.limit:
+                progress.reach(totals.documents)
+    if totals.documents == 0:
+        raise DataError("there are no documents in what was named")
+    if unfinished is not None:
+        unfinished.replace(args.output)
+    if grid.rank == 0:
+        report(args, cut, totals, time.perf_counter() - began)
+
+
+def report(args: argparse.Namespace, cut: Cut, totals: Totals, seconds: float) -> None:
+    record = totals.record(every_token=cut.prefix is not None)
+    about = {"checkpoint": str(args.path), "context": cut.context, "stride": cut.stride, "prefix_id": cut.prefix}
+    if args.json:
+        print(json.dumps(about | record | {"seconds": seconds, "tokens_per_second": totals.tokens / seconds}), flush=True)
+        return
+    shown = {"loss": "nats per token", "perplexity": "", "bits_per_byte": "", "total_loss": "nats in all"}
+    print(f"{totals.documents:,} documents, {totals.tokens:,} tokens in {seconds:.1f} s ({totals.tokens / seconds:,.0f} tokens/s)")
+    print(
+        f"context {cut.context}, stride {cut.stride}, "
+        + (f"after token {cut.prefix}" if cut.prefix is not None else "first tokens not scored")
+    )
+    for name, unit in shown.items():
+        if record[name] is not None or name != "bits_per_byte":
+            value = "not finite" if record[name] is None else f"{record[name]:.6f}"
+            print(f"{name.replace('_', ' '):<14} {value} {unit}".rstrip())
+
+
+def main() -> None:
+    environment = Environment.read()
+    args = parser().parse_args()
+
+    def run() -> None:
+        check(args, environment.world_size)
+        parallel = ParallelConfig(tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=args.distributed_timeout_minutes)
+        try:
+            with launch(parallel, environment) as grid:
+                evaluate(args, grid)
+        except (ConversionError, DataError) as error:
+            raise ConfigError([str(error)]) from error
+
+    leave(exit_status(run, environment))
+
+
+if __name__ == "__main__":
+    main()
