@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: its own torch files, and those of torch.distributed.checkpoint."""

@@ -1,0 +1,110 @@
+"""From what Megatron's tensor-parallel ranks hold under their names to global tensors of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.config.schema import ModelConfig
+from megazero.convert.megatron.names import BLOCKS, TIED_COPIES, Theirs, theirs, why_ignored
+from megazero.convert.report import Report
+from megazero.convert.shards import agree, join, split_axis
+from megazero.convert.source import ConversionError, places
+
+Ranks = Sequence[Mapping[str, Tensor]]
+"""For each tp rank its tensors by their names, layers counted over the whole model."""
+WORD = "embedding.word.weight"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where one of our tensors is: a key, which half of its rows, and the key of a tied copy on the last stage if there is one."""
+
+    key: str
+    half: int | None
+    copy: str | None = None
+
+
+class Assembly:
+    """The tensors of a model among those of a checkpoint. Nothing is read before `tensor` is called.
+
+    Raises ConversionError with every name that is missing, every tensor inside a layer that the model has no place for, and every shape that differs.
+    """
+
+    def __init__(self, where: str, model: ModelConfig, ranks: Ranks, report: Report, *, qkv_bias_alone: bool = False) -> None:
+        self.where, self.model, self.ranks, self.report = where, model, ranks, report
+        self.places = places(model)
+        wanted = theirs(model)
+        self.found = {name: found for name, named in wanted.items() if (found := self._find(name, named)) is not None}
+        zeros = [name for name in wanted if qkv_bias_alone and name.endswith("attention.output.bias") and name not in self.found]
+        report.filled |= dict.fromkeys(zeros, "zeros: only query, key and value have a bias there")
+        problems = [
+            f"{name} is missing (looked for {', '.join(wanted[name].names[:3])})" for name in wanted if name not in (*self.found, *zeros)
+        ]
+        problems += self._account()
+        problems += [problem for name in self.found for problem in self._misfits(name)]
+        if problems:
+            shown = [*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])]
+            raise ConversionError(f"{where} does not hold the model that its arguments describe: " + "; ".join(shown))
+
+    def tensor(self, name: str, ranks: Ranks | None = None) -> Tensor:
+        """One of our global tensors, vocabulary padding cut off. ranks: the same keys with other values (moments)."""
+        values = self.ranks if ranks is None else ranks
+        if name not in self.found:
+            return torch.zeros(self.places[name].shape, dtype=self.dtype(name, ranks))
+        found = self.found[name]
+        pieces = [self._piece(rank, found, str(index)) for index, rank in enumerate(values)]
+        rows = self.places[name].shape[0] if name in (WORD, "head.weight") else None
+        return join(found.key, pieces, split_axis(name), self.report, rows)
+
+    def dtype(self, name: str, ranks: Ranks | None = None) -> torch.dtype:
+        """What the tensor is stored in."""
+        stands_for = name if name in self.found else name.replace("output.bias", "qkv.bias")
+        return (self.ranks if ranks is None else ranks)[0][self.found[stands_for].key].dtype
+
+    def _piece(self, rank: Mapping[str, Tensor], found: Found, index: str) -> Tensor:
+        piece = rank[found.key]
+        if found.half is not None:
+            piece = piece.chunk(2)[found.half]
+        if found.copy is None or found.copy not in rank:
+            return piece
+        return agree(f"{found.key} and {found.copy} (tp rank {index})", [piece, rank[found.copy]], self.report)
+
+    def _find(self, name: str, named: Theirs) -> Found | None:
+        key = next((key for key in named.names if all(key in rank for rank in self.ranks)), None)
+        if key is None:
+            return None
+        tied = name == WORD and not self.model.untie_embeddings_and_output_weights
+        copies = [copy for copy in TIED_COPIES if tied and all(copy in rank for rank in self.ranks)]
+        return Found(key, named.half, copies[0] if copies else None)
+
+    def _account(self) -> Iterator[str]:
+        """Puts every key of the checkpoint into the report; yields those that cannot be left out."""
+        used = {key: name for name, found in self.found.items() for key in (found.key, found.copy) if key is not None}
+        for key in dict.fromkeys(key for rank in self.ranks for key in rank):
+            if key in used:
+                self.report.mapped.append(key)
+            elif (why := why_ignored(key)) is not None:
+                self.report.unused[key] = why
+            elif key.startswith(BLOCKS):
+                yield f"{key} is a weight that a model with these arguments does not have"
+            else:
+                self.report.unused[key] = "nothing in a model of ours"
+
+    def _misfits(self, name: str) -> Iterator[str]:
+        found, axis, wanted = self.found[name], split_axis(name), self.places[name].shape
+        for key in (found.key, found.copy):
+            if key is None:
+                continue
+            shapes = [list(rank[key].shape) for rank in self.ranks]
+            whole = list(shapes[0])
+            if axis is not None and len(whole) > axis:
+                whole[axis] = sum(shape[axis] for shape in shapes if len(shape) > axis)
+            if found.half is not None:
+                whole[0] //= 2
+            padded = name in (WORD, "head.weight") and whole[1:] == list(wanted[1:]) and whole[0] >= wanted[0]
+            if whole != list(wanted) and not padded:
+                yield f"{key} has shape {whole} over {len(shapes)} tensor-parallel ranks, {name} is {list(wanted)}"

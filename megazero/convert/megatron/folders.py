@@ -1,0 +1,67 @@
+"""Where Megatron-LM puts a checkpoint: the folder of an iteration, and in it a file per rank, or one of torch's distributed checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from megazero.convert.source import ConversionError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FILES = ("model_optim_rng.pt", "model_rng.pt")
+"""A rank's file; the second where a distributed optimizer had its state beside it."""
+METADATA = ".metadata"
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+
+
+def iteration_folder(name: str) -> str:
+    """What the tracker's word stands for."""
+    return name if name == "release" else f"iter_{int(name):07d}"
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The folder of the checkpoint: `path` itself, or the one that its tracker names. Raises ConversionError."""
+    if not (path / TRACKER).is_file():
+        return path
+    word = (path / TRACKER).read_text().strip()
+    if word != "release" and not word.isdecimal():
+        raise ConversionError(f"{path / TRACKER} holds {word!r}, neither a number nor 'release'")
+    return path / iteration_folder(word)
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether the tensors are in a checkpoint of torch.distributed."""
+    return (folder / METADATA).is_file() and ((folder / "metadata.json").is_file() or (folder / "common.pt").is_file())
+
+
+def recognises(path: Path) -> bool:
+    """A folder with Megatron's tracker, or the checkpoint's own."""
+    return (path / TRACKER).is_file() or is_torch_dist(path) or any(True for name in FILES for _ in path.glob(f"mp_rank_*/{name}"))
+
+
+def rank_files(folder: Path) -> Mapping[tuple[int, int], Path]:
+    """(tp rank, pipeline stage) -> its file. Raises ConversionError, with all that is wrong, where the grid is not whole."""
+    found: dict[tuple[int, int], Path] = {}
+    problems = []
+    for inside in sorted(folder.glob("mp_rank_*")):
+        match = _RANK.fullmatch(inside.name)
+        path = next((inside / name for name in FILES if (inside / name).is_file()), None)
+        if match is None or path is None:
+            problems.append(f"{inside.name} holds no {FILES[0]}")
+        elif match[3] is not None:
+            problems.append(f"{inside.name} is of an expert-parallel rank: models with experts are not supported")
+        else:
+            found[int(match[1]), int(match[2] or 0)] = path
+    tp, pp = (1 + max((rank[axis] for rank in found), default=0) for axis in (0, 1))
+    missing = [f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") for p in range(pp) for t in range(tp) if (t, p) not in found]
+    if missing:
+        problems.append(f"of {tp} tensor-parallel ranks x {pp} stages {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if problems:
+        raise ConversionError(f"{folder}: " + "; ".join(problems))
+    return found
+
+
+def rank_folder(tp_index: int, stage: int, stages: int) -> str:
+    """The folder of a rank's file."""
+    return f"mp_rank_{tp_index:02d}" + (f"_{stage:03d}" if stages > 1 else "")

@@ -1,0 +1,140 @@
+"""Reading the torch format of Megatron-LM: a file per tensor-parallel rank and pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.config.dtypes import PRECISION_OF
+from megazero.config.schema import ModelConfig, Run
+from megazero.convert.megatron.assembly import Assembly, Ranks
+from megazero.convert.megatron.chunks import chunks_of, in_model_order, numbered
+from megazero.convert.megatron.folders import rank_files
+from megazero.convert.megatron.optimizer import State, optimizer_state
+from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args
+from megazero.convert.report import Report
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
+from megazero.convert.torch_file import read_torch_file
+from megazero.convert.unpickle import Record
+
+KNOWN = ("megatron.*", "apex.*", "transformer_engine.*", "signal.*", "enum.*")
+"""Classes whose objects stand among a checkpoint's arguments; they are read as records."""
+VERSION = 3.0
+
+
+class MegatronSource(Source):
+    """A checkpoint of Megatron-LM in torch's format, weights and, where its order is certain, the optimizer's state."""
+
+    def __init__(self, path: Path, run: Run, position: Position, assembly: Assembly, state: State) -> None:
+        self._assembly = assembly
+        self._columns: Mapping[str, Ranks] = {WEIGHT: assembly.ranks, **state.columns}
+        entries = {}
+        for name, place in assembly.places.items():
+            entries[name] = Entry(place.shape, {column: assembly.dtype(name, ranks) for column, ranks in self._columns.items()})
+        super().__init__("megatron", path, run, entries, position, report=assembly.report)
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        return self._assembly.tensor(name, self._columns[column])
+
+
+def open_torch(folder: Path) -> MegatronSource:
+    """The checkpoint in this folder of an iteration. Raises ConversionError."""
+    files = rank_files(folder)
+    states = {rank: read_torch_file(path, KNOWN) for rank, path in files.items()}
+    refuse_versions(folder, {str(files[rank].relative_to(folder)): state for rank, state in states.items()})
+    args = args_of(folder, states[0, 0])
+    tp, pp = (1 + max(rank[axis] for rank in states) for axis in (0, 1))
+    _refuse_other_grid(folder, args, tp, pp)
+    chunks = {rank: chunks_of(str(files[rank]), state) for rank, state in states.items()}
+    ranks = [numbered(in_model_order([chunks[t, p] for p in range(pp)])) for t in range(tp)]
+    model = model_from_args(args, str(folder))
+    report = Report()
+    note_padding(report, args, model)
+    assembly = Assembly(str(folder), model, ranks, report, qkv_bias_alone=has_qkv_bias_alone(args))
+    dtype = assembly.dtype("blocks.0.attention.qkv.weight")
+    run = run_from_args(args, model, PRECISION_OF.get(dtype, "fp32"))
+    state = optimizer_state(states, chunks, tp, pp, folder)
+    _account_for_the_rest(report, states[0, 0], state)
+    return MegatronSource(folder, run, position_of(args, states[0, 0], model, state.steps), assembly, state)
+
+
+def refuse_versions(folder: Path, states: Mapping[str, Any]) -> None:
+    """Raise ConversionError for every file that is no dictionary with a model of version 3.0."""
+    problems = []
+    for name, state in states.items():
+        version = state.get("checkpoint_version", 0) if isinstance(state, dict) else None
+        if version is None:
+            problems.append(f"{name} holds a {type(state).__name__} and no dictionary")
+        elif version != VERSION:
+            problems.append(
+                f"{name} has checkpoint_version {version}: only {VERSION} is read, whose query, key and value rows are stored per head"
+            )
+    if problems:
+        raise ConversionError(f"{folder}: " + "; ".join(problems))
+
+
+def args_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments that a rank's file keeps."""
+    args = state.get("args")
+    if isinstance(args, Record):
+        return args.state
+    if isinstance(args, dict):
+        return args
+    raise ConversionError(f"{folder} keeps no arguments ('args'), without which the model's shape is not known")
+
+
+def _refuse_other_grid(folder: Path, args: Mapping[str, Any], tp: int, pp: int) -> None:
+    named = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    wrong = [f"{name} is {args[name]}, there are files for {there}" for name, there in named.items() if args.get(name, there) != there]
+    if wrong:
+        raise ConversionError(f"{folder} is not whole: " + "; ".join(wrong))
+
+
+def note_padding(report: Report, args: Mapping[str, Any], model: ModelConfig) -> None:
+    """Say what became of the rows that Megatron pads the vocabulary with."""
+    padded, true = args.get("padded_vocab_size"), args.get("vocab_size")
+    if not true:
+        report.notes.append(
+            f"the arguments know no vocab_size: all {padded} rows of the vocabulary are kept, padding included (--vocab-size cuts it)"
+        )
+    elif padded and true < padded:
+        report.notes.append(f"{padded - true} rows that pad the vocabulary of {true} to {padded} are left out")
+
+
+def position_of(args: Mapping[str, Any], state: Mapping[str, Any], model: ModelConfig, steps: float) -> Position:
+    """How far the training was."""
+    iteration = state.get("iteration") or args.get("iteration") or 0
+    samples = int(args.get("consumed_train_samples") or 0)
+    return Position(int(iteration), samples, samples * model.seq_length, float(steps or iteration), _loss_scale(args, state))
+
+
+def _loss_scale(args: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float] | None:
+    optimizer = state.get("optimizer")
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    if not isinstance(scaler, dict) or not isinstance(scaler.get("scale"), Tensor):
+        return None
+    hysteresis = int(args.get("hysteresis") or 2)
+    left = int(scaler.get("hysteresis_tracker", hysteresis))
+    return {"scale": scaler["scale"].item(), "good_steps": int(scaler.get("growth_tracker", 0)), "overflows": hysteresis - left}
+
+
+_REST: Mapping[str, str] = {
+    "rng_state": "random numbers here follow from the seed and the position",
+    "opt_param_scheduler": "the schedule here follows from the flags and the position",
+    "lr_scheduler": "the schedule here follows from the flags and the position",
+    "rerun_state_machine": "Megatron's own bookkeeping",
+    "num_floating_point_operations_so_far": "Megatron's own bookkeeping",
+}
+_TAKEN = ("args", "iteration", "checkpoint_version", "tokens", "model")
+
+
+def _account_for_the_rest(report: Report, state: Mapping[str, Any], optimizer: State) -> None:
+    for key in state:
+        if key == "optimizer":
+            if optimizer.why_not is not None:
+                report.unused[key] = f"not carried over: {optimizer.why_not}"
+        elif key not in _TAKEN and not key.startswith("model"):
+            report.unused[key] = _REST.get(key, "nothing in a checkpoint of ours")

@@ -1,0 +1,134 @@
+"""Writing the torch format of Megatron-LM, for Megatron-core's model with Transformer Engine: weights, a file per tp rank and stage.
+
+Transformer Engine's `_extra_state` is not written: it is empty without FP8, and Megatron-LM loads without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.config.derive import padded_vocab
+from megazero.config.dtypes import PRECISION_OF, compute_dtype
+from megazero.convert.formats import Advance, Wanted
+from megazero.convert.megatron.assembly import WORD
+from megazero.convert.megatron.folders import FILES, TRACKER, iteration_folder, rank_folder
+from megazero.convert.megatron.names import core_name
+from megazero.convert.megatron_args import args_of
+from megazero.convert.shards import cut, split_axis
+from megazero.convert.source import ConversionError, Source
+from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.unpickle import record_type
+
+Slot = tuple[str, tuple[str, ...]]
+"""A tensor of theirs: its key, layers counted in the stage, and those of ours that its rows are made of, one after the other."""
+
+
+def write_megatron(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+    """Write a folder with Megatron's tracker and one iteration, for tp x pp ranks.
+
+    The vocabulary is padded to a multiple of make_vocab_size_divisible_by x tp. A tied embedding stands on the last stage too.
+    Raises ConversionError for what Megatron-LM does not have.
+    """
+    model, precision = source.model, source.run.optimizer.precision
+    dtype = wanted.dtype or compute_dtype(precision)
+    if model.num_layers % wanted.pp:
+        raise ConversionError(f"--pp {wanted.pp}: Megatron-LM divides its layers evenly over stages, and the model has {model.num_layers}")
+    named = args_of(source.run, tp=wanted.tp, pp=wanted.pp)
+    position = source.position
+    args = record_type("argparse.Namespace")()
+    args.state = {
+        **named,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "params_dtype": dtype,
+        "iteration": position.iteration,
+        "consumed_train_samples": position.consumed_samples,
+        "use_mcore_models": True,
+        "transformer_impl": "transformer_engine",
+        "use_distributed_optimizer": False,
+    }
+    assert dtype in PRECISION_OF
+    word = str(position.iteration) if position.iteration else "release"
+    inside = folder / iteration_folder(word)
+    for stage in range(wanted.pp):
+        slots = list(_slots(source, stage, wanted.pp))
+        _write_stage(
+            source, inside, wanted, stage, slots, dtype, {"args": args, "checkpoint_version": 3.0, "iteration": position.iteration}, advance
+        )
+    (folder / TRACKER).write_text(f"{word}\n")
+
+
+def _slots(source: Source, stage: int, stages: int) -> Iterator[Slot]:
+    model = source.model
+    layers = model.num_layers // stages
+    own = range(stage * layers, (stage + 1) * layers)
+    names = [name for name in source.entries if _is_here(name, own, stage == 0, stage == stages - 1)]
+    found: dict[str, list[str]] = {}
+    for name in names:
+        key = core_name(name, model).names[0]
+        if name.startswith("blocks."):
+            number = name.split(".")[1]
+            key = key.replace(f"layers.{number}.", f"layers.{int(number) - own.start}.", 1)
+        found.setdefault(key, []).append(name)
+    if stages > 1 and stage == stages - 1 and not model.untie_embeddings_and_output_weights:
+        found["output_layer.weight"] = [WORD]
+    for key, made_of in found.items():
+        yield key, tuple(made_of)
+
+
+def _is_here(name: str, own: range, first: bool, last: bool) -> bool:
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) in own
+    return first if name.startswith("embedding.") else last
+
+
+def _write_stage(
+    source: Source,
+    inside: Path,
+    wanted: Wanted,
+    stage: int,
+    slots: Sequence[Slot],
+    dtype: torch.dtype,
+    rest: dict[str, object],
+    advance: Advance,
+) -> None:
+    """The files of a stage's tp ranks, all at once: a tensor is read once and cut."""
+    structure = {**rest, "model": {key: Hollow(_local_shape(source, names, wanted.tp), dtype) for key, names in slots}}
+    with ExitStack() as opened:
+        files = []
+        for rank in range(wanted.tp):
+            path = inside / rank_folder(rank, stage, wanted.pp) / FILES[0]
+            path.parent.mkdir(parents=True)
+            files.append(opened.enter_context(TorchFileWriter(path, structure)))
+        for _, names in slots:
+            for name in names:
+                whole = _padded(source, name, source.read(name).to(dtype), wanted.tp)
+                for file, piece in zip(files, cut(name, whole, wanted.tp), strict=True):
+                    file.feed(piece)
+                advance(source.entries[name].nbytes())
+
+
+def _rows(source: Source, name: str, tp: int) -> int:
+    return padded_vocab(source.model, tp) if name in (WORD, "head.weight") else source.entries[name].shape[0]
+
+
+def _local_shape(source: Source, names: Sequence[str], tp: int) -> tuple[int, ...]:
+    """What a tp rank holds of the tensors, one below the other."""
+    first = names[0]
+    shape = [sum(_rows(source, name, tp) for name in names), *source.entries[first].shape[1:]]
+    axis = split_axis(first)
+    if axis is not None:
+        if shape[axis] % tp:
+            raise ConversionError(f"--tp {tp}: {first} of shape {list(source.entries[first].shape)} cannot be divided")
+        shape[axis] //= tp
+    return tuple(shape)
+
+
+def _padded(source: Source, name: str, whole: Tensor, tp: int) -> Tensor:
+    rows = _rows(source, name, tp)
+    return whole if rows == whole.shape[0] else torch.cat([whole, whole.new_zeros(rows - whole.shape[0], *whole.shape[1:])])

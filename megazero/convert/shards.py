@@ -1,0 +1,83 @@
+"""Tensor-parallel shards of Megatron's descendants: joined into global tensors, and cut from them.
+
+All of them split the same matrices along the same axes. Padding of the vocabulary is at the end of the joined table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.convert.report import Disagreement, Report
+from megazero.convert.source import ConversionError
+
+SPLIT: Mapping[str, int] = {
+    "embedding.word.weight": 0,
+    "attention.qkv.weight": 0,
+    "attention.qkv.bias": 0,
+    "attention.output.weight": 1,
+    "mlp.gate.weight": 0,
+    "mlp.gate.bias": 0,
+    "mlp.up.weight": 0,
+    "mlp.up.bias": 0,
+    "mlp.down.weight": 1,
+    "head.weight": 0,
+}
+"""Last words of one of our names -> the axis that tensor-parallel ranks divide. What is not here they hold alike."""
+
+
+def split_axis(name: str) -> int | None:
+    """The axis along which tp ranks divide one of our tensors; None: each has a replica."""
+    return SPLIT.get(name.split(".", 2)[2] if name.startswith("blocks.") else name)
+
+
+def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, rows: int | None = None) -> Tensor:
+    """The global tensor of what the ranks hold, in rank order; `rows` of it where the rest is padding.
+
+    Without an axis the pieces are replicas. A single piece is returned as it is, a view of its file.
+    Raises ConversionError where the pieces have different shapes.
+    """
+    shapes = {tuple(piece.shape) for piece in pieces}
+    if len(shapes) > 1:
+        raise ConversionError(f"{key}: tensor-parallel ranks hold pieces of the shapes {', '.join(str(list(s)) for s in sorted(shapes))}")
+    if axis is None:
+        return agree(key, pieces, report)
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
+    return whole if rows is None else whole[:rows]
+
+
+def agree(key: str, copies: Sequence[Tensor], report: Report) -> Tensor:
+    """The one value of several replicas: the first where all are equal, bit for bit; else their mean in float64, which is reported.
+
+    The mean of equal numbers would not be safe either: in 16 bits the sum of eight equal ones is rounded.
+    """
+    first = copies[0]
+    if all(_same_bits(first, copy) for copy in copies[1:]):
+        return first
+    wide = [copy.to(torch.float64) for copy in copies]
+    mean = torch.stack(wide).mean(dim=0)
+    report.replicas.append(Disagreement(key, len(copies), max(float((copy - mean).abs().max()) for copy in wide)))
+    return mean.to(first.dtype)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def cut(name: str, whole: Tensor, ranks: int) -> list[Tensor]:
+    """The pieces that tp ranks hold of one of our tensors (already padded), views in rank order. Raises ConversionError."""
+    axis = split_axis(name)
+    if axis is None:
+        return [whole] * ranks
+    if whole.shape[axis] % ranks:
+        raise ConversionError(f"{name}: axis {axis} of {list(whole.shape)} cannot be divided by --tp {ranks}")
+    return list(whole.chunk(ranks, dim=axis))
+
+
+def padded_rows(rows: int, divisor: int, ranks: int) -> int:
+    """Rows of a vocabulary table over all ranks, as Megatron pads it: up to a multiple of divisor x tp."""
+    return -(-rows // (divisor * ranks)) * divisor * ranks
