@@ -107,9 +107,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_mixed(mixed: Tensor, groups: int, repeats: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries and keys of the mixed projection rotated, values as they are: [s, b, groups * (repeats + 2) * d] -> the same.
 
-    A group is `repeats` query heads, a key head and a value head. cos and sin: tables of [s, d/2], dimensions of 1 between.
+    A group is `repeats` query heads, a key head and a value head. cos and sin: tables of [s, d/2], or [s, b, d/2] where each row
+    stands at positions of its own; dimensions of 1 between.
     """
     s, b, width = mixed.shape
-    heads = mixed.view(s, b, groups, repeats + 2, width // (groups * (repeats + 2)))
-    half = heads.shape[-1] // 2
-    return _rotate_heads(heads, cos.view(s, half), sin.view(s, half), repeats + 1).view(s, b, width)
+    head_dim = width // (groups * (repeats + 2))
+    turns = cos.numel() // (head_dim // 2)
+    assert turns in (s, s * b)
+    heads = mixed.view(turns, s * b // turns, groups, repeats + 2, head_dim)
+    tables = cos.view(turns, head_dim // 2), sin.view(turns, head_dim // 2)
+    return _rotate_heads(heads, *tables, repeats + 1).view(s, b, width)

@@ -23,8 +23,10 @@ from megazero.config.dump import dump
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
+from megazero.inference.generate import generate
+from megazero.inference.pipeline import Pipeline
+from megazero.inference.sampling import Sampling
 from megazero.init_from import load_weights
-from megazero.model.generate import generate_on_grid
 from megazero.model.stage import Stage
 from megazero.mpu import collectives
 from megazero.mpu.grid import Coordinates, ProcessGrid
@@ -152,22 +154,16 @@ class Job:
         prompt, tokenizer = self.run.trainer.sample_prompt, self.prepared.tokenizer
         if prompt is None or tokenizer is None:
             return None
-        ids = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64, device=self.grid.device)
-        if ids.numel() == 0:
+        ids = tokenizer.encode(prompt)
+        if not ids:
             return None
         self.state.wait_parameters()
-        out = generate_on_grid(
-            self.stages,
-            self.grid,
-            ids,
-            self.run.trainer.sample_tokens,
-            temperature=0.7,
-            top_k=20,
-            eod_id=self.run.data.eod_id,
-            vocabulary=tokenizer.vocab_size,
-            chunk_map=chunks_of(self.run),
+        pipeline = Pipeline.of(self.stages, self.grid, chunks_of(self.run))
+        sampling, eod_id = Sampling(temperature=0.7, top_k=20), self.run.data.eod_id
+        (new,) = generate(
+            pipeline, [ids], self.run.trainer.sample_tokens, sampling, ends=lambda _, token: token == eod_id, vocabulary=tokenizer.vocab_size
         )
-        return tokenizer.decode(out[0].tolist())
+        return tokenizer.decode([*ids, *new])
 
 
 def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:

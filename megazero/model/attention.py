@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention import causal_attention
+from fused_ops.attention.cached import cached_attention, keep
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
 from megazero.batch import MicroBatch
@@ -35,6 +36,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{model.num_attention_heads} heads, {groups} key-value heads and tp={tp.size}: each has to divide the one before"
             )
+        self.number = number
         self.groups, self.repeats, self.size = groups // tp.size, model.num_attention_heads // groups, size
         bias = attention_bias(model)
         rows = groups * (self.repeats + 2) * size
@@ -49,7 +51,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         mixed = self.qkv(hidden)
         if self.angles is not None:
-            mixed = rotate_mixed(mixed, self.groups, self.repeats, *self.angles(mixed))
+            mixed = rotate_mixed(mixed, self.groups, self.repeats, *self.angles(mixed, batch.past))
         if self.recompute_core:
             context = checkpoint(self.core, mixed, batch, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -57,10 +59,16 @@ class Attention(nn.Module):
         return self.output(context)
 
     def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
-        """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t]."""
+        """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t]. With a past: on its keys too."""
         heads = self.groups, self.repeats, self.size
         slopes = None if self.slopes is None else self.slopes(mixed)
         scale = 1 / math.sqrt(self.size)
+        past = batch.past
+        if past is not None and past.positions is not None:
+            kept = *past.layers[self.number], past.slots, past.positions[0], past.reach
+            return cached_attention(mixed, *kept, *heads, scale=scale, slopes=slopes)
+        if past is not None:
+            keep(mixed, *past.layers[self.number], past.slots, *heads)
         with compiled_bodies(self.compile_ops):  # recomputed, the core runs by itself
             dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
             documents = batch.documents

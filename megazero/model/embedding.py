@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megazero.batch import MicroBatch
+from megazero.batch import MicroBatch, Past
 from megazero.config.derive import padded_vocab, position_rows
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
         """tokens int64 [b, s] -> [s(/t), b, h]. The word embedding all-reduces over tp, or reduce-scatters along s."""
         hidden: Tensor = self.word(batch.tokens)
         if self.position is not None:
-            hidden = self.position(hidden)
+            hidden = self.position(hidden, batch.past)
         if self.norm is not None:
             hidden = self.norm(hidden)
         return self.dropout(hidden, batch.samples)
@@ -70,10 +70,13 @@ class LearnedPositions(nn.Module):
         )
         self.weight = Parameter(place, layout.dtype, layout.device)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, past: Past | None = None) -> Tensor:
         """[s(/t), b, h] plus the positions' vectors. Raises ValueError when the sequence is longer than the table."""
         length = hidden.shape[0]
         offset = self.layout.model.position_offset
+        if past is not None and past.positions is not None:
+            assert past.reach + offset <= self.weight.shape[0]
+            return hidden + self.weight[past.positions + offset]
         start = self.layout.sequence_offset(length) + offset
         if start + length > self.weight.shape[0]:
             learned = self.weight.shape[0] - offset

@@ -5,9 +5,9 @@ s sequence, b micro-batch, h hidden, v vocabulary, t = tp size.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_ops.linear import linear
 from megazero.batch import MicroBatch
 from megazero.config.derive import padded_vocab
 from megazero.model.embedding import WORD_EMBEDDING
@@ -65,14 +65,15 @@ class Head(nn.Module):
             self._logits,
         )
 
-    def logits(self, hidden: Tensor, position: int | None = None) -> Tensor:
-        """[s(/t), b, h] -> the whole logits [s, b, v] without padding, all-gathered over tp; with `position` only its row, [1, b, v]."""
+    def logits(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[s(/t), b, h] -> the whole logits [s, b, v] without padding, all-gathered over tp; with `positions` int64 [b] only those of
+        one position in each row, [1, b, v]."""
         layout = self.layout
         enter = gather_sequence if layout.sequence_parallel else copy_to_tp
         whole = enter(self.norm(hidden), layout.tp)
-        if position is not None:
-            whole = whole[position : position + 1]
-        return gather_last(F.linear(whole, self.weight), layout.tp)[..., : self.vocabulary]
+        if positions is not None:
+            whole = whole.gather(0, positions.view(1, -1, 1).expand(1, -1, whole.shape[2]))
+        return gather_last(linear(whole, self.weight, None), layout.tp)[..., : self.vocabulary]
 
     @property
     def vocabulary(self) -> int:

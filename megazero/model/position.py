@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_ops.rotary import rotary_tables
 from fused_ops.softmax import alibi_slopes
+from megazero.batch import Past
 
 
 class AlibiSlopes:
@@ -38,11 +39,17 @@ class RotaryAngles:
         self.head_dim, self.base = head_dim, base
         self.tables: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """For `like` [s, ...]: cos and sin [s, 1, 1, d/2] on its device, float64 for float64, else float32."""
-        length, kept = like.shape[0], self.tables
+    def __call__(self, like: Tensor, past: Past | None = None) -> tuple[Tensor, Tensor]:
+        """For `like` [s, b, ...]: cos and sin on its device, float64 for float64, else float32.
+
+        [s, 1, 1, d/2], or [s, b, 1, 1, d/2] where the rows continue something, each at positions of its own.
+        """
+        positions = None if past is None else past.positions
+        length, kept = like.shape[0] if positions is None or past is None else past.reach, self.tables
         dtype = torch.promote_types(like.dtype, torch.float32)
         if kept is None or kept[0].shape[0] < length or kept[0].device != like.device or kept[0].dtype != dtype:
             cos, sin = rotary_tables(torch.arange(length, device=like.device), self.head_dim, self.base, like.dtype)
             kept = self.tables = (cos[:, None, None], sin[:, None, None])
+        if positions is not None:
+            return kept[0][positions], kept[1][positions]
         return kept[0][:length], kept[1][:length]

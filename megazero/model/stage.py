@@ -85,10 +85,11 @@ class Stage(nn.Module):
         hidden = self.trunk(hidden, batch)
         return hidden if self.head is None else self.head(hidden, batch)
 
-    def logits(self, hidden: Tensor | None, batch: MicroBatch, position: int | None = None) -> Tensor:
-        """As `forward` on the stage with the head, but the logits [s, b, v] on every tp rank; with `position` only its row."""
+    def logits(self, hidden: Tensor | None, batch: MicroBatch, positions: Tensor | None = None) -> Tensor:
+        """As `forward` on the stage with the head, but the logits [s, b, v] on every tp rank; with `positions`, int64 [b], those of one
+        position in each row, [1, b, v]."""
         assert self.head is not None
-        return self.head.logits(self.trunk(hidden, batch), position)
+        return self.head.logits(self.trunk(hidden, batch), positions)
 
     def trunk(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Everything but the head."""

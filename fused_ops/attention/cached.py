@@ -1,0 +1,90 @@
+"""Attention of new tokens on the keys and values that are kept of the tokens before them, and the keeping.
+
+s new tokens in each of b rows, n heads, g key-value heads, r = n/g, d head dim. A cache holds keys and values as [slots, g, L, d], with
+room for L positions; each row of the batch continues a slot of its own. No gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_ops.blocks import wide
+from fused_ops.native.library import kernels, suffix
+
+
+def keep(mixed: Tensor, keys: Tensor, values: Tensor, slots: Tensor, groups: int, repeats: int, head_dim: int) -> None:
+    """Keys and values of the projection `mixed` [s, b, g(r + 2)d] become positions 0 to s - 1 of slots int64 [b]."""
+    s, b, _ = mixed.shape
+    heads = mixed.view(s, b, groups, repeats + 2, head_dim)
+    for cache, number in ((keys, repeats), (values, repeats + 1)):
+        cache[:, :, :s].index_copy_(0, slots, heads[:, :, :, number].permute(1, 2, 0, 3))
+
+
+def cached_attention(
+    mixed: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    reach: int,
+    groups: int,
+    repeats: int,
+    head_dim: int,
+    *,
+    scale: float,
+    slopes: Tensor | None,
+) -> Tensor:
+    """softmax(scale query key^T + slope * key position) value over all keys up to the query's own: [s, b, g(r + 2)d] -> [s, b, nd].
+
+    mixed      the projection of the new tokens, whose keys and values are written into the cache first
+    slots      int64 [b], ascending and distinct
+    positions  int64 [b]: of each row's first new token; those before it are in the cache
+    reach      no new token stands at this position or beyond it; at most L
+    slopes     [n] or None
+
+    16-bit tensors are computed in fp32 where there is a kernel for them, else their products are rounded.
+    """
+    s, b, _ = mixed.shape
+    library = kernels(mixed, keys, values)
+    if library is None or library.on_device or mixed.device.type != "cpu":
+        return _reference(mixed, keys, values, slots, positions, reach, groups, repeats, head_dim, scale, slopes)
+    out = mixed.new_empty((s, b, groups * repeats * head_dim))
+    slopes = None if slopes is None else slopes.to(torch.float32)
+    sizes = s, b, groups, repeats, head_dim, keys.shape[2]
+    name = f"cached_attention_{suffix(mixed.dtype)}"
+    library.call(name, mixed.contiguous(), keys, values, slots, positions.contiguous(), slopes, out, *sizes, float(scale))
+    return out
+
+
+def _reference(
+    mixed: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    reach: int,
+    groups: int,
+    repeats: int,
+    head_dim: int,
+    scale: float,
+    slopes: Tensor | None,
+) -> Tensor:
+    """The specification."""
+    s, b, _ = mixed.shape
+    dtype = wide(mixed.dtype)
+    query, key, value = mixed.view(s, b, groups, repeats + 2, head_dim).split([repeats, 1, 1], dim=3)
+    places = positions + torch.arange(s, device=mixed.device).unsqueeze(1)
+    keys[slots.expand(s, b), :, places] = key.squeeze(3)
+    values[slots.expand(s, b), :, places] = value.squeeze(3)
+    whole = b == keys.shape[0]
+    seen = [(cache if whole else cache.index_select(0, slots))[:, :, :reach] for cache in (keys, values)]
+    rows = query.permute(1, 2, 3, 0, 4).reshape(b, groups, repeats * s, head_dim)
+    scores = torch.matmul(rows, seen[0].transpose(2, 3)).view(b, groups, repeats, s, reach).to(dtype) * scale
+    distance = torch.arange(reach, device=mixed.device) - places.t().unsqueeze(2)
+    if slopes is not None:
+        scores += slopes.to(dtype).view(groups, repeats, 1, 1) * distance.view(b, 1, 1, s, reach)
+    scores.masked_fill_(distance.view(b, 1, 1, s, reach) > 0, float("-inf"))
+    probabilities = scores.softmax(-1).to(mixed.dtype).view(b, groups, repeats * s, reach)
+    context = torch.matmul(probabilities, seen[1]).view(b, groups, repeats, s, head_dim)
+    return context.permute(3, 0, 1, 2, 4).reshape(s, b, groups * repeats * head_dim)

@@ -1,0 +1,1 @@
+"""Text from a model: `generate` over any grid, `Sampling`, `Stream` for its text."""

@@ -1,0 +1,78 @@
+"""Keys and values of the tokens that a model has seen, so that the next one needs no other token's computation.
+
+b rows, s new tokens, g key-value heads, d head dim, t = tp size, L positions that there is room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.batch import Past
+from megazero.model.block import Block
+from megazero.model.stage import Stage
+
+STEP = 256
+"""Positions by which the room grows: a copy of what is kept every so many tokens, and no memory for tokens that may never come."""
+
+
+class KeyValueCache:
+    """[slots, g/t, L, d] of keys and of values, for every block of these stages, in their dtype and on their device.
+
+    slots  sequences
+    length positions that there is room for at first
+    """
+
+    def __init__(self, stages: Sequence[Stage], slots: int, length: int) -> None:
+        layout = stages[0].layout
+        self.slots, self.length = slots, _whole_steps(length)
+        self._like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        blocks = {number: block for stage in stages for number, block in zip(stage.spec.blocks, stage.blocks.values(), strict=True)}
+        self.layers = {number: self._room_of(block) for number, block in blocks.items()}
+
+    def _room_of(self, block: object) -> tuple[Tensor, Tensor]:
+        assert isinstance(block, Block)
+        shape = self.slots, block.attention.groups, self.length, block.attention.size
+        # Zeros: plain bodies multiply what lies beyond a row's position with a probability of zero, and memory may hold NaN.
+        return self._like.new_zeros(shape), self._like.new_zeros(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
+
+    def beginning(self, slots: Tensor, length: int) -> Past:
+        """For rows of `length` tokens that begin in `slots`, int64 [b]."""
+        self._make_room(length)
+        return Past(self.layers, slots, None, length)
+
+    def continuing(self, slots: Tensor, positions: Tensor, count: int, reach: int) -> Past:
+        """For rows of `count` tokens that continue `slots` at `positions`, int64 [b]; none of them stands at `reach` or beyond it."""
+        self._make_room(reach)
+        steps = torch.arange(count, device=positions.device).unsqueeze(1)
+        return Past(self.layers, slots, positions + steps, reach)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """What slots `source` hold into slots `target`, int64 [k] each."""
+        for pair in self.layers.values():
+            for tensor in pair:
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    def _make_room(self, length: int) -> None:
+        if length <= self.length:
+            return
+        self.length = _whole_steps(length)
+        for number, pair in self.layers.items():
+            self.layers[number] = (_extended(pair[0], self.length), _extended(pair[1], self.length))
+
+
+def _whole_steps(length: int) -> int:
+    return -(-length // STEP) * STEP
+
+
+def _extended(tensor: Tensor, length: int) -> Tensor:
+    slots, groups, kept, size = tensor.shape
+    longer = tensor.new_zeros(slots, groups, length, size)
+    longer[:, :, :kept] = tensor
+    return longer

@@ -1,0 +1,194 @@
+"""Rows of tokens continued by a model, in one process or spread over tensor and pipeline ranks.
+
+Prompts run through the model once, as in training; after that a step computes one token of every row on the keys and values that are
+kept. Where that does not fit (sequence parallelism shards what is one token now; a table of learned positions is at its end, and the
+oldest tokens leave the context, which moves all others) the whole context runs for every token. Right padding is harmless, attention being
+causal.
+
+b rows, s sequence, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.config.derive import max_positions
+from megazero.inference.cache import KeyValueCache
+from megazero.inference.pipeline import Pipeline
+from megazero.inference.sampling import Row, Sampling, choose
+from megazero.mpu.collectives import broadcast
+
+PADDING = 64
+"""Contexts have few lengths: for each, the CPU's matrix library compiles kernels and keeps them, 4 MB per block and length."""
+TOGETHER = 1 << 13
+"""Tokens of prompts that run through the model at once: what they need in between is gone before the next."""
+
+Ends = Callable[[int, int], bool]
+
+
+def never(row: int, token: int) -> bool:
+    """For `generate`: no row ends before its time."""
+    return False
+
+
+def generate(
+    pipeline: Pipeline,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    ends: Ends = never,
+    vocabulary: int | None = None,
+    numbers: Sequence[int] | None = None,
+    cached: bool = True,
+) -> list[list[int]]:
+    """The new tokens of every prompt; every rank calls this and gets the same.
+
+    prompts     any lengths from 1 on. With learned positions the model sees as many tokens as its table has rows, the last ones
+    ends        asked once for every new token, (row, token), on every rank: whether the row ends with it. It has to answer alike everywhere
+    vocabulary  only ids below it are taken: a model may have more rows than its tokenizer has tokens; None: all
+    numbers     key each row's draws; None: its place
+    cached      False: the whole context for every token
+
+    Communicates, per token: each chunk's output and the chosen ids, broadcast over pp, beside the layers' own messages.
+    Raises ValueError for an empty prompt, ids that the model has no row for, a negative number of tokens.
+    """
+    _check(pipeline, prompts, max_new_tokens)
+    numbers = range(len(prompts)) if numbers is None else numbers
+    rows = [_Row(slot, number, list(prompt), len(prompt)) for slot, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))]
+    with pipeline.evaluating():
+        feed = _Feed(pipeline, rows, cached=cached and not pipeline.shards_the_sequence)
+        active = rows if max_new_tokens else []
+        while active:
+            chosen = _choose(pipeline, feed.logits(active), active, sampling, vocabulary)
+            for row, token in zip(active, chosen, strict=True):
+                row.ids.append(token)
+                row.ended = ends(row.slot, token) or row.step == max_new_tokens
+            active = [row for row in active if not row.ended]
+    return [row.ids[row.prompt :] for row in rows]
+
+
+@dataclass
+class _Row:
+    """ids: prompt and what followed. prompt: its length. slot: of the cache."""
+
+    slot: int
+    number: int
+    ids: list[int]
+    prompt: int
+    ended: bool = False
+
+    @property
+    def step(self) -> int:
+        return len(self.ids) - self.prompt
+
+
+def _check(pipeline: Pipeline, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    size = pipeline.stages[0].layout.model.vocab_size
+    assert size is not None
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, less than 0")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {number} is empty: a model needs a token to continue")
+        wrong = next((token for token in prompt if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ValueError(f"prompt {number} holds id {wrong}, outside the model's vocabulary of {size}")
+
+
+def _choose(pipeline: Pipeline, logits: Tensor | None, rows: Sequence[_Row], sampling: Sampling, vocabulary: int | None) -> list[int]:
+    """Ranks with the head choose, of equal logits, the same; the others hear of it."""
+    grid = pipeline.grid
+    chosen = torch.zeros(len(rows), dtype=torch.int64, device=grid.device)
+    if logits is not None:
+        taken = choose(logits[:, :vocabulary], [Row(row.ids, row.number, row.step) for row in rows], sampling)
+        if grid.pp.size == 1:
+            return taken
+        chosen.copy_(torch.tensor(taken))
+    broadcast(chosen, grid.pp, pipeline.chunk_map.last_stage).wait()
+    return chosen.tolist()
+
+
+class _Feed:
+    """What the model is given for each step: the prompts, then single tokens, or contexts."""
+
+    def __init__(self, pipeline: Pipeline, rows: Sequence[_Row], *, cached: bool) -> None:
+        layout = pipeline.stages[0].layout
+        self.pipeline, self.device = pipeline, pipeline.grid.device
+        self.window = max_positions(layout.model) if layout.model.position_embedding == "learned" else None
+        # Under sequence parallelism a context is one shard per tp rank.
+        self.multiple = layout.tp.size if pipeline.shards_the_sequence else 1
+        if self.window is not None:
+            self.window = max(self.window - self.window % self.multiple, self.multiple)
+        self.cache: KeyValueCache | None = None
+        if cached and rows and self._within_window(rows):
+            self.cache = KeyValueCache(pipeline.stages, len(rows), max(len(row.ids) for row in rows) + 1)
+
+    def logits(self, rows: Sequence[_Row]) -> Tensor | None:
+        """That follow the last token of each row, [b, v]; None on ranks without the head."""
+        if self.cache is not None and not self._within_window(rows):
+            self.cache = None
+        if self.cache is None:
+            return self._contexts([row.ids for row in rows], None)
+        return self._prompts(rows, self.cache) if rows[0].step == 0 else self._tokens(rows, self.cache)
+
+    def _within_window(self, rows: Sequence[_Row]) -> bool:
+        return self.window is None or max(len(row.ids) for row in rows) <= self.window
+
+    def _prompts(self, rows: Sequence[_Row], cache: KeyValueCache) -> Tensor | None:
+        """Equal prompts run once, and what is kept of them is copied."""
+        first = {tuple(row.ids): row.slot for row in reversed(rows)}
+        own = [row for row in rows if first[tuple(row.ids)] == row.slot]
+        logits = self._contexts([row.ids for row in own], cache, [row.slot for row in own])
+        if len(own) < len(rows):
+            source = self._ids([first[tuple(row.ids)] for row in rows])
+            cache.copy(source, self._ids([row.slot for row in rows]))
+            if logits is not None:
+                places = {row.slot: place for place, row in enumerate(own)}
+                logits = logits[self._ids([places[first[tuple(row.ids)]] for row in rows])]
+        return logits
+
+    def _tokens(self, rows: Sequence[_Row], cache: KeyValueCache) -> Tensor | None:
+        packed = self._ids([[row.slot, len(row.ids) - 1, row.ids[-1]] for row in rows]).t().contiguous()
+        past = cache.continuing(packed[0], packed[1], 1, max(len(row.ids) for row in rows))
+        return self.pipeline.logits(packed[2].unsqueeze(1), torch.zeros_like(packed[0]), past)
+
+    def _contexts(self, contexts: Sequence[Sequence[int]], cache: KeyValueCache | None, slots: Sequence[int] = ()) -> Tensor | None:
+        """Whole contexts, padded to one length, some at a time."""
+        parts = []
+        for group in _groups([self._padded(len(context)) for context in contexts]):
+            length = max(self._padded(len(contexts[i])) for i in group)
+            shown = [list(contexts[i][-length:]) for i in group]
+            tokens = self._ids([context + [0] * (length - len(context)) for context in shown])
+            past = None if cache is None else cache.beginning(self._ids([slots[i] for i in group]), length)
+            parts.append(self.pipeline.logits(tokens, self._ids([len(context) - 1 for context in shown]), past))
+        found = [part for part in parts if part is not None]
+        return torch.cat(found) if len(found) > 1 else found[0] if found else None
+
+    def _padded(self, length: int) -> int:
+        """A power of two, or a multiple of PADDING; the window where that is less."""
+        step = math.lcm(self.multiple, PADDING if length > PADDING // 2 else max(8, 1 << (length - 1).bit_length()))
+        padded = -(-length // step) * step
+        return padded if self.window is None else min(padded, self.window)
+
+    def _ids(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Rows in order, as many together as hold TOGETHER tokens when all are as long as the longest of them; at least one."""
+    group: list[int] = []
+    longest = 0
+    for row, length in enumerate(lengths):
+        if group and (len(group) + 1) * max(longest, length) > TOGETHER:
+            yield group
+            group, longest = [], 0
+        group.append(row)
+        longest = max(longest, length)
+    if group:
+        yield group

@@ -1,0 +1,77 @@
+"""One forward pass through a model that lies on any grid, to the logits of one position in each row.
+
+s sequence, b rows, h hidden, v vocabulary, t = tp size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.batch import MicroBatch, Past
+from megazero.model.stage import Stage
+from megazero.mpu.chunks import ChunkMap
+from megazero.mpu.collectives import broadcast
+from megazero.mpu.grid import ProcessGrid, single_process_grid
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The model: this rank's virtual stages in order, and which chunks of the model they are."""
+
+    stages: Sequence[Stage]
+    grid: ProcessGrid
+    chunk_map: ChunkMap
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage], grid: ProcessGrid | None = None, chunk_map: ChunkMap | None = None) -> Pipeline:
+        """grid None: the model lies whole in this process. chunk_map None: the stages of all ranks take the chunks in turns."""
+        grid = grid or single_process_grid(stages[0].layout.device)
+        return cls(tuple(stages), grid, chunk_map or ChunkMap(grid.pp.size, len(stages)))
+
+    @property
+    def shards_the_sequence(self) -> bool:
+        layout = self.stages[0].layout
+        return layout.sequence_parallel and layout.tp.size > 1
+
+    def logits(self, tokens: Tensor, positions: Tensor, past: Past | None = None) -> Tensor | None:
+        """tokens int64 [b, s] -> the logits [b, v] that follow position `positions[i]`, int64 [b], of each row; None on ranks without the head.
+
+        Hidden states travel by broadcast over pp rather than by send and receive: the group's communicator exists already
+        (a pair's would have to be made), and every rank goes through the same list of operations.
+        """
+        b, s = tokens.shape
+        batch = MicroBatch(tokens, tokens, None, tokens.new_zeros(b), past=past)
+        layout, last = self.stages[0].layout, self.chunk_map.count - 1
+        hidden: Tensor | None = None
+        for number in range(last + 1):
+            stage, own = self.chunk_map.holder(number)
+            mine = stage == self.grid.pp.index
+            if mine and number == last:
+                return self.stages[own].logits(hidden, batch, positions)[0]
+            if mine:
+                hidden = self.stages[own](hidden, batch).contiguous()
+            elif hidden is None:
+                local = s // layout.tp.size if self.shards_the_sequence else s
+                hidden = torch.empty(local, b, layout.model.hidden_size, dtype=layout.dtype, device=tokens.device)
+            if number < last:
+                assert hidden is not None
+                broadcast(hidden, self.grid.pp, stage).wait()
+        return None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The stages in evaluation mode (no dropout) and no gradients; afterwards in the mode they were in."""
+        before = [stage.training for stage in self.stages]
+        for stage in self.stages:
+            stage.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for stage, training in zip(self.stages, before, strict=True):
+                stage.train(training)

@@ -1,0 +1,112 @@
+"""From logits to the next token: the rules, in the order in which `transformers` applies them.
+
+b rows, v vocabulary. Draws are made on the host in float64 from numbers that depend on the seed, the row's own number and the step
+alone: not on the layout, and not on the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is taken.
+
+    temperature         0: the likeliest token; else the logits are divided by it
+    top_k               0: all tokens may be drawn; else the k likeliest, and those as likely as the k-th
+    top_p               only the likeliest tokens whose probabilities add up to this (Holtzman et al. 2019, arXiv:1904.09751)
+    repetition_penalty  logits of tokens that the row holds are divided by it where positive, else multiplied (CTRL: Keskar et al. 2019,
+                        arXiv:1909.05858); 1: as they are
+    seed                of the draws
+
+    Raises ValueError for what is none of these.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.temperature < math.inf:
+            problems.append(f"temperature ({self.temperature}) is not 0 or more")
+        if self.top_k < 0:
+            problems.append(f"top_k ({self.top_k}) is negative")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p ({self.top_p}) is not above 0 and at most 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            problems.append(f"repetition_penalty ({self.repetition_penalty}) is not above 0")
+        if not 0 <= self.seed < 1 << 64:
+            problems.append(f"seed ({self.seed}) is not in [0, 2^64)")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a choice depends on beside the logits. ids: the row's tokens so far; number: keys its draws; step: new tokens so far."""
+
+    ids: Sequence[int]
+    number: int
+    step: int
+
+
+def choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]:
+    """The next token of every row: logits [b, v] of any dtype on any device."""
+    if sampling.temperature == 0 and sampling.repetition_penalty == 1:
+        return (logits.float() if logits.itemsize == 2 else logits).argmax(dim=-1).tolist()
+    scores = penalised(logits.double().cpu(), [row.ids for row in rows], sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return scores.argmax(dim=-1).tolist()
+    scores = among_likeliest(scores / sampling.temperature, sampling.top_k)
+    ends = within_mass(scores, sampling.top_p).softmax(dim=-1).cumsum(dim=-1)
+    drawn = torch.tensor([[uniform(sampling.seed, row.number, row.step)] for row in rows], dtype=torch.float64)
+    # The first token whose end lies above the number drawn; a last one that rounding has left below it has no token behind.
+    found = torch.searchsorted(ends, drawn * ends[:, -1:], right=True).squeeze(1)
+    last = (ends < ends[:, -1:]).sum(dim=-1)
+    return torch.minimum(found, last).tolist()
+
+
+def uniform(seed: int, number: int, step: int) -> float:
+    """A number in [0, 1) from the seed, the row and the step (Philox: Salmon et al. 2011)."""
+    return float(np.random.Generator(np.random.Philox(key=[seed, number], counter=[step, 0, 0, 0])).random())
+
+
+def penalised(scores: Tensor, ids: Sequence[Sequence[int]], penalty: float) -> Tensor:
+    """Scores [b, v] with those of every row's own tokens made smaller; each token once, however often the row holds it."""
+    if penalty == 1:
+        return scores
+    scores = scores.clone()
+    for row, own in zip(scores, ids, strict=True):
+        held = torch.tensor([number for number in set(own) if number < row.shape[0]], dtype=torch.int64, device=row.device)
+        before = row[held]
+        row[held] = torch.where(before < 0, before * penalty, before / penalty)
+    return scores
+
+
+def among_likeliest(scores: Tensor, count: int) -> Tensor:
+    """Scores [b, v] with -inf below the row's `count`-th largest; 0: as they are."""
+    if not 0 < count < scores.shape[-1]:
+        return scores
+    least = scores.topk(count, dim=-1).values[:, -1:]
+    return scores.masked_fill(scores < least, float("-inf"))
+
+
+def within_mass(scores: Tensor, mass: float) -> Tensor:
+    """Scores [b, v] with -inf for all but the row's likeliest tokens, whose probabilities together reach `mass`; at least one stays."""
+    if mass >= 1:
+        return scores
+    ordered, places = scores.sort(dim=-1, descending=True, stable=True)
+    shares = ordered.softmax(dim=-1)
+    outside = shares.cumsum(dim=-1) - shares >= mass
+    outside[:, 0] = False
+    return scores.masked_fill(torch.zeros_like(outside).scatter_(1, places, outside), float("-inf"))
