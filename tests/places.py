@@ -9,12 +9,15 @@ Gradients as one backward leaves them, before any reduction over tp or over the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megazero.convert.hf.families import from_transformers
+from megazero.convert.stages import fill
+from megazero.model.stage import Stage
 from megazero.mpu.place import Parameter, Place, place_of
 
 
@@ -31,6 +34,14 @@ def cut(place: Place, local: Tensor) -> Piece:
     box_shape = tuple(stop - start for start, stop in place.box)
     flat = local.detach().reshape(-1)[: place.stored_numel]
     return Piece(place, flat.reshape(box_shape).cpu().clone())
+
+
+def load_transformers_state(stage: Stage, family: str, state: Mapping[str, Tensor]) -> None:
+    """Fill a stage with what it holds of a `transformers` model's weights."""
+    with torch.no_grad():
+        for parameter in parameters_of(stage):
+            place = place_of(parameter)
+            fill(parameter, place, from_transformers(family, stage.layout.model, place.name, state))
 
 
 def parameters_of(modules: nn.Module | Iterable[nn.Module]) -> list[Parameter]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from megazero.convert import native
 from megazero.convert.adapters import adapted_source
 from megazero.convert.formats import Format
+from megazero.convert.hf import FORMAT as HF
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.source import ConversionError, Source
 
 
 def format_table() -> Mapping[str, Format]:
     """By name. In the order in which a folder is looked at."""
-    found: list[Format] = [MEGATRON, native.FORMAT]
+    found: list[Format] = [MEGATRON, native.FORMAT, HF]
     return {known.name: known for known in found}
 
 

@@ -47,24 +47,36 @@ def _byte(path: str | None) -> Tokenizer:
     return ByteTokenizer()
 
 
-def _gpt2(path: str | None) -> Tokenizer:
-    """A folder with vocab.json and merges.txt, also as NAME-vocab.json and NAME-merges.txt; the path of the former, or the path up to NAME."""
+def gpt2_files(path: str | None) -> tuple[Path, Path]:
+    """vocab.json and merges.txt of a folder, also as NAME-vocab.json and NAME-merges.txt; path: the folder, the former, or up to NAME.
+
+    Raises DataError where one is missing.
+    """
     place = _need(path, "gpt2", "the folder of vocab.json and merges.txt, or the path up to -vocab.json")
     if place.name.endswith("vocab.json"):
-        files = [place, place.with_name(place.name.removesuffix("vocab.json") + "merges.txt")]
+        files = place, place.with_name(place.name.removesuffix("vocab.json") + "merges.txt")
     elif not place.is_dir():
-        files = [place.with_name(f"{place.name}-{ending}") for ending in ("vocab.json", "merges.txt")]
+        files = place.with_name(f"{place.name}-vocab.json"), place.with_name(f"{place.name}-merges.txt")
     else:
-        files = [_only(place, ending) for ending in ("vocab.json", "merges.txt")]
+        files = _only(place, "vocab.json"), _only(place, "merges.txt")
     for file in files:
         if not file.is_file():
             raise DataError(f"--tokenizer-path {path}: no file {file}")
-    return GPT2Tokenizer(*files)
+    return files
+
+
+def _gpt2(path: str | None) -> Tokenizer:
+    return GPT2Tokenizer(*gpt2_files(path))
+
+
+def sentencepiece_file(path: str | None) -> Path:
+    """The .model file, or the only one of a folder. Raises DataError."""
+    place = _need(path, "sentencepiece", "the .model file")
+    return _only(place, ".model") if place.is_dir() else place
 
 
 def _sentencepiece(path: str | None) -> Tokenizer:
-    place = _need(path, "sentencepiece", "the .model file")
-    return SentencePieceTokenizer(_only(place, ".model") if place.is_dir() else place)
+    return SentencePieceTokenizer(sentencepiece_file(path))
 
 
 def _hf(path: str | None) -> Tokenizer:

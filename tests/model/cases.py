@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.batch import MicroBatch
 from megazero.config.schema import ModelConfig
-from megazero.model.hf import fill
+from megazero.convert.stages import fill
 from megazero.model.stage import Stage, build_stage, initialise, whole_model
 from megazero.mpu.grid import Group, solo
 from megazero.mpu.place import place_of

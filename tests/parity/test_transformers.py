@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megazero.batch import MicroBatch
 from megazero.config.schema import ModelConfig
-from megazero.model.hf import from_transformers, load_transformers_state, to_transformers
+from megazero.convert.hf.families import from_transformers, to_transformers
 from megazero.model.stage import Stage, build_stage, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.place import place_of
 from tests.parity.float64 import in_float64
-from tests.places import assemble, gradients_of, worst_difference
+from tests.places import assemble, gradients_of, load_transformers_state, worst_difference
 
 transformers = pytest.importorskip("transformers")
 

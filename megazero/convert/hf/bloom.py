@@ -1,0 +1,57 @@
+"""BLOOM (BigScience): ALiBi positions, LayerNorm after the embedding."""
+
+from __future__ import annotations
+
+from megazero.config.derive import ffn_width
+from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair
+from megazero.convert.hf.shared import ANY, BIASED, LAYERNORM, nominal_length, windows
+from megazero.convert.hf.tables import Demand, Family, Need, opposite, plain
+
+NAMES = Names(
+    "transformer.",
+    (
+        Rule(EMBEDDING, ("word_embeddings.weight",)),
+        *pair("embedding.norm", "word_embeddings_layernorm"),
+        *pair("blocks.{i}.attention_norm", "h.{i}.input_layernorm"),
+        *pair("blocks.{i}.attention.qkv", "h.{i}.self_attention.query_key_value"),
+        *pair("blocks.{i}.attention.output", "h.{i}.self_attention.dense"),
+        *pair("blocks.{i}.mlp_norm", "h.{i}.post_attention_layernorm"),
+        *pair("blocks.{i}.mlp.up", "h.{i}.mlp.dense_h_to_4h"),
+        *pair("blocks.{i}.mlp.down", "h.{i}.mlp.dense_4h_to_h"),
+        *pair("head.norm", "ln_f"),
+        Rule("head.weight", (HEAD,)),
+    ),
+)
+FAMILY = Family(
+    "bloom",
+    "BloomForCausalLM",
+    NAMES,
+    {"position_embedding": "alibi", "embedding_layernorm": True, "norm": "layernorm", "activation": "gelu-tanh"},
+    (
+        plain("vocab_size", 250880, "vocab_size"),
+        plain("hidden_size", 64, "hidden_size", "n_embed"),
+        plain("num_layers", 2, "n_layer", "num_hidden_layers"),
+        plain("num_attention_heads", 8, "n_head", "num_attention_heads"),
+        nominal_length(2048, "seq_length"),
+        plain("norm_epsilon", 1e-5, "layer_norm_epsilon"),
+        plain("init_method_std", 0.02, "initializer_range"),
+        plain("hidden_dropout", 0.0, "hidden_dropout"),
+        plain("attention_dropout", 0.0, "attention_dropout"),
+        opposite("untie_embeddings_and_output_weights", True, "tie_word_embeddings"),
+    ),
+    (
+        *ANY,
+        Demand("apply_residual_connection_post_layernorm", False, (False, None), "megazero adds to what came before the normalisation"),
+    ),
+    (
+        Need("--position-embedding", lambda model: model.position_embedding, ("alibi",)),
+        Need("LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (True,)),
+        Need("--activation", lambda model: model.activation, ("gelu-tanh",)),
+        Need("--ffn-hidden-size / --hidden-size", lambda model: ffn_width(model) / model.hidden_size, (4.0,)),
+        *LAYERNORM,
+        BIASED,
+    ),
+    eos=2,
+    further=windows,
+    written=lambda model: {"apply_residual_connection_post_layernorm": False, "pretraining_tp": 1, "slow_but_exact": False},
+)

@@ -1,0 +1,157 @@
+"""config.json and generation_config.json: from them to a run, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.config.derive import attention_bias, mlp_bias
+from megazero.config.dtypes import PRECISION_OF
+from megazero.config.schema import DataConfig, ModelConfig, Run
+from megazero.config.validate import RANGES
+from megazero.convert.hf.families import FAMILIES
+from megazero.convert.hf.tables import Config, Family
+from megazero.convert.layout import layout_problems
+from megazero.convert.source import ConversionError
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
+_ENDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object. Raises ConversionError naming the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConversionError(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(found, dict):
+        raise ConversionError(f"{path} holds {type(found).__name__}, not an object")
+    return found
+
+
+def write_json(path: Path, value: Config) -> None:
+    """As transformers writes its own: two blanks, keys in their order."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def family_of(config: Config, where: Path) -> Family:
+    """The family of a config.json. Raises ConversionError for one that megazero does not know."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConversionError(f"{where}: model_type {kind!r}; megazero reads {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def read_config(config: Config, where: Path) -> ModelConfig:
+    """The model that a config.json describes. Raises ConversionError with everything in it that megazero does not compute."""
+    family = family_of(config, where)
+    problems = [problem for demand in family.demands for problem in demand.problems(config)]
+    problems += family.further(config)
+    found: dict[str, Any] = dict(family.fixed)
+    for setting in family.settings:
+        try:
+            found |= setting.fields(setting.read(config))
+        except ValueError as error:
+            problems.append(f"{setting.keys[0]}: {error}")
+    if not problems:
+        model = _tidied(ModelConfig(**found))
+        problems = list(_out_of_range(model)) or layout_problems(model, tp=1, pp=1)
+        if not problems:
+            return model
+    raise ConversionError(f"{where}: this {family.model_type} model is not one that megazero computes: " + "; ".join(problems))
+
+
+def _tidied(model: ModelConfig) -> ModelConfig:
+    """What can be derived is left to be."""
+    if model.kv_channels is not None and model.kv_channels * model.num_attention_heads == model.hidden_size:
+        model = replace(model, kv_channels=None)
+    if attention_bias(model) == mlp_bias(model):
+        model = replace(model, disable_bias_linear=not mlp_bias(model), attention_bias=None, mlp_bias=None)
+    return model
+
+
+def _out_of_range(model: ModelConfig) -> Iterator[str]:
+    for field in fields(model):
+        value, allowed = getattr(model, field.name), RANGES.get(field.name)
+        if allowed is not None and value is not None and not allowed.holds(value):
+            yield f"{field.name} {value} must be {allowed}"
+
+
+def end_of_text(config: Config, family: Family, vocabulary: int) -> int | None:
+    """The id that ends a document; of several the first. None where it is no id of the model."""
+    found = config.get("eos_token_id", family.eos)
+    if isinstance(found, list):
+        found = found[0] if found else None
+    return found if type(found) is int and 0 <= found < vocabulary else None
+
+
+def named_dtype(config: Config) -> str | None:
+    """dtype as config.json names it, without "torch."."""
+    found = next((config[key] for key in _DTYPE_KEYS if config.get(key) is not None), None)
+    return None if found is None else str(found).removeprefix("torch.")
+
+
+def problems_of(family: Family, model: ModelConfig) -> list[str]:
+    """Why a family cannot express a model; empty where it can."""
+    return [problem for need in family.needs for problem in need.problems(model)]
+
+
+def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
+    """The family that expresses a model, `wanted` first. Raises ConversionError with every family's reasons."""
+    order = sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted)
+    reasons = {family.model_type: problems_of(family, model) for family in order}
+    for family in order:
+        if not reasons[family.model_type]:
+            return family
+    listed = "; ".join(f"{kind}: {', '.join(problems)}" for kind, problems in reasons.items())
+    raise ConversionError(f"no model of Hugging Face's that is known here computes what this one does. {listed}")
+
+
+def new_config(family: Family, run: Run, dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json for a model that had none."""
+    made: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    for setting in family.settings:
+        made |= setting.entries(run.model)
+    made |= family.written(run.model) | {"bos_token_id": None, "eos_token_id": run.data.eod_id, "pad_token_id": None, "use_cache": True}
+    return made | {"torch_dtype": _word(dtype)}
+
+
+def kept_config(original: Config, where: Path, family: Family, run: Run, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json that the model came with, but for what is no longer true of it."""
+    then, made = read_config(original, where), dict(original)
+    for setting in family.settings:
+        old, new = setting.value(then), setting.value(run.model)
+        if old == new or (setting.nominal and old > new):
+            continue
+        for key in setting.keys:
+            made.pop(key, None)
+        made |= setting.entries(run.model)
+    assert run.model.vocab_size is not None
+    if run.data.eod_id is not None and end_of_text(original, family, run.model.vocab_size) != run.data.eod_id:
+        made["eos_token_id"] = run.data.eod_id
+    return made | {key: _word(dtype) for key in _DTYPE_KEYS if key in made} | ({} if named_dtype(made) else {"torch_dtype": _word(dtype)})
+
+
+def generation_config(config: Config) -> dict[str, Any]:
+    """A generation_config.json for a model that had none."""
+    return {"_from_model_config": True} | {key: config[key] for key in _ENDS if config.get(key) is not None}
+
+
+def run_of(config: Config, where: Path, dtype: torch.dtype) -> Run:
+    """The run of a config.json: model, precision of its weights, end of text."""
+    model, family = read_config(config, where), family_of(config, where)
+    assert model.vocab_size is not None
+    empty = Run(model=model, data=DataConfig(eod_id=end_of_text(config, family, model.vocab_size)))
+    return replace(empty, optimizer=replace(empty.optimizer, precision=PRECISION_OF[dtype]))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,97 @@
+"""The files of tensors in a Hugging Face folder: one or many, safetensors or torch's own, and which key lies where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megazero.convert.hf.config import read_json
+from megazero.convert.safetensors_file import CODES
+from megazero.convert.source import ConversionError
+from megazero.convert.torch_file import read_torch_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: what is known of it without reading it, and how to read it (a view of the mapped file)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    code: str
+    read: Callable[[], Tensor]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the model, as transformers looks for them: safetensors before torch's, one before many. Empty where there are none."""
+    for single, index in ((SINGLE, INDEX), (_TORCH_SINGLE, _TORCH_INDEX)):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return [folder / name for name in dict.fromkeys(_weight_map(folder / index).values())]
+    return []
+
+
+def _weight_map(path: Path) -> Mapping[str, str]:
+    found = read_json(path).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise ConversionError(f"{path} has no weight_map of keys and files")
+    outside = [name for name in found.values() if Path(name).name != name]
+    if outside:
+        raise ConversionError(f"{path} names {outside[0]!r}, which is no file of its folder")
+    return found
+
+
+def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, Stored]:
+    """Every tensor of the folder by its key. Files stay open until `closing` closes. Raises ConversionError, naming what is missing or damaged."""
+    files = weight_files(folder)
+    if not files:
+        raise ConversionError(f"{folder} has neither {SINGLE}, {_TORCH_SINGLE} nor an index of several")
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConversionError(f"{folder} lacks {len(missing)} of its {len(files)} files: {', '.join(missing)}")
+    found: dict[str, Stored] = {}
+    for file in files:
+        for key, stored in _of_safetensors(file, closing) if file.suffix == ".safetensors" else _of_torch(file):
+            if key in found:
+                raise ConversionError(f"{file}: {key} is in another file too")
+            found[key] = stored
+    return found
+
+
+def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, Stored]]:
+    try:
+        file: Any = closing.enter_context(safe_open(path, "pt"))
+        for key in file.keys():  # noqa: SIM118 - no mapping
+            header = file.get_slice(key)
+            code = header.get_dtype()
+            yield key, Stored(tuple(header.get_shape()), _DTYPES.get(code), code, partial(file.get_tensor, key))
+    except (SafetensorError, OSError) as error:
+        raise ConversionError(f"{path} is no whole safetensors file: {error}") from error
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _of_torch(path: Path) -> Iterator[tuple[str, Stored]]:
+    state = read_torch_file(path)
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict):
+        raise ConversionError(f"{path} holds {type(state).__name__}, not a dictionary of tensors")
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            dtype = value.dtype if value.dtype in CODES else None
+            yield str(key), Stored(tuple(value.shape), dtype, str(value.dtype).removeprefix("torch."), partial(_itself, value))

@@ -1,0 +1,57 @@
+"""How tensors of Hugging Face's become ours; each way with its inverse beside it.
+
+n heads, g key-value heads, r = n/g, d head dim. What can be a view of theirs is one; only joining takes memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.config.derive import head_dim, query_groups
+from megazero.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """ours: their tensors -> our tensor; theirs: the inverse. Both take tensors of the device "meta" too, for shapes."""
+
+    ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
+    theirs: Callable[[ModelConfig, Tensor], list[Tensor]]
+
+
+def _thirds_to_heads(model: ModelConfig, tensors: Sequence[Tensor]) -> Tensor:
+    """[q | k | v] over the whole width, [3, n, d, ...] -> [n, 3, d, ...]."""
+    (tensor,) = tensors
+    return tensor.unflatten(0, (3, model.num_attention_heads, head_dim(model))).transpose(0, 1).flatten(0, 2)
+
+
+def _heads_to_thirds(model: ModelConfig, tensor: Tensor) -> list[Tensor]:
+    return [tensor.unflatten(0, (model.num_attention_heads, 3, head_dim(model))).transpose(0, 1).flatten(0, 2)]
+
+
+def _separate_to_groups(model: ModelConfig, tensors: Sequence[Tensor]) -> Tensor:
+    """q [n, d, ...], k and v [g, d, ...] -> [g, r + 2, d, ...]."""
+    groups, size = query_groups(model), head_dim(model)
+    return torch.cat([tensor.unflatten(0, (groups, -1, size)) for tensor in tensors], dim=1).flatten(0, 2)
+
+
+def _groups_to_separate(model: ModelConfig, tensor: Tensor) -> list[Tensor]:
+    groups, size = query_groups(model), head_dim(model)
+    repeats = model.num_attention_heads // groups
+    parts = tensor.unflatten(0, (groups, repeats + 2, size)).split([repeats, 1, 1], dim=1)
+    return [part.flatten(0, 2) for part in parts]
+
+
+def _transposed_thirds(model: ModelConfig, tensors: Sequence[Tensor]) -> Tensor:
+    return _thirds_to_heads(model, [tensors[0].t()])
+
+
+SAME = Rearrangement(lambda _, t: t[0], lambda _, t: [t])
+TRANSPOSED = Rearrangement(lambda _, t: t[0].t(), lambda _, t: [t.t()])
+THIRDS = Rearrangement(_thirds_to_heads, _heads_to_thirds)
+TRANSPOSED_THIRDS = Rearrangement(_transposed_thirds, lambda model, t: [_heads_to_thirds(model, t)[0].t()])
+SEPARATE = Rearrangement(_separate_to_groups, _groups_to_separate)

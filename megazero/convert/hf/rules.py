@@ -1,0 +1,68 @@
+"""Names of Hugging Face's weights, as tables: a rule says which of their tensors make one of ours and how.
+
+In a rule `{i}` is the block's number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megazero.config.schema import ModelConfig
+from megazero.convert.hf.rearrange import SAME, SEPARATE, Rearrangement
+
+EMBEDDING, HEAD = "embedding.word.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of our parameters and the tensors it is made of."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    how: Rearrangement = SAME
+
+    def of_block(self, number: str) -> Rule:
+        """The rule with a block's number filled in."""
+        return Rule(self.ours.replace("{i}", number), tuple(key.replace("{i}", number) for key in self.theirs), self.how)
+
+
+def pair(ours: str, theirs: str, weight: Rearrangement = SAME, bias: Rearrangement = SAME) -> tuple[Rule, Rule]:
+    """The rules of a layer with weight and bias."""
+    return Rule(f"{ours}.weight", (f"{theirs}.weight",), weight), Rule(f"{ours}.bias", (f"{theirs}.bias",), bias)
+
+
+def separate(attention: str) -> tuple[Rule, Rule]:
+    """Query, key and value that are three layers over there."""
+    weight, bias = (
+        Rule(f"blocks.{{i}}.attention.qkv.{kind}", tuple(f"{attention}.{x}_proj.{kind}" for x in "qkv"), SEPARATE)
+        for kind in ("weight", "bias")
+    )
+    return weight, bias
+
+
+@dataclass(frozen=True)
+class Names:
+    """The tensors of a family: the prefix that its files may lack (the head never has it), and its rules."""
+
+    prefix: str
+    rules: tuple[Rule, ...]
+
+    def rule(self, name: str) -> Rule:
+        """The rule for one of our parameters. Raises ValueError for a name that the family has no tensor for."""
+        parts = name.split(".")
+        pattern, number = (".".join(["blocks", "{i}", *parts[2:]]), parts[1]) if parts[0] == "blocks" else (name, "")
+        for rule in self.rules:
+            if rule.ours == pattern:
+                return rule.of_block(number)
+        raise ValueError(f"there is no tensor for {name}")
+
+    def written(self, rule: Rule) -> tuple[str, ...]:
+        """The keys of a rule as `save_pretrained` writes them."""
+        return tuple(key if key == HEAD else self.prefix + key for key in rule.theirs)
+
+
+def their_shapes(rule: Rule, model: ModelConfig, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of their tensors of a rule, from the shape of ours. No memory."""
+    return [tuple(tensor.shape) for tensor in rule.how.theirs(model, torch.empty(shape, device="meta"))]

@@ -1,0 +1,82 @@
+"""What the tables of several families have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megazero.config.derive import attention_bias, head_dim, max_positions, mlp_bias, query_groups
+from megazero.config.options import run_options
+from megazero.config.schema import ModelConfig
+from megazero.convert.hf.tables import Config, Demand, Need, Setting
+
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+ACTIVATIONS = dict.fromkeys(_TANH, "gelu-tanh") | {"gelu": "gelu", "gelu_python": "gelu", "relu": "relu"}
+
+
+EACH, SHARE = "one for each query head", "hidden size / heads"
+
+
+def _groups(model: ModelConfig) -> int | str:
+    return EACH if query_groups(model) == model.num_attention_heads else query_groups(model)
+
+
+def _head_dim(model: ModelConfig) -> int | str:
+    return SHARE if head_dim(model) * model.num_attention_heads == model.hidden_size else head_dim(model)
+
+
+def biases(model: ModelConfig) -> str:
+    """Which linear layers of a block have some, in words."""
+    return {(True, True): "everywhere", (False, False): "nowhere"}.get((attention_bias(model), mlp_bias(model)), "in some layers")
+
+
+LAYERNORM = (
+    Need("--norm", lambda model: model.norm, ("layernorm",)),
+    Need("--num-query-groups", _groups, (EACH,)),
+    Need("--kv-channels", _head_dim, (SHARE,)),
+)
+NO_EMBEDDING_NORM = Need("LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (False,))
+BIASED = Need("biases of linear layers", biases, ("everywhere",))
+
+ANY = (
+    Demand("quantization_config", None, (None,), "quantised weights are not read; save the model in 16 bits first"),
+    Demand("is_encoder_decoder", False, (False, None), "megazero's models are decoders"),
+    Demand("add_cross_attention", False, (False, None), "there is no cross attention"),
+    Demand("auto_map", None, (None, {}), "the model's code lies beside its weights, and is not run"),
+    Demand("pruned_heads", None, (None, {}), "heads that were taken out"),
+    Demand("use_sliding_window", False, (False, None), "attention looks at the whole context"),
+)
+
+
+def windows(config: Config) -> Iterator[str]:
+    """Attention that does not look at the whole context."""
+    window, used = config.get("sliding_window"), config.get("use_sliding_window")
+    if window is not None and used is not False:
+        yield f"sliding_window {window!r}: attention looks at the whole context"
+    others = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
+    if others:
+        yield f"layer_types {', '.join(map(repr, sorted(others)))}: attention looks at the whole context"
+
+
+def nominal_length(default: int, *keys: str) -> Setting:
+    """The longest context of a model that has no table of positions."""
+
+    def fields(found: Any) -> dict[str, Any]:
+        return {"seq_length": run_options()["seq_length"].from_value(found)}
+
+    return Setting(keys, default, fields, max_positions, nominal=True)
+
+
+def learned_length(default: int, *keys: str) -> Setting:
+    """The positions that a table has rows for."""
+
+    def fields(found: Any) -> dict[str, Any]:
+        length = run_options()["seq_length"].from_value(found)
+        return {"seq_length": length, "max_position_embeddings": length}
+
+    return Setting(keys, default, fields, max_positions)
+
+
+def copy_of(setting: Setting, default: Any, *keys: str) -> Setting:
+    """A key whose value is another's here; `Family.notes` says so where it was not."""
+    return Setting(keys, default, lambda found: {}, setting.value)

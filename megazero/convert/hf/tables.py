@@ -1,0 +1,130 @@
+"""What a family's config.json says, as data: `families.FAMILIES` has a table of these for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.config.options import run_options
+from megazero.config.schema import ModelConfig
+from megazero.convert.hf.rules import Names
+
+Config = Mapping[str, Any]
+"""config.json as it was read."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of config.json and what it is of ours.
+
+    keys     names that the key has had; the first is written
+    default  what transformers takes where it is absent or null
+    fields   its value -> fields of ModelConfig. Raises ValueError with a reason
+    value    ModelConfig -> its value
+    nominal  it bounds nothing: a model trained on shorter samples keeps the larger value
+    """
+
+    keys: tuple[str, ...]
+    default: Any
+    fields: Callable[[Any], dict[str, Any]]
+    value: Callable[[ModelConfig], Any]
+    nominal: bool = False
+
+    def entries(self, model: ModelConfig) -> dict[str, Any]:
+        """What is written of it."""
+        return {self.keys[0]: self.value(model)}
+
+    def read(self, config: Config) -> Any:
+        """The value. Raises ValueError where two names of the key are there and contradict each other."""
+        found = {key: config[key] for key in self.keys if config.get(key) is not None}
+        first, *others = found.values() or [self.default]
+        if any(other != first for other in others):
+            raise ValueError(f"{' and '.join(f'{key} {value!r}' for key, value in found.items())} are two names of one number")
+        return first
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A key of config.json whose other values mean a model that megazero does not compute."""
+
+    key: str
+    default: Any
+    allowed: tuple[Any, ...]
+    why: str
+
+    def problems(self, config: Config) -> Iterator[str]:
+        value = config.get(self.key, self.default)
+        if value not in self.allowed:
+            yield f"{self.key} {value!r}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model of ours must be for a family to express it."""
+
+    flag: str
+    value: Callable[[ModelConfig], Any]
+    allowed: tuple[Any, ...]
+
+    def problems(self, model: ModelConfig) -> Iterator[str]:
+        value = self.value(model)
+        if value not in self.allowed:
+            yield f"{self.flag} is {value}, not {' or '.join(map(str, self.allowed))}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """model_type and all that goes with it.
+
+    architecture  the class with the head, as config.json names it
+    fixed         fields of ModelConfig that every model of the family has
+    eos           end of text where config.json names none
+    further       what speaks against a config.json beside the demands
+    written       keys of a new config.json beside the settings'
+    notes         what of a config.json is not carried over and decides nothing but training
+    """
+
+    model_type: str
+    architecture: str
+    names: Names
+    fixed: Mapping[str, Any]
+    settings: tuple[Setting, ...]
+    demands: tuple[Demand, ...]
+    needs: tuple[Need, ...]
+    eos: int
+    further: Callable[[Config], Iterator[str]] = lambda config: iter(())
+    written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    notes: Callable[[Config], Iterator[str]] = lambda config: iter(())
+
+
+def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None) -> Setting:
+    """A key that is a field of ours as it stands."""
+
+    def fields(found: Any) -> dict[str, Any]:
+        return {field: None if found is None else run_options()[field].from_value(found)}
+
+    return Setting(keys, default, fields, value or (lambda model: getattr(model, field)))
+
+
+def opposite(field: str, default: bool, *keys: str) -> Setting:
+    """A switch that is ours the other way round."""
+
+    def fields(found: Any) -> dict[str, Any]:
+        return {field: not run_options()[field].from_value(found)}
+
+    return Setting(keys, default, fields, lambda model: not getattr(model, field))
+
+
+def one_of(field: str, default: str, table: Mapping[str, str], *keys: str) -> Setting:
+    """A word of theirs for one of ours; the first of theirs that means ours is written."""
+
+    def fields(found: Any) -> dict[str, Any]:
+        if found not in table:
+            raise ValueError(f"{found!r}: megazero computes {', '.join(table)}")
+        return {field: table[found]}
+
+    def value(model: ModelConfig) -> str | None:
+        return next((theirs for theirs, ours in table.items() if ours == getattr(model, field)), None)
+
+    return Setting(keys, default, fields, value)

@@ -1,0 +1,105 @@
+"""A run's own tokenizer as files that `AutoTokenizer` opens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megazero.convert.hf.config import write_json
+from megazero.convert.hf.tables import Config
+from megazero.convert.source import Source
+from megazero.data.gpt2 import END_OF_TEXT, byte_symbols
+from megazero.data.tokenizer import gpt2_files, sentencepiece_file
+
+_BELONGING = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+def write_tokenizer(source: Source, folder: Path, config: Config) -> None:
+    """Where none was carried along, files made of the run's tokenizer; where that cannot be, the source's report says so."""
+    data = source.run.data
+    if any((folder / name).is_file() for name in _BELONGING):
+        return
+    if data.tokenizer is None:
+        source.report.notes.append("no tokenizer is known: the folder holds the model alone")
+        return
+    place = Path(data.tokenizer_path or "").expanduser()
+    try:
+        end = _WRITERS[data.tokenizer](place, folder)
+    except (OSError, ValueError) as error:  # DataError among them
+        source.report.notes.append(f"no tokenizer was written: {error}")
+        return
+    if not (folder / "tokenizer_config.json").is_file():
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        write_json(folder / "tokenizer_config.json", kind | ({} if end is None else {"eos_token": end}))
+
+
+def _write_bytes(place: Path, folder: Path) -> str:
+    """Ids 0 to 255 are bytes."""
+    vocab = {symbol: value for value, symbol in enumerate(byte_symbols())} | {END_OF_TEXT: 256}
+    _write_byte_level(folder, vocab, [], {END_OF_TEXT: 256})
+    return END_OF_TEXT
+
+
+def _write_gpt2(place: Path, folder: Path) -> str | None:
+    vocab_file, merges_file = gpt2_files(str(place))
+    vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
+    lines = merges_file.read_text(encoding="utf-8").split("\n")
+    merges = [line.rstrip("\r").split(" ") for line in lines[lines[0].startswith("#version") :] if line.strip()]
+    special = {END_OF_TEXT: vocab[END_OF_TEXT]} if END_OF_TEXT in vocab else {}
+    _write_byte_level(folder, vocab, merges, special)
+    shutil.copyfile(vocab_file, folder / "vocab.json")
+    shutil.copyfile(merges_file, folder / "merges.txt")
+    return next(iter(special), None)
+
+
+def _write_byte_level(folder: Path, vocab: Mapping[str, int], merges: list[list[str]], special: Mapping[str, int]) -> None:
+    """tokenizer.json of the tokenizers library: GPT-2's cutting into words, and merges of bytes."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    made: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": token} | flags for token, number in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": dict(vocab),
+            "merges": [" ".join(pair) for pair in merges],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+
+
+def _copy_hf(place: Path, folder: Path) -> None:
+    """tokenizer.json, and what transformers keeps beside it."""
+    file = place / "tokenizer.json" if place.is_dir() else place
+    shutil.copyfile(file, folder / "tokenizer.json")
+    for name in _BESIDE:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, folder / name)
+
+
+def _copy_sentencepiece(place: Path, folder: Path) -> None:
+    shutil.copyfile(sentencepiece_file(str(place)), folder / "tokenizer.model")
+
+
+_WRITERS: Mapping[str, Callable[[Path, Path], str | None]] = {
+    "byte": _write_bytes,
+    "gpt2": _write_gpt2,
+    "hf": _copy_hf,
+    "sentencepiece": _copy_sentencepiece,
+}

@@ -1,0 +1,125 @@
+"""A source as a Hugging Face folder: tensors as a stream into shards, config.json, and the files that are carried along."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.config.dtypes import compute_dtype
+from megazero.convert.formats import Advance, Wanted
+from megazero.convert.hf.config import (
+    CONFIG,
+    GENERATION,
+    family_for,
+    generation_config,
+    kept_config,
+    new_config,
+    read_json,
+    write_json,
+)
+from megazero.convert.hf.files import INDEX, SINGLE
+from megazero.convert.hf.rules import Names, their_shapes
+from megazero.convert.hf.tables import Family
+from megazero.convert.hf.tokenizer_files import write_tokenizer
+from megazero.convert.safetensors_file import Slot, write_safetensors
+from megazero.convert.source import ConversionError, Source
+
+SHARD_BYTES = 5_000_000_000
+"""What transformers writes into one file at most."""
+_METADATA = {"format": "pt"}
+
+
+def write_hf(source: Source, folder: Path, wanted: Wanted, advance: Advance, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a folder that `from_pretrained` opens. Weights only; one tensor is in memory at a time.
+
+    shard_bytes: a file is closed before it would hold more; a tensor that is larger has one to itself. Raises ConversionError, before
+    anything is written, where no family computes what the model does, and where a weight is too large for the dtype.
+    """
+    dtype = wanted.dtype or compute_dtype(source.run.optimizer.precision)
+    where = source.companions.get(CONFIG)
+    original = None if where is None else read_json(where)
+    family = family_for(source.model, None if original is None else original.get("model_type"))
+    slots = _slots(source, family.names, dtype)
+    shards = _shards(slots, shard_bytes)
+    tensors = _tensors(source, family.names, dtype, advance)
+    for name, shard in shards.items():
+        write_safetensors(folder / name, shard, itertools.islice(tensors, len(shard)), _METADATA)
+    assert next(tensors, None) is None, "every tensor has its slot"
+    if len(shards) > 1:
+        weight_map = {slot.key: name for name, shard in shards.items() for slot in shard}
+        sizes = {"total_size": sum(slot.nbytes for slot in slots)}
+        write_json(folder / INDEX, {"metadata": sizes, "weight_map": weight_map})
+    made = _write_configs(source, folder, family, original, dtype)
+    _carry(source, folder)
+    write_tokenizer(source, folder, made)
+
+
+def _slots(source: Source, names: Names, dtype: torch.dtype) -> list[Slot]:
+    """Their tensors in the order in which ours are read."""
+    found = []
+    for name, entry in source.entries.items():
+        rule = names.rule(name)
+        shapes = their_shapes(rule, source.model, entry.shape)
+        found += [Slot(key, dtype, shape) for key, shape in zip(names.written(rule), shapes, strict=True)]
+    return found
+
+
+def _shards(slots: Sequence[Slot], most: int) -> dict[str, list[Slot]]:
+    """File name -> what goes into it, in order."""
+    groups: list[list[Slot]] = [[]]
+    size = 0
+    for slot in slots:
+        if groups[-1] and size + slot.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(slot)
+        size += slot.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _tensors(source: Source, names: Names, dtype: torch.dtype, advance: Advance) -> Iterator[Tensor]:
+    for name, entry in source.entries.items():
+        tensor = source.read(name)
+        _refuse_overflow(name, tensor, dtype)
+        yield from names.rule(name).how.theirs(source.model, tensor)
+        advance(entry.nbytes())
+
+
+def _refuse_overflow(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """A weight beyond the range of the dtype would become infinite."""
+    if tensor.dtype == dtype or torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+        return
+    largest = max(abs(extreme.item()) for extreme in torch.aminmax(tensor))
+    if torch.finfo(dtype).max < largest < float("inf"):
+        raise ConversionError(f"{name} holds {largest:g}, and {dtype} ends at {torch.finfo(dtype).max:g}; nearest: --dtype bf16, or fp32")
+
+
+def _write_configs(source: Source, folder: Path, family: Family, original: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json and generation_config.json; returns the former."""
+    if original is not None and original.get("model_type") == family.model_type:
+        made = kept_config(original, source.companions[CONFIG], family, source.run, dtype)
+    else:
+        made, original = new_config(family, source.run, dtype), None
+    write_json(folder / CONFIG, made)
+    kept = source.companions.get(GENERATION)
+    if kept is None:
+        write_json(folder / GENERATION, generation_config(made))
+    elif original is not None and original.get("eos_token_id") == made.get("eos_token_id"):
+        shutil.copyfile(kept, folder / GENERATION)
+    else:
+        write_json(folder / GENERATION, read_json(kept) | {"eos_token_id": made.get("eos_token_id")})
+    return made
+
+
+def _carry(source: Source, folder: Path) -> None:
+    for name, path in source.companions.items():
+        if name not in (CONFIG, GENERATION):
+            shutil.copyfile(path, folder / name)
