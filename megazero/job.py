@@ -29,7 +29,7 @@ from megazero.inference.sampling import Sampling
 from megazero.init_from import load_weights
 from megazero.model.stage import Stage
 from megazero.mpu import collectives
-from megazero.mpu.grid import Coordinates, ProcessGrid
+from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
 from megazero.mpu.p2p import Channels
 from megazero.optim.loss_scale import LossScaler
 from megazero.optim.progress import Progress
@@ -38,12 +38,14 @@ from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.prepare import Prepared, validation_samples
 from megazero.probe import check_probe, stored_probe
+from megazero.saves import Saves
 from megazero.telemetry.banner import pairs
 from megazero.telemetry.flops import model_flops, shape_of
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
 from megazero.telemetry.steplog import StepLog
+from megazero.telemetry.units import transfer
 from megazero.trainer import Position, Trainer
 from megazero.zero.layout import owned_pieces
 from megazero.zero.optimizer import ShardedOptimizer
@@ -76,10 +78,9 @@ class Job:
             if isinstance(self.trainer.engine, GraphedEngine):
                 self.trainer.engine.release()
 
-    def save(self, position: Position) -> None:
-        """Write a checkpoint of this position. Called by all ranks."""
-        began = time.perf_counter()
-        progress = {
+    def record(self, position: Position) -> dict[str, Any]:
+        """What a checkpoint of this position says beside the state. Called by all ranks."""
+        return {
             "iteration": position.iteration,
             "consumed_samples": position.consumed_samples,
             "consumed_tokens": position.consumed_tokens,
@@ -89,8 +90,6 @@ class Job:
             "data_plans": [list(plan) for plan in self.prepared.datasets.train.plans],
             "probe": stored_probe(self.run, self.probe_engine, self.grid),
         }
-        path = self.checkpoints.save(position.iteration, progress)
-        self.trainer.log.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def resume(self) -> str:
         """Load what `--load` names, if anything; where the run starts from, in words. Called by all ranks."""
@@ -99,20 +98,22 @@ class Job:
         beneath = self.load_base()
         if found is None:
             return self.begin() + (f" (no complete checkpoint in {load})" if load else "")
-        self.checkpoints.load(found)
+        loaded = self.checkpoints.load(found)
+        read = f"{transfer(loaded.bytes, loaded.seconds)} read"
         told = check_probe(found.progress.get("probe"), self.run, self.probe_engine, self.grid)
         if self.run.checkpoint.finetune:
-            return "; ".join([f"weights of {found.path} (--finetune: everything else anew)", *beneath])
+            return "; ".join([f"weights of {found.path} (--finetune: everything else anew)", read, *beneath])
         progress = found.progress
         self.trainer.position = Position(*(int(progress[key]) for key in ("iteration", "consumed_samples", "consumed_tokens")))
-        self.trainer.saved_at = self.trainer.position.iteration if load == self.run.checkpoint.save else -1
+        if self.trainer.saves is not None and load == self.run.checkpoint.save:
+            self.trainer.saves.saved_at = self.trainer.position.iteration
         if not self.run.checkpoint.no_load_optim:
             self.optimizer.step_count.fill_(progress["optimizer_steps"])
             self.scaler.load_state_dict(progress["loss_scale"])
             if self.trainer.fp8 is not None:
                 self.trainer.fp8.load_state_dict(progress.get("fp8"))
         unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
-        return "; ".join([f"{found.path}, iteration {self.trainer.position.iteration}", *([told] if told else []), *unused])
+        return "; ".join([f"{found.path}, iteration {self.trainer.position.iteration}", read, *([told] if told else []), *unused])
 
     def load_base(self) -> list[str]:
         """The frozen weights beneath adapters, which no checkpoint of the run holds; where they are from, in words, if there are any."""
@@ -178,7 +179,8 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     engine = with_graphs(build_engine(run, grid, stages, channels), run, grid)
     probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
     token = new_token(grid.world, grid.device)
-    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token)
+    aside = background_group(grid.world) if run.checkpoint.async_save else None
+    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside)
     checkpoints.claim()
     scaler = LossScaler(run.optimizer, grid.device)
     minutes = run.trainer.exit_duration_in_mins
@@ -192,14 +194,16 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
         train_batches=_loader(run, grid, prepared.datasets.train),
         valid_batches=_validation(run, grid, prepared),
         log=_log(run, grid, []),
-        save=None,
+        saves=None,
         position=Position(),
         deadline=None if minutes is None else time.monotonic() + 60 * minutes,
         fp8=stages[0].layout.fp8,
     )
     job = Job(run, prepared, grid, stages, state, optimizer, scaler, checkpoints, probe_engine, trainer)
     if run.checkpoint.save:
-        trainer.save = job.save
+        saves = Saves(checkpoints, job.record, lambda text: trainer.log.note(text), in_background=run.checkpoint.async_save)
+        saves.reserve()
+        trainer.saves = saves
     start = job.resume()
     if grid.rank == 0:
         _introduce(run, grid, prepared, start, checkpoints.fence)

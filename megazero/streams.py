@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -72,6 +73,54 @@ class SideCopies:
             return copies
 
         return take
+
+
+class HostCopies:
+    """Copies of a device's tensors in host memory that stays: the next copies go where the last ones were.
+
+    For a card the memory is pinned, so that copies run at the speed of the bus. It is allocated first and pinned then: torch's allocator
+    of pinned memory rounds every piece up to a power of two, and this is one piece as large as the state.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, tensors: Sequence[Tensor]) -> int:
+        """Have the memory for copies of these, its pages included; bytes. Raises RuntimeError where it cannot be pinned."""
+        needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if self._memory.numel() < needed:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._memory = torch.empty(needed, dtype=torch.uint8).zero_()
+            if self._device.type == "cuda":
+                _pin(self._memory)
+        return needed
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of these, in their shapes. Returns when they are made: the tensors may change then, and the copies be read."""
+        self.reserve(tensors)
+        copies, offset = [], 0
+        for tensor in tensors:
+            copy = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(copy.copy_(tensor.detach(), non_blocking=True))
+            offset += _aligned(tensor.nbytes)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copies
+
+
+def _aligned(count: int) -> int:
+    """Bytes after which a copy of any dtype may begin, in a cache line of its own."""
+    return -(-count // 64) * 64
+
+
+def _pin(memory: Tensor) -> None:
+    """Lock the memory's pages for a card until it is freed."""
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    status = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for every context of the process
+    if status != 0:
+        raise RuntimeError(f"{memory.nbytes:,} bytes of host memory for --async-save cannot be pinned: CUDA's error {status}")
+    weakref.finalize(memory, lambda: runtime.cudaHostUnregister(address))
 
 
 class GraphCapture:

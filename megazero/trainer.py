@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,11 +50,24 @@ class Position:
     consumed_tokens: int = 0
 
 
+class Keeper(Protocol):
+    """Keeps the state of the run (`saves.Saves`)."""
+
+    superseded: bool
+    saved_at: int
+
+    def save(self, position: Position) -> None: ...
+
+    def look(self) -> None: ...
+
+    def finish(self, position: Position) -> None: ...
+
+
 @dataclass
 class Trainer:
     """What one rank needs to run the loop; `fit` runs it.
 
-    save       writes the state of the run at the current position; None: nothing is kept
+    saves      keeps the state of the run at the current position; None: nothing is kept
     fp8        the state of FP8 products, if there are any
     deadline   `time.monotonic()` at which the run saves and stops
     """
@@ -68,13 +81,12 @@ class Trainer:
     train_batches: Batches
     valid_batches: Mapping[str, Batches]
     log: StepLog
-    save: Callable[[Position], None] | None
+    saves: Keeper | None
     position: Position
     deadline: float | None = None
     fp8: Fp8 | None = None
     plan: Progress = field(init=False)
     asked_to_stop: Tensor = field(init=False)
-    saved_at: int = -1
     steps_here: int = 0
     first_seconds: float = 0.0
     usual_memory: int = 0
@@ -90,7 +102,7 @@ class Trainer:
             return
         with StopSignals() as signals:
             while not self.finished():
-                self.train_step(stop=signals.raised)
+                self.train_step(stop=signals.raised or (self.saves is not None and self.saves.superseded))
                 self.after_step()
                 if self.should_stop(signals):
                     break
@@ -175,12 +187,14 @@ class Trainer:
     def after_step(self) -> None:
         """Evaluate and save where the run asks for it."""
         self.limit_memory()
+        if self.saves is not None:
+            self.saves.look()
         every, iteration = self.run.trainer.eval_interval, self.position.iteration
         if every and iteration % every == 0 and not self.finished():
             self.evaluate()
         every = self.run.checkpoint.save_interval
         if every and iteration % every == 0:
-            self.save_now()
+            self.save(last=False)
 
     def limit_memory(self) -> None:
         """Keep the host's heap from growing without end; what a step frees stays for the next, for fresh pages are slow."""
@@ -221,23 +235,27 @@ class Trainer:
         minutes = self.run.trainer.exit_duration_in_mins
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return f"--exit-duration-in-mins {minutes:g} has passed"
+        if self.saves is not None and self.saves.superseded:
+            return "another job has taken over the folder of checkpoints"
         return "another rank was asked to by a signal"
 
     def at_the_end(self) -> None:
         """Evaluate a finished run, save whatever is not saved."""
         if self.finished() and self.valid_batches:
             self.evaluate()
-        self.save_now()
+        self.save(last=True)
         self.log.flush()
 
-    def save_now(self) -> None:
-        """Save, unless this very position is saved already."""
-        if self.save is None or self.saved_at == self.position.iteration:
+    def save(self, *, last: bool) -> None:
+        """Save, unless this very position is saved already; the last save of a run returns when it is on disk."""
+        if self.saves is None:
             return
         self.log.flush()
         self.state.wait_parameters()
-        self.save(self.position)
-        self.saved_at = self.position.iteration
+        if last:
+            self.saves.finish(self.position)
+        else:
+            self.saves.save(self.position)
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss of every validation set over `--eval-iters` global batches, always the same ones. Logged."""

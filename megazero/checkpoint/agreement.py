@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from megazero.checkpoint.fence import FenceLost
@@ -34,6 +37,17 @@ def agree(world: Group, device: torch.device, error: Exception | None) -> None:
     raise _KINDS[int(number)](text) from error
 
 
+def together(world: Group, device: torch.device, action: Callable[[], Any] | None) -> None:
+    """Do this rank's part, if it has one, and go on only when no rank has failed (`agree`)."""
+    failure: Exception | None = None
+    try:
+        if action is not None:
+            action()
+    except Exception as error:
+        failure = error
+    agree(world, device, failure)
+
+
 def share(world: Group, device: torch.device, text: str | None, index: int = 0) -> str | None:
     """The text (or None) of the member `index`, on all ranks. Travels: its length, then its bytes."""
     mine = world.index == index
@@ -43,10 +57,10 @@ def share(world: Group, device: torch.device, text: str | None, index: int = 0) 
     size = int(length.item())
     body = torch.zeros(max(size, 0), dtype=torch.uint8, device=device)
     if mine and size > 0:
-        body.copy_(torch.tensor(list(content), dtype=torch.uint8))
+        body.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     if size > 0:
         broadcast(body, world, index).wait()
-    return bytes(body.tolist()).decode() if size >= 0 else None
+    return body.cpu().numpy().tobytes().decode() if size >= 0 else None
 
 
 def _describe(error: Exception) -> str:

@@ -136,6 +136,9 @@ class BlockFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def keys(self) -> list[str]:
@@ -154,13 +157,12 @@ class BlockFile:
         return [(i, min(i + step, count)) for i in range(0, count, step)]
 
     def read(self, key: str, block: int) -> Tensor:
-        """Block number `block` of a tensor, 1-D on the CPU, its digest checked."""
+        """Block number `block` of a tensor, 1-D on the CPU, its digest checked. Several threads may read at once."""
         start, stop = self._entries[key]["data_offsets"]
         first = start + block * self._block_bytes
         payload = bytearray(min(self._block_bytes, stop - first))
         try:
-            self._file.seek(self._payload + first)
-            count = self._file.readinto(payload)
+            count = self._read_at(self._payload + first, payload)
         except OSError as error:
             raise Damaged(f"{self.path.name} cannot be read: {error}") from error
         if count != len(payload):
@@ -168,3 +170,10 @@ class BlockFile:
         if hashlib.sha256(payload).hexdigest() != self._metadata[f"sha256 {key}"].split()[block]:
             raise Damaged(f"{self.path.name} is altered: the sha256 of block {block} of {key} is not the recorded one")
         return torch.frombuffer(payload, dtype=DTYPES[self.dtype(key)])
+
+    def _read_at(self, offset: int, into: bytearray) -> int:
+        """Fill a buffer from a place of the file, which has no position of its own here; the bytes that there were."""
+        view, count = memoryview(into), 0
+        while count < len(view) and (got := os.preadv(self._file.fileno(), [view[count:]], offset + count)):
+            count += got
+        return count

@@ -85,15 +85,16 @@ def publish(root: Path, temporary: Path, iteration: int, fence: Fence) -> Path:
     return final
 
 
-def prune(root: Path, iteration: int, keep: int, token: str) -> None:
+def prune(root: Path, iteration: int, keep: int, token: str, retain_interval: int | None = None) -> None:
     """Delete all but the newest `keep` checkpoints up to this iteration; 0 keeps all.
 
-    Later ones, from before the run was taken back to an earlier checkpoint, are left to the user, and so are damaged
-    ones without a manifest, which do not count either.
+    Iterations that are multiples of `retain_interval` stay. So do later ones, from before the run was taken back to an earlier
+    checkpoint, which are left to the user, and damaged ones without a manifest, which do not count either.
     """
-    complete = [path for i, path in listing(root) if i <= iteration and (path / MANIFEST).exists()]
-    for path in complete[:-keep] if keep else ():
-        discard(path, token)
+    complete = [(i, path) for i, path in listing(root) if i <= iteration and (path / MANIFEST).exists()]
+    for i, path in complete[:-keep] if keep else ():
+        if retain_interval is None or i % retain_interval:
+            discard(path, token)
 
 
 def discard(path: Path, token: str) -> None:

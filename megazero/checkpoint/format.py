@@ -116,7 +116,7 @@ class Manifest:
 
     run       the resolved configuration that wrote it, by section
     progress  iteration, consumed samples and tokens, optimizer step count, loss scale, probe: the trainer's own
-    layout    sizes of the axes that wrote it; for messages only
+    layout    sizes of the axes that wrote it, and `places`, the number of folders written to, where there were several; for messages
     """
 
     tensors: dict[str, StoredTensor]
@@ -124,6 +124,11 @@ class Manifest:
     run: dict[str, Any]
     progress: dict[str, Any]
     layout: dict[str, int]
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether it was written into several folders, on the local disks of nodes: each holds this manifest and its own ranks' files."""
+        return self.layout.get("places", 1) > 1
 
     def encode(self) -> bytes:
         """JSON with one tensor and one file per line, and in the last line the sha256 of all before it."""

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.agreement import agree, share
+from megazero.checkpoint.background import Background, Outcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, Held, Manifest, columns_of
+from megazero.checkpoint.places import find_places, host_name
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
-from megazero.checkpoint.writer import is_written, write_fragments, write_manifest
+from megazero.checkpoint.saving import Saved, Saving
+from megazero.checkpoint.shares import Share, Values, shares, shares_of_values
 from megazero.config.schema import CheckpointConfig
-from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.collectives import all_reduce
+from megazero.mpu.grid import Group, ProcessGrid
 
 
 class State(Protocol):
     """The model state of this rank, as the sharded optimizer keeps it.
 
     fragments   this rank's share: over all ranks every element of every box once, whatever the ZeRO stage. Replicas
-                over tp are given by each tp rank; they are written by the first and read by all
+                over tp are given by each tp rank: each writes a part of them, all read the whole
     after_load  makes parameters and replicated columns equal to the fragments, which have just been filled
     """
 
@@ -71,7 +79,9 @@ def _with_offer(error: Damaged, path: Path) -> Damaged:
     offer = "No earlier one is there."
     for earlier in folders.before(path):
         try:
-            check_files(earlier, read_manifest(earlier))
+            manifest = read_manifest(earlier)
+            if not manifest.is_scattered:
+                check_files(earlier, manifest)
         except (Damaged, ValueError):
             continue
         offer = f"The one before it looks whole; to resume from it: --load {earlier}"
@@ -79,14 +89,30 @@ def _with_offer(error: Damaged, path: Path) -> Damaged:
     return Damaged(f"checkpoint {path} is damaged: {error}. {offer}")
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """bytes: read from files by all ranks together. seconds: until the state was filled."""
+
+    bytes: int
+    seconds: float
+
+
+def _nothing_here(load: Path) -> None:
+    """Raises Damaged where a run that would start from scratch has checkpoints after all, on the disks of some nodes."""
+    path = folders.newest(load)
+    if path is not None:
+        raise Damaged(f"{path} is there on {host_name()}, but rank 0 finds no checkpoint: bring the folders of all nodes together")
+
+
 class Checkpoints:
-    """Where this run saves and what it loads. Every method is called by all ranks.
+    """Where this run saves and what it loads. Every method but `poll` is called by all ranks.
 
     cfg            folders, how many are kept, what is loaded
     run            the resolved configuration, for the record: nested dicts of numbers, strings, lists
     state          what is saved and loaded
     all_fragments  for each rank what its `state.fragments()` cover, from layout arithmetic; called on rank 0 only
     token          the run's token (`fence.new_token`), the same on all ranks
+    aside          the group for saves beside the run (`grid.background_group`); None: `start` is not called
     """
 
     def __init__(
@@ -97,102 +123,141 @@ class Checkpoints:
         all_fragments: Callable[[], Sequence[Sequence[Held]]],
         grid: ProcessGrid,
         token: str,
+        aside: Group | None = None,
     ) -> None:
         self._cfg, self._run, self._state, self._all_fragments, self._grid = cfg, run, state, all_fragments, grid
         self._root = Path(cfg.save) if cfg.save else None
         self.fence = Fence(self._root / folders.TOKEN).join(token) if self._root else None
+        self._saving: Saving | None = None
+        self._aside, self._background, self._snapshot = aside, Background(), Snapshot(grid.device)
 
     def claim(self) -> None:
-        """Take over the save folder: what an earlier run left unfinished goes, and what is left of that run stops."""
+        """Take over the save folder: what an earlier run left unfinished goes, and what is left of that run stops.
+
+        Finds out which ranks share the folder; each of the folders is taken over by one of them.
+        """
         if self.fence is None or self._root is None:
             return
-        root, fence = self._root, self.fence
+        root, fence, grid = self._root, self.fence, self._grid
         assert fence.token is not None
         token = fence.token
+        places = find_places(root, token, grid.world, grid.device, self._together)
 
         def take_over() -> None:
             fence.claim(token)
             folders.sweep(root, fence)
 
-        self._together(take_over if self._grid.rank == 0 else None)
+        self._together(take_over if places.leads else None)
+        cfg = self._cfg
+        self._saving = Saving(root, fence, places, self._writers, self._run, asdict(grid.axes), cfg.keep_last, cfg.save_retain_interval)
 
-    def save(self, iteration: int, progress: dict[str, Any]) -> Path:
+    def reserve(self) -> int:
+        """Have the host memory that `start` copies to; bytes of this rank."""
+        return self._snapshot.reserve(self._written())
+
+    def save(self, iteration: int, progress: dict[str, Any]) -> Saved:
         """Write the state as iter_NNNNNNN of the save folder, let `latest` name it, delete what is too old.
 
-        Returns when it is on disk. Raises FenceLost when another run has taken over, OSError when the disk does not take
-        it; then nothing with the name of a checkpoint has changed.
+        Returns when it is on disk. Raises as `Saving.write` does.
         """
-        root, fence, rank = self._root, self.fence, self._grid.rank
-        if root is None or fence is None or fence.token is None:
-            raise CheckpointError("there is no folder to save in: --save DIR")
-        token = fence.token
-        temporary = root / folders.temporary_name(iteration, token)
-        tp_index = self._grid.at.tp
-        fragments = [fragment for fragment in self._state.fragments() if is_written(fragment, tp_index)]
+        saving = self._claimed()
+        return saving.write(self._written(), iteration, progress, self._grid.world, self._grid.device)
 
-        def begin() -> None:
-            folders.discard(temporary, token)
-            temporary.mkdir()
+    def start(self, iteration: int, progress: dict[str, Any]) -> None:
+        """The same beside the run: returns when the state is copied to host memory. `wait` must have come between two of these."""
+        saving, aside = self._claimed(), self._aside
+        assert aside is not None, "made without a group for saves beside the run"
+        values = self._snapshot.take(self._written())
+        self._background.start(iteration, lambda: saving.write(values, iteration, progress, aside, torch.device("cpu")))
 
-        def write() -> None:
-            try:
-                write_fragments(temporary, rank, self._grid.world.size, fragments)
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"{temporary} is not there for rank {rank}: all ranks must share the file system of --save"
-                ) from error
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way that neither `poll` nor `wait` has told the outcome of."""
+        return self._background.busy
 
-        def finish() -> None:
-            write_manifest(temporary, self._writers(), run=self._run, progress=progress, layout=asdict(self._grid.axes))
-            folders.publish(root, temporary, iteration, fence)
-            folders.prune(root, iteration, self._cfg.keep_last, token)
+    def poll(self) -> Outcome | None:
+        """The outcome of a save beside the run that has ended on this rank, once. Communicates nothing; ranks may learn at different steps."""
+        return self._background.poll()
 
-        self._together(fence.guarding(begin) if rank == 0 else None)
-        self._together(fence.guarding(write))
-        self._together(fence.guarding(finish) if rank == 0 else None)
-        return root / folders.folder_name(iteration)
+    def wait(self) -> Outcome | None:
+        """Wait for the save beside the run, and give its outcome, once: failed on all ranks or on none."""
+        return self._background.wait()
 
     def find(self) -> Found | None:
-        """The checkpoint to start from, or None: no --load, or nothing complete there."""
+        """The checkpoint to start from, or None: no --load, or nothing complete there.
+
+        Rank 0 decides: were every rank to look for itself, a leftover run that saves just now could divide them. Where folders are on
+        local disks, a crash may have left the newest in some of them only: then it is the newest of rank 0's that all ranks have.
+        """
         load, grid = self._cfg.load, self._grid
         if load is None:
             return None
-        paths: list[Path | None] = []
-        self._together((lambda: paths.append(folders.newest(Path(load)))) if grid.rank == 0 else None)
-        # Rank 0 decides: were every rank to look for itself, a leftover run that saves just now could divide them.
-        name = share(grid.world, grid.device, str(paths[0]) if paths and paths[0] else None)
-        if name is None:
+        mine: list[Path] = []
+
+        def look() -> None:
+            newest = folders.newest(Path(load))
+            if newest is not None:
+                mine.extend([newest, *(folders.before(newest) if newest.parent == Path(load) else ())])
+
+        self._together(look if grid.rank == 0 else None)
+        names = share(grid.world, grid.device, json.dumps([str(path) for path in mine]))
+        assert names is not None
+        paths = [Path(name) for name in json.loads(names)]
+        if not paths:
+            self._together(lambda: _nothing_here(Path(load)))
             return None
+        path = next((path for path in paths if self._all_have(path)), paths[0])
         found: list[Found] = []
-        self._together(lambda: found.append(open_checkpoint(Path(name))))
+        self._together(lambda: found.append(open_checkpoint(path)))
         return found[0]
 
-    def load(self, found: Found) -> None:
+    def load(self, found: Found) -> Loaded:
         """Fill the state from a checkpoint of any layout and precision; weights only with --finetune or --no-load-optim.
 
         Raises Damaged (naming the file, and the checkpoint before) or ValueError (naming all tensors that do not fit).
         """
+        began = time.perf_counter()
         fragments = list(self._state.fragments())
         held = {column for fragment in fragments for column in columns_of(fragment)}
         weights_only = self._cfg.finetune or self._cfg.no_load_optim
         columns = [column for column in COLUMNS if column == "weight" or (column in held and not weights_only)]
+        amount = torch.zeros(1, dtype=torch.float64, device=self._grid.device)
 
         def check() -> None:
-            check_files(found.path, found.manifest)
+            if not found.manifest.is_scattered:  # else what a rank does not read may lie elsewhere
+                check_files(found.path, found.manifest)
             every = (fragment for held in self._all_fragments() for fragment in held)
             check_inventory(found.manifest, every, columns)
 
         def read() -> None:
-            read_fragments(found.path, found.manifest, fragments, columns)
+            amount.fill_(read_fragments(found.path, found.manifest, fragments, columns))
 
         self._together(check if self._grid.rank == 0 else None, found.path)
         self._together(read, found.path)
         self._state.after_load()
+        all_reduce(amount, self._grid.world).wait()
+        return Loaded(int(amount.item()), time.perf_counter() - began)
 
-    def _writers(self) -> list[list[Held]]:
+    def _claimed(self) -> Saving:
+        if self._root is None:
+            raise CheckpointError("there is no folder to save in: --save DIR")
+        assert self._saving is not None, "claim comes before the first save"
+        return self._saving
+
+    def _written(self) -> list[Values]:
+        """What this rank writes, as views of the state."""
+        return shares_of_values(list(self._state.fragments()), self._grid.at.tp, self._grid.axes.tp)
+
+    def _writers(self) -> list[list[Share]]:
         """What each rank writes."""
-        at = self._grid.axes.coordinates
-        return [[held for held in every if is_written(held, at(rank).tp)] for rank, every in enumerate(self._all_fragments())]
+        axes = self._grid.axes
+        return [shares(every, axes.coordinates(rank).tp, axes.tp) for rank, every in enumerate(self._all_fragments())]
+
+    def _all_have(self, path: Path) -> bool:
+        """Whether this folder is there on every rank. Travels: one int64."""
+        there = torch.tensor([int(path.is_dir())], dtype=torch.int64, device=self._grid.device)
+        all_reduce(there, self._grid.world, "min").wait()
+        return bool(there.item())
 
     def _together(self, action: Callable[[], Any] | None, path: Path | None = None) -> None:
         """Do this rank's part, if it has one, and go on only when no rank has failed."""

@@ -1,19 +1,26 @@
 """Reading into any layout: of every saved fragment, the blocks that hold something this rank needs.
 
-Values go straight from a block into the rank's storage, converted to its dtype; the memory beside the state is one
-block. Each file is opened once. The dtype, box, range and number of the fragments on either side are free.
+Values go straight from a block into the rank's storage, converted to its dtype; the memory beside the state is a few
+blocks. Each file is opened once. The dtype, box, range and number of the fragments on either side are free.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from megazero.checkpoint.blocks import BlockFile
 from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, Held, Manifest, StoredFile, columns_of, decode, key_of, span_of
-from megazero.checkpoint.reshard import Span, overlaps
+from megazero.checkpoint.places import host_name
+from megazero.checkpoint.reshard import Overlap, Span, overlaps
 
+THREADS = 2
+"""That read and check blocks; sha256 is what takes the time."""
 _SHOWN = 20
 
 
@@ -77,39 +84,107 @@ def check_inventory(manifest: Manifest, model: Iterable[Held], columns: Sequence
         raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(problems))
 
 
-def read_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment], columns: Sequence[str]) -> None:
-    """Fill these columns of the targets, in place, from the checkpoint.
+def read_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment], columns: Sequence[str]) -> int:
+    """Fill these columns of the targets, in place, from the checkpoint; the bytes that were read for it.
 
-    Communicates nothing: each rank reads for itself. Raises Damaged when a file that is needed is not as it was
-    written, or the checkpoint lacks elements.
+    Communicates nothing: each rank reads for itself. Threads read blocks and check them while others are copied; memory: two blocks per
+    thread. Raises Damaged when a file that is needed is not as it was written, or the checkpoint lacks elements.
     """
-    plan: dict[int, dict[tuple[str, Span], list[Fragment]]] = defaultdict(lambda: defaultdict(list))
+    plan = _plan(manifest, targets)
+    opened: deque[BlockFile] = deque()
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return _read_all(_reads(folder, manifest, plan, columns, opened), opened, pool)
+    finally:
+        for file in opened:
+            file.close()
+
+
+def _read_all(reads: Iterator[_Read], opened: deque[BlockFile], pool: ThreadPoolExecutor) -> int:
+    """Read ahead by a few blocks, copy in order, close files that are done with; the bytes read."""
+    total = 0
+    under_way: deque[tuple[Future[Tensor], _Read]] = deque()
+
+    def take() -> int:
+        values, read = under_way.popleft()
+        tensor = values.result()
+        for target, overlap in read.copies:
+            overlap.copy(tensor, target)
+        while opened and not (under_way and opened[0] is under_way[0][1].file):
+            opened.popleft().close()
+        return tensor.nbytes
+
+    try:
+        for read in reads:
+            under_way.append((pool.submit(read.file.read, read.key, read.block), read))
+            if len(under_way) > 2 * THREADS:
+                total += take()
+        while under_way:
+            total += take()
+    finally:
+        for future, _ in under_way:
+            future.cancel()
+    return total
+
+
+_Plan = dict[int, dict[tuple[str, Span], list[Fragment]]]
+"""By number of the file: the fragments in it that are needed, by name and span, and for which targets."""
+
+
+def _plan(manifest: Manifest, targets: Iterable[Fragment]) -> _Plan:
+    plan: _Plan = {}
     for target in targets:
         name, wanted = target.place.name, span_of(target)
         found = 0
         for number, span in manifest.tensors[name].fragments:
             shared = sum(overlap.numel for overlap in overlaps(span, wanted))
             if shared:
-                plan[number][name, span].append(target)
+                plan.setdefault(number, {}).setdefault((name, span), []).append(target)
                 found += shared
         if found != wanted.numel:
             raise Damaged(f"{MANIFEST} lists {found} of the {wanted.numel} elements of {name} {wanted}")
+    return plan
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One block of a file, and where its values go."""
+
+    file: BlockFile
+    key: str
+    block: int
+    copies: Sequence[tuple[Tensor, Overlap]]
+
+
+def _reads(folder: Path, manifest: Manifest, plan: _Plan, columns: Sequence[str], opened: deque[BlockFile]) -> Iterator[_Read]:
+    """All blocks that are needed, file after file. The files are added to `opened`, for whoever reads them to close."""
     for number in sorted(plan):
         stored = manifest.files[number]
-        with BlockFile(folder / stored.name) as file:
-            _check_header(file, stored)
-            for (name, span), into in plan[number].items():
-                for column in columns:
-                    _read_column(file, name, column, span, into)
+        file = _open(folder, manifest, stored)
+        opened.append(file)
+        _check_header(file, stored)
+        for (name, span), targets in plan[number].items():
+            for column in columns:
+                yield from _blocks(file, name, column, span, targets)
 
 
-def _read_column(file: BlockFile, name: str, column: str, span: Span, targets: Sequence[Fragment]) -> None:
+def _open(folder: Path, manifest: Manifest, stored: StoredFile) -> BlockFile:
+    try:
+        return BlockFile(folder / stored.name)
+    except Damaged as error:
+        if manifest.is_scattered and not (folder / stored.name).exists():
+            raise Damaged(
+                f"{stored.name} is not in {folder} on {host_name()}: this checkpoint was saved on the local disks of"
+                f" {manifest.layout['places']} nodes, and other ranks or another layout need files of other nodes; bring the folders of all"
+                " of them together"
+            ) from error
+        raise
+
+
+def _blocks(file: BlockFile, name: str, column: str, span: Span, targets: Sequence[Fragment]) -> Iterator[_Read]:
     key = key_of(name, column, span)
     for block, (first, last) in enumerate(file.block_ranges(key)):
         piece = Span(span.box, span.start + first, span.start + last)
-        copies = [(target, overlap) for target in targets for overlap in overlaps(piece, span_of(target))]
-        if not copies:
-            continue
-        values = file.read(key, block)
-        for target, overlap in copies:
-            overlap.copy(values, columns_of(target)[column])
+        copies = [(columns_of(target)[column], overlap) for target in targets for overlap in overlaps(piece, span_of(target))]
+        if copies:
+            yield _Read(file, key, block, copies)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,6 @@ from megazero.checkpoint.format import (
 )
 
 
-def is_written(held: Held, tp_index: int) -> bool:
-    """Whether a rank with this tp index writes the fragment: of replicas over tp, the first."""
-    return held.start < held.stop and (held.place.tp_sharded or tp_index == 0)
-
-
 def write_fragments(folder: Path, index: int, count: int, fragments: Iterable[Fragment], block_bytes: int = BLOCK_BYTES) -> None:
     """Write these fragments, none of which another writer has, as the file of writer `index` of `count`; no file for none.
 
@@ -43,51 +39,92 @@ def write_fragments(folder: Path, index: int, count: int, fragments: Iterable[Fr
         write_file(folder / file_name(index, count), tensors, block_bytes)
 
 
-def write_manifest(
-    folder: Path, writers: Sequence[Sequence[Held]], *, run: dict[str, Any], progress: dict[str, Any], layout: dict[str, int]
-) -> None:
-    """Write the manifest of a folder whose fragment files are all there, and sync both.
+@dataclass(frozen=True)
+class Header:
+    """What the manifest says of a fragment file: its size, the sha256 of its header, the dtype of each of its keys."""
 
-    writers: what each writer was to write, by layout arithmetic: the tensors and fragments come from it. The files'
-    headers give hashes, dtypes and sizes, and must hold exactly what arithmetic says; a gather of the headers to rank 0 was
-    rejected, for the files are on the file system that all ranks share. Raises CheckpointError when the two disagree or
-    the fragments do not make up whole tensors.
+    size: int
+    sha256: str
+    dtypes: Mapping[str, str]
+
+
+def headers_of(folder: Path, names: Iterable[str]) -> dict[str, Header]:
+    """Of these files of a folder, by name. Raises Damaged where one is missing or no fragment file."""
+
+    def header(name: str) -> Header:
+        with BlockFile(folder / name) as file:
+            return Header(file.size, file.header_sha256, {key: file.dtype(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
+
+    return {name: header(name) for name in names}
+
+
+def make_manifest(
+    writers: Sequence[Sequence[Held]],
+    headers: Mapping[str, Header],
+    *,
+    run: dict[str, Any],
+    progress: dict[str, Any],
+    layout: dict[str, int],
+) -> Manifest:
+    """The manifest of files that are all written.
+
+    writers: what each writer was to write, by layout arithmetic: the tensors and fragments come from it. The headers give hashes,
+    dtypes and sizes, and must hold exactly what arithmetic says. Raises CheckpointError when the two disagree or the fragments do not
+    make up whole tensors.
     """
     manifest = Manifest({}, [], run, progress, layout)
     for index, held in enumerate(writers):
         if held:
-            _add_file(manifest, folder / file_name(index, len(writers)), held)
+            name = file_name(index, len(writers))
+            _add_file(manifest, name, headers[name], held)
     gaps = manifest.missing_elements()
     if gaps:
         listed = ", ".join(f"{name}: {gap}" for name, gap in gaps.items())
         raise CheckpointError(
             f"the fragments of all ranks do not make up whole tensors (elements missing; negative: written twice): {listed}"
         )
+    return manifest
+
+
+def put_manifest(folder: Path, content: bytes) -> None:
+    """Write a manifest into a folder whose fragment files are all there, and sync both."""
     with open(folder / MANIFEST, "xb") as file:
-        file.write(manifest.encode())
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
 
 
-def _add_file(manifest: Manifest, path: Path, fragments: Sequence[Held]) -> None:
-    with BlockFile(path) as file:
-        found: dict[tuple[str, str], dict[str, str]] = {}
-        for key in file.keys():  # noqa: SIM118 - not a mapping
-            name, column, box, flat = key.split("|")
-            found.setdefault((name, f"{box}|{flat}"), {})[column] = file.dtype(key)
-        number = len(manifest.files)
-        manifest.files.append(StoredFile(path.name, file.size, file.header_sha256))
+def write_manifest(
+    folder: Path, writers: Sequence[Sequence[Held]], *, run: dict[str, Any], progress: dict[str, Any], layout: dict[str, int]
+) -> None:
+    """`make_manifest` of the files in this folder, and `put_manifest`. Raises as these do."""
+    headers = headers_of(folder, file_names(writers))
+    put_manifest(folder, make_manifest(writers, headers, run=run, progress=progress, layout=layout).encode())
+
+
+def file_names(writers: Sequence[Sequence[Held]]) -> list[str]:
+    """The files of these writers: one for each that has something to write."""
+    return [file_name(index, len(writers)) for index, held in enumerate(writers) if held]
+
+
+def _add_file(manifest: Manifest, name: str, header: Header, fragments: Sequence[Held]) -> None:
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for key, dtype in header.dtypes.items():
+        tensor, column, box, flat = key.split("|")
+        found.setdefault((tensor, f"{box}|{flat}"), {})[column] = dtype
+    number = len(manifest.files)
+    manifest.files.append(StoredFile(name, header.size, header.sha256))
     for held in fragments:
-        span, name = span_of(held), held.place.name
-        columns = found.pop((name, key_of("", "", span).lstrip("|")), None)
+        span, tensor = span_of(held), held.place.name
+        columns = found.pop((tensor, key_of("", "", span).lstrip("|")), None)
         if columns is None:
-            raise CheckpointError(f"{path.name} lacks {name} {span}, which by the layout it must hold")
-        stored = manifest.tensors.setdefault(name, StoredTensor(held.place.shape, columns))
+            raise CheckpointError(f"{name} lacks {tensor} {span}, which by the layout it must hold")
+        stored = manifest.tensors.setdefault(tensor, StoredTensor(held.place.shape, columns))
         if stored.shape != held.place.shape or stored.columns != columns:
             raise CheckpointError(
-                f"{name} is {held.place.shape} {columns} in {path.name} and {stored.shape} {stored.columns} in an earlier file"
+                f"{tensor} is {held.place.shape} {columns} in {name} and {stored.shape} {stored.columns} in an earlier file"
             )
         stored.fragments.append((number, span))
     if found:
-        raise CheckpointError(f"{path.name} holds what the layout does not know of: {sorted(found)}")
+        raise CheckpointError(f"{name} holds what the layout does not know of: {sorted(found)}")

@@ -165,6 +165,8 @@ def _checkpoint(f: Facts) -> Found:
     c = f.run.checkpoint
     if c.finetune and c.no_load_optim:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
+    if c.save_retain_interval is not None and c.save and c.keep_last == 0:
+        yield f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last-k 0, which keeps all: drop one of them"
     if c.init_from is not None and c.finetune:
         yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
     if c.init_from is not None and not f.run.data.data_path:
@@ -212,6 +214,8 @@ EFFECT: Mapping[str, tuple[Callable[[Run], bool], str]] = MappingProxyType(
         "lr_wsd_decay_samples": (_falls, "--lr-decay-style wsd"),
         "save_interval": (_saves, "--save DIR"),
         "keep_last": (_saves, "--save DIR"),
+        "save_retain_interval": (_saves, "--save DIR"),
+        "async_save": (_saves, "--save DIR"),
         "finetune": (_loads, "--load DIR"),
         "no_load_optim": (_loads, "--load DIR"),
         "extend_vocabulary": (lambda run: run.checkpoint.init_from is not None, "--init-from DIR"),
@@ -248,6 +252,6 @@ TRAINING_CHECKS = (
     check(_data_path, "data_path", "valid_data_path"),
     check(_split, "split"),
     check(_tokens, "vocab_size", "data_path", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),
-    check(_checkpoint, "finetune", "no_load_optim", "load", "init_from", "data_path"),
+    check(_checkpoint, "save_retain_interval", "keep_last", "save", "finetune", "no_load_optim", "load", "init_from", "data_path"),
     check(_effect, "precision", "loss_scale", "optimizer", "fp8", "position_embedding", "lr_decay_style", "save", "load", "init_from"),
 )

@@ -241,6 +241,10 @@ class CheckpointConfig:
     "Save every so many iterations; the end of the run is always saved."
     keep_last: int = option(3, "--keep-last-k")
     "Complete checkpoints kept; 0 keeps all."
+    save_retain_interval: int | None = option(None)
+    "Checkpoints of iterations that are multiples of this are never deleted, whatever --keep-last-k says."
+    async_save: bool = option(False)
+    "Write checkpoints beside the training: a step waits only while the state is copied to host memory, which is kept for it."
     init_from: str | None = option(None, metavar="DIR")
     "Start with the weights of a checkpoint of any known format (a Hugging Face folder, say): its model's shape and tokenizer are taken where no flag gives them. Where --load has a complete checkpoint, the run goes on from that."
     extend_vocabulary: bool = option(False)

@@ -47,7 +47,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             *("make_vocab_size_divisible_by", "max_position_embeddings", "tp", "pp", "virtual_stages", "recompute_num_layers"),
             *("bucket_size", "loss_scale_window", "hysteresis", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
             *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "save_interval", "eval_interval"),
-            *("exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
+            *("save_retain_interval", "exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
         ),
         _COUNT,
     )

@@ -187,6 +187,18 @@ def join_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
     return handle
 
 
+def background_group(world: Group, timeout: timedelta = timedelta(days=1)) -> Group:
+    """The world once more, over the host's sockets: for a thread beside the run, whose messages would meet the run's. All ranks call this.
+
+    timeout: how long one rank may be behind the others, which is as long as a disk may take.
+    """
+    if world.handle is None:
+        return solo(world.ranks[0])
+    handle = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
+    assert isinstance(handle, dist.ProcessGroup)
+    return Group(world.ranks, world.index, handle)
+
+
 def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None, shared_memory: bool) -> Group:
     handle = join_group(ranks, timeout) if len(ranks) > 1 else None
     return _group_of(ranks, rank, handle, timeout, shared_memory)

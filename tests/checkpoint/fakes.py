@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megazero.checkpoint.format import COLUMNS, Manifest
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
-from megazero.checkpoint.writer import is_written, write_fragments, write_manifest
+from megazero.checkpoint.shares import shares, shares_of_values
+from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.grid import Axes, Coordinates
 from megazero.mpu.place import Kind, Place, shard
 from megazero.zero.layout import Piece, owned_pieces
@@ -137,12 +138,9 @@ def save(
     folder.mkdir(parents=True)
     world = layout.axes.world_size
     for rank in range(world):
-        mine = [f for f in fragments_of(layout, rank, values, dtype, columns) if is_written(f, layout.axes.coordinates(rank).tp)]
+        mine = shares_of_values(fragments_of(layout, rank, values, dtype, columns), layout.axes.coordinates(rank).tp, layout.tp)
         write_fragments(folder, rank, world, mine, block_bytes)
-    writers = [
-        [piece for piece in pieces if is_written(piece, layout.axes.coordinates(rank).tp)]
-        for rank, pieces in enumerate(layout.all_fragments())
-    ]
+    writers = [shares(pieces, layout.axes.coordinates(rank).tp, layout.tp) for rank, pieces in enumerate(layout.all_fragments())]
     axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": 1}
     write_manifest(folder, writers, run={}, progress=dict(progress or {}), layout=axes)
 

@@ -10,7 +10,7 @@ import torch
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.schema import CheckpointConfig, Run
-from megazero.mpu.grid import ProcessGrid, single_process_grid
+from megazero.mpu.grid import Group, ProcessGrid, single_process_grid, solo
 from tests.checkpoint.fakes import FakeFragment, Layout, Values, fragments_of, global_values
 
 
@@ -53,13 +53,14 @@ def open_run(
     layout: Layout | None = None,
     grid: ProcessGrid | None = None,
     dtype: torch.dtype = torch.float32,
+    aside: Group | None = None,
     **config: object,
 ) -> tuple[Checkpoints, FakeState]:
-    """A run that saves and loads in `folder`; `claim` is left to the caller."""
+    """A run that saves and loads in `folder`; `claim` is left to the caller. aside: for saves beside the run (default: of one process)."""
     layout, grid = layout or Layout(), grid or single_process_grid()
     state = FakeState(layout, grid.rank, dtype)
     cfg = replace(CheckpointConfig(save=str(folder), load=str(folder)), **config)  # type: ignore[arg-type]
-    return Checkpoints(cfg, record_of(Run()), state, layout.all_fragments, grid, token), state
+    return Checkpoints(cfg, record_of(Run()), state, layout.all_fragments, grid, token, aside or solo()), state
 
 
 def save_at(checkpoints: Checkpoints, state: FakeState, *iterations: int) -> None:

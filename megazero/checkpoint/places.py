@@ -1,0 +1,109 @@
+"""Which ranks share the folder of checkpoints: one folder for all, or one on the local disk of each node.
+
+Ranks that see one folder are a place, and the lowest of them leads it: it makes, publishes and deletes there, and every place has a
+manifest of its own. On one host device and inode say what is one folder. Between hosts they do not (a shared file system has other
+numbers on each), so the first rank of every (host, folder) leaves a mark in it and looks for the others'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.mpu.collectives import all_gather
+from megazero.mpu.grid import Group
+
+_MARK = ".run_token-{token}-rank-{rank}"  # a name that the next run sweeps up, should this one die here
+
+
+@dataclass(frozen=True)
+class Places:
+    """leaders: for each rank the one that leads its place. rank: this one."""
+
+    leaders: tuple[int, ...]
+    rank: int
+
+    @property
+    def leads(self) -> bool:
+        return self.leaders[self.rank] == self.rank
+
+    @property
+    def all_leaders(self) -> list[int]:
+        return sorted(set(self.leaders))
+
+    def members(self, leader: int) -> list[int]:
+        return [rank for rank, other in enumerate(self.leaders) if other == leader]
+
+
+def host_name() -> str:
+    """What a message calls this machine."""
+    return socket.gethostname()
+
+
+def _identity(root: Path) -> list[int]:
+    """Two int64 that are equal where host and folder are."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text().strip() if boot.exists() else host_name()
+    found = os.stat(root)
+    digest = hashlib.sha256(f"{host} {found.st_dev} {found.st_ino}".encode()).digest()
+    return [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in (0, 8)]
+
+
+def _gathered(world: Group, device: torch.device, numbers: list[int]) -> list[list[int]]:
+    """Every rank's numbers. Travels: int64 of all ranks."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    every = torch.empty(world.size * len(numbers), dtype=torch.int64, device=device)
+    all_gather(every, mine, world).wait()
+    found: list[list[int]] = every.view(world.size, -1).tolist()
+    return found
+
+
+def find_places(
+    root: Path, token: str, world: Group, device: torch.device, together: Callable[[Callable[[], None] | None], None]
+) -> Places:
+    """Makes the folder where it is missing, and finds out. A collective of the world; travels: 24 bytes of each rank.
+
+    together: runs a function on this rank, and returns when all ranks have run theirs (or raises on all).
+    """
+    identity: list[int] = []
+
+    def arrive() -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        identity.extend(_identity(root))
+
+    together(arrive)
+    first = _first_of_each(_gathered(world, device, identity))
+    mark = root / _MARK.format(token=token, rank=world.index)
+    is_first, leader = first[world.index] == world.index, [world.index]
+
+    def leave_mark() -> None:
+        mark.touch()
+
+    def look() -> None:
+        leader[0] = _lowest_mark(root, token)
+
+    together(leave_mark if is_first else None)
+    together(look if is_first else None)
+    together((lambda: mark.unlink(missing_ok=True)) if is_first else None)
+    leaders = [found[0] for found in _gathered(world, device, leader)]
+    return Places(tuple(leaders[rank] for rank in first), world.index)
+
+
+def _first_of_each(identities: list[list[int]]) -> list[int]:
+    """For each rank the lowest of the same identity."""
+    lowest: dict[tuple[int, ...], int] = {}
+    return [lowest.setdefault(tuple(identity), rank) for rank, identity in enumerate(identities)]
+
+
+def _lowest_mark(root: Path, token: str) -> int:
+    """Rank 0's mark is asked for by name, which no cache of a network file system hides; others are looked for in the listing."""
+    if (root / _MARK.format(token=token, rank=0)).exists():
+        return 0
+    start = _MARK.format(token=token, rank="")
+    return min(int(path.name.removeprefix(start)) for path in root.iterdir() if path.name.startswith(start))

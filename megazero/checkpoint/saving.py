@@ -1,0 +1,143 @@
+"""A checkpoint written by all ranks together, in phases: on the run's own thread, or on one beside it (`background.py`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.checkpoint import folder as folders
+from megazero.checkpoint.agreement import share, together
+from megazero.checkpoint.fence import Fence, FenceLost
+from megazero.checkpoint.format import CheckpointError, Fragment, Held, file_name
+from megazero.checkpoint.places import Places
+from megazero.checkpoint.writer import Header, headers_of, make_manifest, put_manifest, write_fragments
+from megazero.mpu.grid import Group
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on disk. bytes: of all ranks' files together, known to rank 0 (elsewhere 0). seconds: its writing took."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What all saves of a run have in common.
+
+    writers          for each rank what it writes, from layout arithmetic; called on rank 0 only
+    run, layout      for the record
+    keep_last        complete checkpoints kept; 0 keeps all
+    retain_interval  iterations that are multiples of this are kept in any case
+    """
+
+    root: Path
+    fence: Fence
+    places: Places
+    writers: Callable[[], Sequence[Sequence[Held]]]
+    run: dict[str, Any]
+    layout: dict[str, int]
+    keep_last: int
+    retain_interval: int | None
+
+    def write(self, fragments: Sequence[Fragment], iteration: int, progress: dict[str, Any], world: Group, device: torch.device) -> Saved:
+        """Write what the ranks give as iter_NNNNNNN of the folder, let `latest` name it, delete what is too old. A collective of the world.
+
+        fragments: what this rank writes. world, device: over which, and in whose memory, messages travel. Returns when it is on
+        disk, in every place. Raises FenceLost when another run has taken over, OSError when the disk does not take it; then nothing
+        with the name of a checkpoint has changed, or it is complete.
+        """
+        began = time.perf_counter()
+        token = self.fence.token
+        assert token is not None
+        temporary = self.root / folders.temporary_name(iteration, token)
+        try:
+            size = self._write(temporary, fragments, iteration, progress, world, device)
+        except Exception as error:
+            if self.places.leads and not isinstance(error, FenceLost):
+                with suppress(OSError):  # room for the next one, should this one have failed for want of it
+                    folders.discard(temporary, token)
+            raise
+        return Saved(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
+
+    def _write(
+        self, temporary: Path, fragments: Sequence[Fragment], iteration: int, progress: dict[str, Any], world: Group, device: torch.device
+    ) -> int:
+        """The phases, each done by all before the next begins; the bytes of all files for rank 0."""
+        token, leads, rank = self.fence.token, self.places.leads, world.index
+        assert token is not None
+        done = partial(together, world, device)
+
+        def begin() -> None:
+            folders.discard(temporary, token)
+            temporary.mkdir()
+
+        def write() -> None:
+            try:
+                write_fragments(temporary, rank, world.size, fragments)
+            except FileNotFoundError as error:
+                leader = self.places.leaders[rank]
+                raise CheckpointError(
+                    f"{temporary} is not there for rank {rank}, which shared the folder with rank {leader} when the run began"
+                ) from error
+
+        done(self.fence.guarding(begin) if leads else None)
+        done(self.fence.guarding(write))
+        content, size = self._manifest(temporary, progress, world, device)
+
+        def publish() -> None:
+            put_manifest(temporary, content)
+            folders.publish(self.root, temporary, iteration, self.fence)
+
+        def prune() -> None:
+            folders.prune(self.root, iteration, self.keep_last, token, self.retain_interval)
+
+        done(self.fence.guarding(publish) if leads else None)
+        done(self.fence.guarding(prune) if leads else None)  # not before every place has the new one: they must have one in common
+        return size
+
+    def _manifest(self, temporary: Path, progress: dict[str, Any], world: Group, device: torch.device) -> tuple[bytes, int]:
+        """The manifest's content for the ranks that lead, and the bytes of all files for rank 0.
+
+        Rank 0 makes it from the headers of all files. Those in its own place it reads there; of another place the leader sends them,
+        and gets the manifest. Nothing travels where all ranks share one folder.
+        """
+        rank, leaders = world.index, self.places.all_leaders
+        headers: dict[str, Header] = {}
+        content: list[bytes] = []
+
+        def read() -> None:
+            names = [file_name(member, world.size) for member in self.places.members(rank)]
+            headers.update(headers_of(temporary, [name for name in names if (temporary / name).exists()]))
+
+        def make() -> None:
+            manifest = make_manifest(self.writers(), headers, run=self.run, progress=progress, layout=self._layout())
+            content.append(manifest.encode())
+
+        together(world, device, self.fence.guarding(read) if self.places.leads else None)
+        for leader in leaders[1:]:
+            text = json.dumps({name: asdict(header) for name, header in headers.items()}) if rank == leader else None
+            told = share(world, device, text, leader)
+            if rank == 0 and told is not None:
+                headers.update({name: Header(**header) for name, header in json.loads(told).items()})
+        together(world, device, make if rank == 0 else None)
+        if len(leaders) > 1:
+            whole = share(world, device, content[0].decode() if rank == 0 else None)
+            assert whole is not None
+            content = [whole.encode()]
+        return content[0] if content else b"", sum(header.size for header in headers.values()) if rank == 0 else 0
+
+    def _layout(self) -> dict[str, int]:
+        """Sizes of the axes, and the number of folders that hold parts of the checkpoint where that is more than one."""
+        count = len(self.places.all_leaders)
+        return self.layout | ({"places": count} if count > 1 else {})
