@@ -14,7 +14,8 @@ from megazero.config.lora import scale
 from megazero.config.schema import LoraConfig
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
 
-_A, _B = "lora_a", "lora_b"
+FACTORS = _A, _B = "lora_a", "lora_b"
+"""Last parts of the names of A [r, in] and B [out, r]."""
 
 
 class AdaptedSource(Source):
