@@ -15,7 +15,7 @@ import torch
 
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.agreement import share, together
-from megazero.checkpoint.fence import Fence, FenceLost
+from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import CheckpointError, Fragment, Held, file_name
 from megazero.checkpoint.places import Places
 from megazero.checkpoint.writer import Header, headers_of, make_manifest, put_manifest, write_fragments
@@ -39,6 +39,7 @@ class Saving:
     run, layout      for the record
     keep_last        complete checkpoints kept; 0 keeps all
     retain_interval  iterations that are multiples of this are kept in any case
+    beside           what rank 0 puts into a folder beside the manifest, where one folder holds the whole checkpoint; it reads what is there
     """
 
     root: Path
@@ -49,6 +50,7 @@ class Saving:
     layout: dict[str, int]
     keep_last: int
     retain_interval: int | None
+    beside: Callable[[Path], None] | None = None
 
     def write(self, fragments: Sequence[Fragment], iteration: int, progress: dict[str, Any], world: Group, device: torch.device) -> Saved:
         """Write what the ranks give as iter_NNNNNNN of the folder, let `latest` name it, delete what is too old. A collective of the world.
@@ -63,9 +65,9 @@ class Saving:
         temporary = self.root / folders.temporary_name(iteration, token)
         try:
             size = self._write(temporary, fragments, iteration, progress, world, device)
-        except Exception as error:
-            if self.places.leads and not isinstance(error, FenceLost):
-                with suppress(OSError):  # room for the next one, should this one have failed for want of it
+        except Exception:
+            with suppress(OSError):  # room for the next one, should this one have failed for want of it
+                if self.places.leads and self.fence.holds():
                     folders.discard(temporary, token)
             raise
         return Saved(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
@@ -97,6 +99,8 @@ class Saving:
 
         def publish() -> None:
             put_manifest(temporary, content)
+            if self.beside is not None and rank == 0 and len(self.places.all_leaders) == 1:
+                self.beside(temporary)
             folders.publish(self.root, temporary, iteration, self.fence)
 
         def prune() -> None:

@@ -42,6 +42,17 @@ def test_the_last_k_are_kept(tmp_path, keep, left):
     assert resumed_at(tmp_path) == 5
 
 
+@pytest.mark.parametrize(
+    "keep, interval, left", [(1, 2, (2, 4, 6, 7)), (2, 5, (5, 6, 7)), (2, 3, (3, 6, 7)), (1, 100, (7,)), (0, 2, range(1, 8))]
+)
+def test_multiples_of_the_retain_interval_stay(tmp_path, keep, interval, left):
+    checkpoints, state = open_run(tmp_path, "t", keep_last=keep, save_retain_interval=interval)
+    checkpoints.claim()
+    save_at(checkpoints, state, *range(1, 8))
+    assert names(tmp_path) == [f"iter_{i:07d}" for i in left] + ["latest", "run_token"]
+    assert resumed_at(tmp_path / f"iter_{left[0]:07d}") == left[0]
+
+
 def test_more_than_seven_digits_sort_by_number(tmp_path):
     checkpoints, state = open_run(tmp_path, "t", keep_last=2)
     checkpoints.claim()

@@ -1,0 +1,146 @@
+"""What a checkpoint costs a run: steps that save, steps beside which one is written, and all others, with --async-save and without.
+
+    python bench/async_save.py                # 200M parameters in bf16; some ten minutes on two cores
+    python bench/async_save.py --quick        # a tiny model: does it start?
+
+The time of a step is that from its beginning to the next one's: the step itself, and what a save makes it wait. Both ways run in processes
+of their own, one after the other, on a disk of --folder (default: where temporary files lie). Figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import results
+from bench.workload import TUNED, Workload
+
+LARGE = Workload("200M", layers=12, hidden=1024, heads=16, vocabulary=50304, micro_batch=4, micro_batches=2)
+TINY = Workload("tiny", layers=2, hidden=64, heads=4, sequence=64, vocabulary=500)
+WAYS = {"async": ["--async-save"], "sync": []}
+KINDS = ("plain", "saving", "writing")
+LIMIT = 1.3
+"""How many times as long as a plain step one that saves may take."""
+
+
+def measured(way: str, work: Workload, saves: int, every: int, folder: Path) -> dict[str, Any]:
+    """Seconds of steps by kind, of the parts of what a save makes its step wait, of reading the checkpoint back, and bytes."""
+    from bench.contestants.megazero_ import build_megazero
+
+    os.environ["BENCH_FOLDER"] = str(folder)
+    saved = folder / "saved"
+    flags = ["--save", str(saved), "--load", str(saved), "--save-interval", str(every), "--keep-last-k", "1", *WAYS[way]]
+    job = build_megazero(work, flags)
+    parts: dict[str, list[float]] = defaultdict(list)
+    told: list[str] = []
+    job.trainer.log.note = told.append  # type: ignore[method-assign]
+
+    def timed(name: str, owner: Any, method: str) -> None:
+        inner = getattr(owner, method)
+
+        def outer(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = inner(*args)
+            parts[name].append(time.perf_counter() - began)
+            return result
+
+        setattr(owner, method, outer)
+
+    timed("probe and record", job.trainer.saves, "_record")
+    timed("copy" if way == "async" else "write", job.checkpoints, "start" if way == "async" else "save")
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for step in range(1, saves * every + every):
+        writing, began = job.checkpoints.busy, time.perf_counter()
+        job.trainer.train_step(stop=False)
+        job.trainer.after_step()
+        kind = "saving" if step % every == 0 else "writing" if writing else "plain"
+        if step > 2:
+            seconds[kind].append(time.perf_counter() - began)
+    job.checkpoints.wait()
+    found = job.checkpoints.find()
+    assert found is not None
+    loaded = [job.checkpoints.load(found) for _ in range(3)]
+    size = sum(file.size for file in found.manifest.files)
+    return {"seconds": seconds, "parts": parts, "bytes": size, "load_seconds": [one.seconds for one in loaded], "told": told}
+
+
+def in_process(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """`measured` in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        words = [
+            sys.executable,
+            __file__,
+            "--child",
+            way,
+            "--folder",
+            folder,
+            "--saves",
+            str(args.saves),
+            "--every",
+            str(args.every),
+            "--samples",
+            str(args.samples),
+        ]
+        done = subprocess.run([*words, *(["--quick"] if args.quick else [])], env=os.environ | TUNED, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A line for each way and kind of step, with its ratio to the plain steps of the same process."""
+    lines = []
+    for way, one in found.items():
+        plain = statistics.median(one["seconds"]["plain"])
+        for kind in KINDS:
+            times = one["seconds"].get(kind)
+            if times:
+                median = statistics.median(times)
+                lines.append([f"{way}: {kind}", str(len(times)), f"{median:.2f}", f"{median / plain:.2f}"])
+        for part, times in one["parts"].items():
+            lines.append([f"{way}, of a save: {part}", str(len(times)), f"{statistics.median(times):.2f}", ""])
+        loaded = one["load_seconds"]
+        lines.append([f"{way}: load", str(len(loaded)), f"{statistics.median(loaded):.2f}", ""])
+    return lines
+
+
+def main() -> None:
+    """One table, and its numbers in a file; status 1 where the limit is not met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
+    parser.add_argument("--saves", type=int, default=5, help="saves of each way")
+    parser.add_argument("--every", type=int, default=5, help="steps from save to save")
+    parser.add_argument("--samples", type=int, default=LARGE.samples, help="of one step")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    parser.add_argument("--child", choices=tuple(WAYS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    work = TINY if args.quick else replace(LARGE, micro_batches=args.samples // LARGE.micro_batch)
+    if args.child:
+        print(json.dumps(measured(args.child, work, args.saves, args.every, args.folder)), flush=True)
+        os._exit(0)
+    found = {way: in_process(way, args) for way in WAYS}
+    text = results.table(("step", "count", "seconds", "of a plain step"), rows(found))
+    settings = {"workload": asdict(work), "saves": args.saves, "every": args.every, "limit": LIMIT}
+    path = results.write("async-save-quick" if args.quick else "async-save", settings, {"ways": found}, args.results)
+    path.with_suffix(".md").write_text(text + "\n")
+    print(f"{text}\n\n{path}", flush=True)
+    seconds = found["async"]["seconds"]
+    ratio = statistics.median(seconds["saving"]) / statistics.median(seconds["plain"] or seconds["writing"])
+    print(f"a step that saves takes {ratio:.2f} times a plain one; at most {LIMIT}: {'met' if ratio <= LIMIT else 'MISSED'}", flush=True)
+    sys.exit(0 if ratio <= LIMIT or args.quick else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Who writes what: every element once, and no rank much more than its neighbours over tp and dp."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.checkpoint.reader import read_manifest
+from megazero.checkpoint.shares import Share, Values, shares, shares_of_values
+from megazero.checkpoint.writer import write_fragments, write_manifest
+from megazero.mpu.place import Kind, shard
+from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save
+
+LAYOUTS = [Layout(tp=2), Layout(tp=3, dp=2, bucket=100), Layout(tp=4, pp=2, divisor=2), Layout(tp=2, dp=2, pp=2, bucket=150, tied=False)]
+
+
+def written(layout: Layout) -> list[list[Share]]:
+    at = layout.axes.coordinates
+    return [shares(held, at(rank).tp, layout.tp) for rank, held in enumerate(layout.all_fragments())]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_element_is_written_once(layout: Layout) -> None:
+    counts: Counter[tuple[str, tuple[tuple[int, int], ...], int]] = Counter()
+    boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
+    for rank in written(layout):
+        for share in rank:
+            boxes.setdefault(share.place.name, set()).add(share.place.box)
+            counts.update((share.place.name, share.place.box, i) for i in range(share.start, share.stop))
+    assert set(counts.values()) == {1}
+    shapes = {piece.place.name: piece.place.shape for held in layout.all_fragments() for piece in held}
+    assert boxes.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        assert sum(1 for key in counts if key[0] == name) == torch.Size(shape).numel(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tp_ranks_write_equal_parts_of_what_all_of_them_hold(layout: Layout) -> None:
+    bytes_of = [sum(s.stop - s.start for s in rank if not s.place.tp_sharded) for rank in written(layout)]
+    for first in range(0, len(bytes_of), layout.tp):
+        part = bytes_of[first : first + layout.tp]
+        assert max(part) - min(part) <= 1 and sum(part) > 0
+
+
+def test_one_large_replica_is_cut() -> None:
+    """A learned position table is most of what tp ranks have in common."""
+    table = shard("embedding.position.weight", (1000, 8), Kind.EMBEDDING)
+    norm = shard("norm.weight", (8,), Kind.NORM)
+    held = [Share(table, 0, 8000), Share(norm, 0, 8)]
+    parts = [shares(held, index, 4) for index in range(4)]
+    assert [[(s.place.name, s.start, s.stop) for s in part] for part in parts] == [
+        [("embedding.position.weight", 0, 2002)],
+        [("embedding.position.weight", 2002, 4004)],
+        [("embedding.position.weight", 4004, 6006)],
+        [("embedding.position.weight", 6006, 8000), ("norm.weight", 0, 8)],
+    ]
+
+
+def test_values_are_cut_as_the_arithmetic_says() -> None:
+    layout = LAYOUTS[1]
+    for rank, every in enumerate(written(layout)):
+        values = shares_of_values(fragments_of(layout, rank, global_values(layout, torch.float32), torch.float32), rank % 3, 3)
+        assert [(v.place, v.start, v.stop) for v in values] == [(s.place, s.start, s.stop) for s in every]
+        assert all(isinstance(v, Values) and v.weight.numel() == v.stop - v.start for v in values)
+
+
+def test_files_of_a_layout_are_about_equal(tmp_path: Path) -> None:
+    layout = Layout(tp=4, dp=2)
+    save(tmp_path / "c", layout, global_values(layout, torch.float32), torch.float32)
+    sizes = [sum(span.numel for t in manifest.tensors.values() for n, span in t.fragments if n == number) for manifest in
+             [read_manifest(tmp_path / "c")] for number in range(8)]  # fmt: skip
+    assert len(sizes) == 8 and max(sizes) < 1.15 * min(sizes)
+
+
+def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
+    """They let the first tp rank write what all tp ranks hold; format and version are the same."""
+    layout = Layout(tp=2, dp=2, pp=2, bucket=150)
+    values = global_values(layout, torch.float32)
+    tmp_path = tmp_path / "c"
+    tmp_path.mkdir()
+
+    def kept(rank: int, held: list) -> list:
+        return [one for one in held if one.start < one.stop and (one.place.tp_sharded or layout.axes.coordinates(rank).tp == 0)]
+
+    for rank in range(8):
+        write_fragments(tmp_path, rank, 8, kept(rank, fragments_of(layout, rank, values, torch.float32)), 64)
+    writers = [kept(rank, held) for rank, held in enumerate(layout.all_fragments())]
+    write_manifest(tmp_path, writers, run={}, progress={}, layout={"tp": 2, "pp": 2, "dp": 2, "cp": 1})
+    for target in (layout, Layout(), Layout(tp=3, dp=2)):
+        expect(tmp_path, target, values, torch.float32)
