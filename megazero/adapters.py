@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from megazero.checkpoint.agreement import agree
 from megazero.checkpoint.manager import Found
+from megazero.checkpoint.reader import read_manifest
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
+from megazero.convert.native import NativeSource
+from megazero.convert.peft import names_for, write_adapters
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError
 from megazero.convert.stages import fill
@@ -16,11 +20,14 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import place_of
 from megazero.zero.frozen import FrozenParameters
 
+PEFT = "peft"
+"""Folder of a checkpoint that PEFT opens."""
+
 
 def with_base(run: Run, found: Found | None) -> Run:
     """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint of --load says.
 
-    Raises ConfigError where neither says.
+    Raises ConfigError where neither says, or nothing can be opened there.
     """
     if run.lora.lora_rank is None:
         return run
@@ -29,7 +36,36 @@ def with_base(run: Run, found: Found | None) -> Run:
     if base is None:
         nothing = f"--load {run.checkpoint.load} " + ("has no complete checkpoint" if found is None else "does not say it")
         raise ConfigError([f"--lora-rank {run.lora.lora_rank}: on which model? {nothing}; name it: --init-from DIR"])
-    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(Path(base).expanduser().absolute())))
+    path = Path(base).expanduser().absolute()
+    try:
+        with open_source(path):
+            pass
+    except (ConversionError, OSError) as error:
+        raise ConfigError([f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]) from error
+    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(path)))
+
+
+def peft_files(run: Run) -> Callable[[Path], None] | None:
+    """What writes the adapters of a finished checkpoint into its folder once more, as PEFT has them; None without adapters.
+
+    Where no family of Hugging Face's has this model, that is told, and nothing is written. Opens the base. Called by one rank.
+    """
+    base = run.checkpoint.init_from
+    if run.lora.lora_rank is None or base is None or run.checkpoint.save is None:
+        return None
+    with open_source(Path(base)) as source:
+        try:
+            names = names_for(run.model, source)
+        except ConversionError as error:
+            print(f"megazero: checkpoints hold no {PEFT}/, PEFT's form of the adapters: {error}", flush=True)
+            return None
+
+    def write(folder: Path) -> None:
+        (folder / PEFT).mkdir()
+        with NativeSource(folder, read_manifest(folder)) as adapters:
+            write_adapters(adapters, names, base, folder / PEFT)
+
+    return write
 
 
 def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:

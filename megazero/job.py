@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megazero import device as devices
-from megazero.adapters import load_base
+from megazero.adapters import load_base, peft_files
 from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token, replace_file
@@ -180,7 +180,8 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
     token = new_token(grid.world, grid.device)
     aside = background_group(grid.world) if run.checkpoint.async_save else None
-    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside)
+    beside = peft_files(run) if grid.rank == 0 else None
+    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, beside)
     checkpoints.claim()
     scaler = LossScaler(run.optimizer, grid.device)
     minutes = run.trainer.exit_duration_in_mins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,9 @@ from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import run_dict
 from megazero.config.fp8 import exceptions
+from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, Run
+from megazero.convert.source import places
 from megazero.model.count import parameters
 from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.pipeline.graphs import replayed
@@ -67,11 +70,21 @@ def _model(run: Run) -> list[tuple[str, str]]:
         ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
         ("precision", f"{run.optimizer.precision}; state and gradients {str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}"),
         *_fp8(run),
+        *_adapters(run),
     ]
 
 
 def _heads(model: ModelConfig) -> str:
     return f"{model.num_attention_heads} heads" + ("" if model.kv_channels is None else f" of {model.kv_channels}")
+
+
+def _adapters(run: Run) -> list[tuple[str, str]]:
+    if run.lora.lora_rank is None:
+        return []
+    trained = sum(math.prod(place.shape) for place in places(run.model, adapters=run.lora).values())
+    layers = " ".join(adapted(run.lora, run.model))
+    words = f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {alpha(run.lora):g}, on {layers}"
+    return [("trained", f"{words}; all else is frozen, and has no gradients and no optimizer state")]
 
 
 def _fp8(run: Run) -> list[tuple[str, str]]:
@@ -100,6 +113,9 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> banner.StageBytes:
         for column, dtype in dtypes.items():
             elements = bucket.numel // sharers if row[column].spread is Spread.SHARDED else bucket.numel
             held[column] += elements * dtype.itemsize
+    frozen = pack(places_of(run, stage, 0, trained=False), 1, run.parallel.bucket_size, 1)
+    parameters += sum(bucket.used for bucket in frozen)
+    held[Column.PARAMETER] += sum(bucket.numel for bucket in frozen) * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)
     own = [specs[number] for number in chunks_of(run).of(stage)]
     embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)

@@ -113,6 +113,7 @@ class Checkpoints:
     all_fragments  for each rank what its `state.fragments()` cover, from layout arithmetic; called on rank 0 only
     token          the run's token (`fence.new_token`), the same on all ranks
     aside          the group for saves beside the run (`grid.background_group`); None: `start` is not called
+    beside         what else goes into a checkpoint's folder (`Saving.beside`)
     """
 
     def __init__(
@@ -124,11 +125,13 @@ class Checkpoints:
         grid: ProcessGrid,
         token: str,
         aside: Group | None = None,
+        beside: Callable[[Path], None] | None = None,
     ) -> None:
         self._cfg, self._run, self._state, self._all_fragments, self._grid = cfg, run, state, all_fragments, grid
         self._root = Path(cfg.save) if cfg.save else None
         self.fence = Fence(self._root / folders.TOKEN).join(token) if self._root else None
         self._saving: Saving | None = None
+        self._beside = beside
         self._aside, self._background, self._snapshot = aside, Background(), Snapshot(grid.device)
 
     def claim(self) -> None:
@@ -149,7 +152,8 @@ class Checkpoints:
 
         self._together(take_over if places.leads else None)
         cfg = self._cfg
-        self._saving = Saving(root, fence, places, self._writers, self._run, asdict(grid.axes), cfg.keep_last, cfg.save_retain_interval)
+        kept = cfg.keep_last, cfg.save_retain_interval
+        self._saving = Saving(root, fence, places, self._writers, self._run, asdict(grid.axes), *kept, self._beside)
 
     def reserve(self) -> int:
         """Have the host memory that `start` copies to; bytes of this rank."""

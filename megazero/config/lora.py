@@ -30,10 +30,3 @@ def scale(lora: LoraConfig) -> float:
     """What B A x is multiplied by: alpha / rank."""
     assert lora.lora_rank is not None
     return alpha(lora) / lora.lora_rank
-
-
-def adapter_parameters(lora: LoraConfig, model: ModelConfig, widths: dict[str, tuple[int, int]]) -> int:
-    """Parameters of all adapters. widths: inputs and outputs of each linear layer of a block."""
-    if lora.lora_rank is None:
-        return 0
-    return model.num_layers * sum(lora.lora_rank * sum(widths[name]) for name in adapted(lora, model))

@@ -16,6 +16,7 @@ from megazero.convert.hf.families import from_transformers
 from megazero.convert.native import open_native
 from megazero.convert.peft import write_peft
 from megazero.convert.registry import open_source
+from megazero.convert.source import ConversionError
 from tests.lora.families import CONFIGS, saved_base, their_base
 from tests.parity.float64 import in_float64
 from tests.parity.training import data_flags, job_on_rank, train
@@ -40,23 +41,22 @@ def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pyte
     return request.param, base, folder / "saved"
 
 
-def exported(checkpoint: Path, folder: Path) -> Path:
-    folder.mkdir()
-    with open_source(checkpoint) as source:
-        write_peft(source, folder, Wanted(), lambda _: None)
-    return folder
+def beside(checkpoint: Path) -> Path:
+    """What the run itself has written for PEFT."""
+    with open_native(checkpoint) as found:
+        return found.path / "peft"
 
 
 def tokens() -> Tensor:
     return torch.randint(1003, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def test_peft_gives_the_same_logits(trained: tuple[str, Path, Path], tmp_path: Path) -> None:
+def test_peft_gives_the_same_logits(trained: tuple[str, Path, Path]) -> None:
     family, base, checkpoint = trained
     plain = their_base(base)
     with in_float64(), torch.no_grad():
         before = plain(tokens()).logits
-        adapted = peft.PeftModel.from_pretrained(plain, exported(checkpoint, tmp_path / "adapter"))
+        adapted = peft.PeftModel.from_pretrained(plain, beside(checkpoint))
         theirs = adapted(tokens()).logits
     ours = megazero.load(checkpoint)(tokens())
     assert theirs.dtype == ours.dtype == torch.float64
@@ -65,10 +65,10 @@ def test_peft_gives_the_same_logits(trained: tuple[str, Path, Path], tmp_path: P
     assert (ours - theirs).abs().max() < TOLERANCE.get(family, 1e-10) * scale
 
 
-def test_merged_is_what_peft_merges(trained: tuple[str, Path, Path], tmp_path: Path) -> None:
+def test_merged_is_what_peft_merges(trained: tuple[str, Path, Path]) -> None:
     family, base, checkpoint = trained
     with in_float64():
-        merged = peft.PeftModel.from_pretrained(their_base(base), exported(checkpoint, tmp_path / "adapter")).merge_and_unload()
+        merged = peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()
     state = merged.state_dict()
     with open_source(checkpoint) as source:
         assert isinstance(source, AdaptedSource)
@@ -87,6 +87,18 @@ def test_checkpoint_holds_adapters_and_nothing_else(trained: tuple[str, Path, Pa
         assert adapters.columns == ("weight", "exp_avg", "exp_avg_sq")
         assert all(adapters.read(name, "exp_avg_sq").max() > 0 for name in expected)
         assert adapters.run.checkpoint.init_from == str(base)
+
+
+def test_written_by_the_tool_they_are_the_same_files(trained: tuple[str, Path, Path], tmp_path: Path) -> None:
+    _, base, checkpoint = trained
+    told: list[int] = []
+    with open_source(checkpoint) as source:
+        write_peft(source, tmp_path, Wanted(), told.append)
+        assert isinstance(source, AdaptedSource) and sum(told) == sum(entry.nbytes() for entry in source.adapters.entries.values())
+    for path in beside(checkpoint).iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+    with open_source(base) as source, pytest.raises(ConversionError, match="holds no adapters"):
+        write_peft(source, tmp_path, Wanted(), told.append)
 
 
 def peft_steps(model: Any, batches_of: Any, steps: int) -> list[tuple[float, float]]:
@@ -126,16 +138,14 @@ def test_steps_equal_those_of_peft(family: str, corpus: Path, tmp_path: Path) ->
     flags = [*flags_for(base, corpus, tmp_path, 4), "--micro-batch-size", "2", "--lr-decay-style", "constant"]
     job, recorder = job_on_rank(0, 1, flags)
     with in_float64():
-        model = peft.PeftModel.from_pretrained(
-            their_base(base), exported(tmp_path / "start" / "saved", tmp_path / "first"), is_trainable=True
-        )
+        model = peft.PeftModel.from_pretrained(their_base(base), beside(tmp_path / "start" / "saved"), is_trainable=True)
         share_one_a(model)
         expected = peft_steps(model, lambda step: job.trainer.train_batches.micro_batches(step * 4, 4), 4)
     job.fit()
     found = [(record.loss, record.grad_norm) for record in recorder.records]
     assert any(norm > 0.002 for _, norm in found), "clipping is to bind"
     torch.testing.assert_close(found, expected, rtol=TOLERANCE.get(family, 1e-9), atol=0.0)
-    files = exported(tmp_path / "saved", tmp_path / "last")
+    files = beside(tmp_path / "saved")
     with in_float64():
         ours = peft.PeftModel.from_pretrained(their_base(base), files).state_dict()
     for name, theirs in model.state_dict().items():

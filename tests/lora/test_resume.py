@@ -1,0 +1,155 @@
+"""Adapters go on from their checkpoint on any layout, on the weights they were trained on and no others; and what they cost in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.config.level import ConfigError
+from megazero.config.parse import parse_run
+from megazero.convert.native import open_native
+from megazero.convert.registry import open_source
+from megazero.init_from import model_level
+from megazero.overview import overview, stage_bytes
+from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
+from tests.ranks import run_ranks
+
+MODEL = ["--num-layers", "4", "--hidden-size", "24", "--num-attention-heads", "4", "--vocab-size", "1003", "--init-method-std", "0.1"]
+NUMBERS = ["--global-batch-size", "4", "--lr", "1e-2", "--lora-rank", "3", "--train-iters", "4", "--seq-length", "12"]
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    flags = [
+        *MODEL,
+        "--seq-length",
+        "12",
+        "--precision",
+        "fp32",
+        "--global-batch-size",
+        "2",
+        "--train-iters",
+        "1",
+        *data_flags(corpus, folder),
+    ]
+    train(1, [*flags, "--save", str(folder / "saved")])
+    return folder / "saved"
+
+
+def flags_for(base: Path, corpus: Path, folder: Path, precision: str) -> list[str]:
+    return [*NUMBERS, "--precision", precision, "--init-from", str(base), *data_flags(corpus, folder / "cache")]
+
+
+@pytest.mark.slow
+def test_any_layout_goes_on(base: Path, corpus: Path, tmp_path: Path) -> None:
+    flags = flags_for(base, corpus, tmp_path, "fp64")
+    whole = train(1, flags)
+    train(2, [*flags, "--tp", "2", "--save", str(tmp_path / "saved"), "--exit-interval", "2"])
+    load = ["--load", str(tmp_path / "saved")]
+    sequence = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--pipeline-schedule", "zb-h1"]
+    unnamed = [*MODEL, *(word for word in flags if word not in ("--init-from", str(base)))]
+    for ranks, words in ((4, [*flags, *sequence, "--async-save", "--save", str(tmp_path / "more")]), (2, [*unnamed, "--zero-stage", "2"])):
+        found = train(ranks, [*words, *load])
+        rest = Outcome(whole.records[2:], whole.losses, whole.weights)
+        assert [record.iteration for record in found.records] == [3, 4]
+        assert all(value < 1e-9 for value in worst(found, rest).values()), worst(found, rest)
+    with open_native(tmp_path / "more") as one, open_source(tmp_path / "more") as merged, open_source(base) as under:
+        assert len(one.entries) == 2 * 4 * 4 and merged.entries.keys() == under.entries.keys()
+        files = sorted(path.name for path in (one.path / "peft").iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"], "written beside the run as well"
+
+
+@pytest.mark.slow
+def test_bf16_on_fp32_masters_resumes_to_the_bit(base: Path, corpus: Path, tmp_path: Path) -> None:
+    flags = [*flags_for(base, corpus, tmp_path, "bf16"), "--tp", "2"]
+    whole, exact = train(2, flags), train(1, flags_for(base, corpus, tmp_path, "fp64"))
+    assert worst(whole, exact)["loss"] < 1e-2
+    train(2, [*flags, "--save", str(tmp_path / "saved"), "--exit-interval", "2"])
+    last = train(2, [*flags, "--load", str(tmp_path / "saved")])
+    assert [(r.loss, r.grad_norm) for r in last.records] == [(r.loss, r.grad_norm) for r in whole.records[2:]]
+    assert all(torch.equal(values, last.weights[name]) for name, values in whole.weights.items())
+    with open_source(base) as source, open_native(tmp_path / "saved") as adapters:
+        assert all(torch.equal(source.read(name).bfloat16(), whole.weights[name]) for name in source.entries)
+        assert {entry.columns["weight"] for entry in adapters.entries.values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_another_base_is_noticed(base: Path, corpus: Path, tmp_path: Path) -> None:
+    flags = flags_for(base, corpus, tmp_path, "fp32")
+    train(1, [*flags, "--save", str(tmp_path / "saved"), "--exit-interval", "1"])
+    other = tmp_path / "other"
+    plain = [*MODEL, *data_flags(corpus, tmp_path), "--seed", "8", "--seq-length", "12", "--precision", "fp32", "--global-batch-size", "2"]
+    train(1, [*plain, "--train-iters", "1", "--save", str(other)])
+    words = [str(other) if word == str(base) else word for word in flags]
+    with pytest.raises(RuntimeError, match="the model loaded is not the model saved"):
+        train(1, [*words, "--load", str(tmp_path / "saved")])
+    with pytest.raises(RuntimeError, match="the checkpoint holds adapters only; to go on with them: --lora-rank 3"):
+        train(1, [*plain, "--train-iters", "4", "--load", str(tmp_path / "saved")])
+    with pytest.raises(RuntimeError, match="--lora-rank: 3 in the checkpoint, 4 now"):
+        train(1, [*flags, "--lora-rank", "4", "--load", str(tmp_path / "saved")])
+    with pytest.raises(RuntimeError, match="the checkpoint is of a whole model"):
+        train(1, [*flags, "--load", str(other)])
+
+
+def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, str, Tensor]:
+    job, _ = job_on_rank(rank, size, flags)
+    told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
+    trained = torch.tensor([p.numel() for stage in job.stages for p in stage.parameters() if p.requires_grad])
+    return job.state.bytes(), told.total, overview(job.run, job.grid, "words", "from here", []), trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--pp 2 --zero-stage 1", "--tp 2"])
+def test_only_adapters_cost_gradients_and_optimizer_state(layout: str, base: Path, corpus: Path, tmp_path: Path) -> None:
+    for held_here, told, text, trained in run_ranks(2, held, 2, [*flags_for(base, corpus, tmp_path, "bf16"), *layout.split()]):
+        adapters = int(trained.sum())
+        frozen = held_here.pop("frozen")
+        assert frozen > 18 * adapters, "the model is what takes memory"
+        # bf16 weights, fp32 gradients, masters and two moments; ZeRO pads a bucket at its end.
+        assert 18 * adapters <= sum(held_here.values()) < 18 * (adapters + 64)
+        assert told == frozen + sum(held_here.values())
+        assert "in adapters of rank 3, alpha 6, on qkv output up down" in " ".join(text.split())
+
+
+def test_a_model_of_no_family_is_saved_without_peft(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    numbers = ["--precision", "fp32", "--global-batch-size", "2", "--train-iters", "1", "--seq-length", "12", *data_flags(corpus, tmp_path)]
+    shape = ["--position-embedding", "alibi", "--norm", "rmsnorm"]
+    job_on_rank(0, 1, [*MODEL, *shape, *numbers, "--save", str(tmp_path / "base")])[0].fit()
+    job_on_rank(0, 1, [*numbers, "--init-from", str(tmp_path / "base"), "--lora-rank", "2", "--save", str(tmp_path / "saved")])[0].fit()
+    assert "checkpoints hold no peft/, PEFT's form of the adapters: no model of Hugging Face's" in capfd.readouterr().out
+    with open_native(tmp_path / "saved") as adapters:
+        assert len(adapters.entries) == 2 * 4 * 4 and not (adapters.path / "peft").exists()
+
+
+WRONG = {
+    "--lora-rank 0 --init-from {base}": "--lora-rank 0: must be",
+    "--lora-rank 4": "--lora-rank 4 needs --init-from DIR",
+    "--lora-alpha 3": "--lora-alpha has no effect without --lora-rank",
+    "--lora-targets qkv": "--lora-targets has no effect without --lora-rank",
+    "--lora-rank 4 --init-from {base} --lora-targets qvk": "--lora-targets qvk: known are qkv, output, gate, up, down",
+    "--lora-rank 4 --init-from {base} --lora-targets gate": "with --activation gelu-tanh there are qkv, output, up, down",
+    "--lora-rank 4 --init-from {base} --fp8": "is not built for --fp8",
+    "--lora-rank 4 --init-from {base} --extend-vocabulary --vocab-size 1010": "--lora-rank 4 does not train the rows that --extend-vocabulary adds",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_flags_are_named(words: str, base: Path, corpus: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run([*words.format(base=base).split(), "--data-path", str(corpus), "--vocab-size", "1003"], 1, model_level)
+    assert WRONG[words] in str(error.value)
+
+
+def test_a_base_that_is_gone_is_named(base: Path, corpus: Path, tmp_path: Path) -> None:
+    flags = flags_for(base, corpus, tmp_path, "fp32")
+    with pytest.raises(ConfigError, match="--init-from"):
+        parse_run([str(tmp_path / "nowhere") if word == str(base) else word for word in flags], 1, model_level)
+    words = [*MODEL, *NUMBERS, "--load", str(tmp_path / "nothing"), *data_flags(corpus, tmp_path / "cache")]
+    with pytest.raises(
+        ConfigError, match=r"--lora-rank 3: on which model\? --load .* has no complete checkpoint; name it: --init-from DIR"
+    ):
+        job_on_rank(0, 1, words)
