@@ -10,12 +10,14 @@ from megazero.convert.adapters import adapted_source
 from megazero.convert.formats import Format
 from megazero.convert.hf import FORMAT as HF
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
+from megazero.convert.megatron_deepspeed import FORMAT as MEGATRON_DEEPSPEED
 from megazero.convert.source import ConversionError, Source
+from megazero.convert.universal.registered import FORMATS as UNIVERSAL
 
 
 def format_table() -> Mapping[str, Format]:
     """By name. In the order in which a folder is looked at."""
-    found: list[Format] = [MEGATRON, native.FORMAT, HF]
+    found: list[Format] = [MEGATRON, MEGATRON_DEEPSPEED, native.FORMAT, HF, *UNIVERSAL]
     return {known.name: known for known in found}
 
 

@@ -313,7 +313,7 @@ def test_files_that_are_no_whole_torch_files(tmp_path: Path) -> None:
 def test_torch_opens_what_is_written(tmp_path: Path) -> None:
     """With weights_only, with its mapping, and with tensors that came in pieces."""
     pieces = torch.randn(3, 2).bfloat16()
-    made = {
+    made: dict[str, Any] = {
         "values": [1, 2.5, "é\n", None, True, False, 2**40, -1, -(2**33), 2**100, (1, 2), (), {}, {"a": {3: torch.float16}}],
         "transposed": torch.randn(5, 7).t(),
         "pieces": pieces,

@@ -1,0 +1,105 @@
+"""Global tensors of the optimizer's columns, put together from dp partitions, tp ranks and pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.convert.megatron_deepspeed.folders import Files, Listing
+from megazero.convert.megatron_deepspeed.names import WORD, Theirs
+from megazero.convert.megatron_deepspeed.weights import Weights, halved, label
+from megazero.convert.megatron_deepspeed.zero import Slice, Zero, pieces_of
+from megazero.convert.report import Report
+from megazero.convert.shards import agree, join, split_axis
+from megazero.convert.source import ConversionError
+
+Held = Mapping[tuple[int, str], tuple[int, list[Slice]]]
+"""Of one tp rank: (layer, key) -> (model-parallel rank whose files hold it, where)."""
+
+
+class Columns:
+    """Masters and moments. Raises ConversionError with every parameter of the layer files that the optimizer's files do not hold whole."""
+
+    def __init__(self, files: Files, listing: Listing, weights: Weights, zero: Zero, report: Report) -> None:
+        self.files, self.listing, self.weights, self.zero, self.report = files, listing, weights, zero, report
+        self.tp = listing.tp
+        self.stages = len(zero.slices) // self.tp
+        self.held: list[Held] = [self._held(t) for t in range(self.tp)]
+        problems = [problem for where in dict.fromkeys(weights.theirs.values()) for problem in self._problems(where)]
+        if problems:
+            more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+            raise ConversionError(
+                f"{listing.folder}: the optimizer's files do not hold what the layer files do: {'; '.join(problems[:20] + more)}. "
+                f"To convert the weights alone, move the *_optim_states.pt files elsewhere"
+            )
+        for column in zero.dtypes:
+            report.mapped += [f"{label(where)} {column}" for where in dict.fromkeys(weights.theirs.values())]
+        self._account()
+
+    def read(self, name: str, column: str) -> Tensor:
+        """A global tensor of one column, vocabulary padding cut off."""
+        where = self.weights.theirs[name]
+        pieces = [halved(self._of_rank(t, where, column), where) for t in range(self.tp)]
+        whole = join(f"{label(where)} {column}", pieces, split_axis(name), self.report, self.weights.rows(name))
+        copies = self._copies(name, where)
+        if not copies:
+            return whole
+        others = [join(f"{label(where)} {column}", [self._flat(rank, parts, column, where, t) for t, (rank, parts) in enumerate(copy)], split_axis(name), self.report, self.weights.rows(name)) for copy in copies]  # fmt: skip
+        return agree(f"{label(where)} {column} (first and last stage)", [whole, *others], self.report)
+
+    def _of_rank(self, t: int, where: Theirs, column: str) -> Tensor:
+        rank, parts = self.held[t][where.layer, where.key]
+        return self._flat(rank, parts, column, where, t)
+
+    def _flat(self, rank: int, parts: Sequence[Slice], column: str, where: Theirs, t: int) -> Tensor:
+        pieces = pieces_of(self.files, self.listing, rank, parts, column)
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return flat.view(self.weights.stored[where.layer][t][where.key].shape)
+
+    def _held(self, t: int) -> Held:
+        """A parameter of the tied embedding is in the first and in the last stage; the first one's counts."""
+        found: dict[tuple[int, str], tuple[int, list[Slice]]] = {}
+        for stage in reversed(range(self.stages)):
+            rank = stage * self.tp + t
+            for parameter, parts in self.zero.slices[rank].items():
+                place = self.weights.layers.place(parameter)
+                if place is not None:
+                    found[place] = rank, parts
+        return found
+
+    def _copies(self, name: str, where: Theirs) -> list[list[tuple[int, list[Slice]]]]:
+        """The tied table's copies on other stages, which are trained with it. (The rest of a tied embedding is idle there.)"""
+        if name != WORD or not self.weights.layers.tied:
+            return []
+        parameter = self.weights.layers.parameter(where.layer, where.key)
+        first = self.held[0][where.layer, where.key][0] // self.tp
+        others = [stage for stage in range(self.stages) if stage != first and parameter in self.zero.slices[stage * self.tp]]
+        return [[(s * self.tp + t, self.zero.slices[s * self.tp + t][parameter]) for t in range(self.tp)] for s in others]
+
+    def _problems(self, where: Theirs) -> list[str]:
+        counts = []
+        for t in range(self.tp):
+            _, parts = self.held[t].get((where.layer, where.key), (0, []))
+            counts.append(sum(part.numel for part in parts))
+        wanted = [math.prod(self.weights.stored[where.layer][t][where.key].shape) for t in range(self.tp)]
+        if counts == wanted:
+            return []
+        return [f"{label(where)} has {sum(wanted)} elements there and {sum(counts)} here"]
+
+    def _account(self) -> None:
+        """Parameters of the optimizer's files that nothing is made of."""
+        used = {(where.layer, where.key) for where in self.weights.theirs.values()}
+        for rank, slices in enumerate(self.zero.slices):
+            for parameter in slices:
+                place = self.weights.layers.place(parameter)
+                if place not in used:
+                    self.report.unused[f"optimizer {parameter}"] = "no tensor of the layer files goes by this name"
+                elif (
+                    place is not None
+                    and rank // self.tp != self.held[rank % self.tp][place][0] // self.tp
+                    and not parameter.endswith("word_embeddings.weight")
+                ):
+                    self.report.unused[f"optimizer {parameter} (stage {rank // self.tp})"] = "an idle copy: only the first stage trains it"

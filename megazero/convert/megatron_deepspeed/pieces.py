@@ -1,0 +1,26 @@
+"""What tp ranks have of a global tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megazero.convert.megatron_deepspeed.weights import PADDED
+from megazero.convert.shards import cut
+
+
+def rank_pieces(name: str, whole: Tensor, tp: int, rows: int) -> list[list[Tensor]]:
+    """What each tp rank has of a global tensor, as pieces that follow each other; zeros for the vocabulary's padding."""
+    if name not in PADDED:
+        return [[piece] for piece in cut(name, whole, tp)]
+    size = rows // tp
+    return [list(_table_rows(whole, t * size, (t + 1) * size)) for t in range(tp)]
+
+
+def _table_rows(whole: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    rows = whole.shape[0]
+    if start < rows:
+        yield whole[start : min(stop, rows)]
+    if stop > rows:
+        yield whole.new_zeros(stop - max(start, rows), whole.shape[1])

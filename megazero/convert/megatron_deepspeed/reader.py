@@ -1,0 +1,172 @@
+"""Reading Megatron-DeepSpeed's checkpoints: weights of any tp, and the state of ZeRO-1 and ZeRO-2 of any tp, pp and dp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.config.dtypes import PRECISION_OF
+from megazero.config.schema import Run
+from megazero.convert.megatron_args import model_from_args, run_from_args
+from megazero.convert.megatron_deepspeed.columns import Columns
+from megazero.convert.megatron_deepspeed.folders import Files, Listing, checkpoint_folder, listing
+from megazero.convert.megatron_deepspeed.names import found_layers
+from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
+from megazero.convert.megatron_deepspeed.weights import Weights, stored_layers
+from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
+from megazero.convert.report import Report
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
+from megazero.convert.unpickle import Record
+
+
+class MegatronDeepSpeedSource(Source):
+    """A checkpoint of Megatron-DeepSpeed. With optimizer files the column "weight" is the fp32 master."""
+
+    def __init__(self, path: Path, run: Run, position: Position, weights: Weights, columns: Columns | None, report: Report, companions: dict[str, Path]) -> None:  # fmt: skip
+        dtypes = columns.zero.dtypes if columns else {}
+        entries = {name: Entry(shape, {WEIGHT: weights.dtype(name), **dtypes}) for name, shape in weights.shapes.items()}
+        super().__init__("megatron-deepspeed", path, run, entries, position, companions, report)
+        self.weights, self.columns_of = weights, columns
+        self._off: dict[str, int] = {}
+        self.closing.callback(weights.files.close)
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        if self.columns_of is None:
+            return self.weights.read(name)
+        whole = self.columns_of.read(name, column)
+        if column == WEIGHT and name not in self._off:
+            self._compare(name, whole)
+        return whole
+
+    def _compare(self, name: str, master: Tensor) -> None:
+        """Counts where the layer files' weight is not the master rounded: the files are not of one step, or one of them was changed."""
+        rounded = self.weights.read(name)
+        self._off[name] = sum(
+            int((row != kept).logical_and(~(row.isnan() & kept.isnan())).sum())
+            for row, kept in (
+                (part.to(rounded.dtype), other) for part, other in zip(master.split(1 << 12), rounded.split(1 << 12), strict=True)
+            )
+        )
+        if self._off[name]:
+            note = f"{name}: {self._off[name]} of {master.numel()} master weights, rounded, are not what the layer files hold; the masters are taken"
+            self.report.notes.append(note)
+
+
+def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
+    """The checkpoint in a folder, or the one that its `latest` names. Raises ConversionError.
+
+    What the arguments in the mp_rank files do not tell is taken from the tensors' shapes, and what those do not (the number of
+    heads) from a config.json beside the files, if there is one.
+    """
+    folder = checkpoint_folder(path)
+    there = listing(folder)
+    files, report = Files(), Report()
+    stored = stored_layers(files, there)
+    layers = found_layers({layer: tuple(ranks[0]) for layer, ranks in stored.items()}, str(folder))
+    state = files[there.ranks[0]] if there.ranks else {}
+    companions = {file.name: file for file in (folder / "config.json", path / "config.json") if file.is_file()}
+    said = _told(companions) | _args(state)
+    _refuse_other_grid(folder, said, there)
+    args = args_from_shapes(said, stored, layers, str(folder), report)
+    model = model_from_args(args, str(folder))
+    weights = Weights(files, there, stored, layers, model, report)
+    precision = PRECISION_OF.get(weights.dtype("blocks.0.attention.qkv.weight"), "fp32")
+    zero = read_zero(files, there) if there.zero else None
+    columns = Columns(files, there, weights, zero, report) if zero else None
+    _note(report, zero, there, args, model.vocab_size)
+    run = run_from_args(_with_hyper(args, zero), model, precision)
+    return MegatronDeepSpeedSource(folder, run, _position(state, args, zero, there), weights, columns, report, companions)
+
+
+def _args(state: Any) -> dict[str, Any]:
+    """The arguments of the run that wrote the checkpoint: a namespace, a dictionary, or nothing. Members of enumerations become their value."""
+    args = state.get("args") if isinstance(state, dict) else None
+    found = args.state if isinstance(args, Record) else args if isinstance(args, dict) else {}
+    return {name: value.args[0] if isinstance(value, Record) and value.args else value for name, value in found.items()}
+
+
+_CONFIG = {
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_layers": ("num_layers", "num_hidden_layers", "n_layer"),
+    "seq_length": ("seq_length", "max_position_embeddings", "n_positions"),
+    "layernorm_epsilon": ("layer_norm_epsilon", "layernorm_epsilon", "rms_norm_eps"),
+    "vocab_size": ("vocab_size",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "rotary_base": ("rope_theta",),
+}
+"""Argument -> what a config.json may call it."""
+
+
+def _told(companions: Mapping[str, Path]) -> dict[str, Any]:
+    path = companions.get("config.json")
+    if path is None:
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConversionError(f"{path} is no JSON: {error}") from error
+    return {name: config[key] for name, keys in _CONFIG.items() for key in keys[::-1] if config.get(key) is not None}
+
+
+def _refuse_other_grid(folder: Path, args: Mapping[str, Any], there: Listing) -> None:
+    """Layer files of fewer ranks than the arguments say are a checkpoint of which the last ranks' files are missing."""
+    tp, pp = args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size")
+    wrong = []
+    if tp and tp != there.tp:
+        wrong.append(f"tensor_model_parallel_size is {tp}, there are layer files of {there.tp} tp ranks")
+    if pp and there.ranks and len(there.ranks) != pp * there.tp:
+        wrong.append(f"pipeline_model_parallel_size is {pp}, there are mp_rank files of {len(there.ranks)} ranks ({there.tp} per stage)")
+    if wrong:
+        raise ConversionError(f"{folder} is not whole: " + "; ".join(wrong))
+
+
+def _with_hyper(args: Mapping[str, Any], zero: Zero | None) -> Mapping[str, Any]:
+    """The arguments, with what the optimizer knows of itself where they are silent."""
+    if zero is None:
+        return args
+    first, second = (*zero.hyper["betas"], None)[:2] if isinstance(zero.hyper.get("betas"), list | tuple) else (None, None)
+    known = {"adam_beta1": first, "adam_beta2": second, "adam_eps": zero.hyper.get("eps"), "weight_decay": zero.hyper.get("weight_decay")}
+    return {**{name: value for name, value in known.items() if value is not None}, **{k: v for k, v in args.items() if v is not None}}
+
+
+def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Listing) -> Position:
+    held: Mapping[str, Any] = state if isinstance(state, dict) else {}
+    iteration = int(held.get("iteration") or args.get("iteration") or held.get("global_steps") or there.iteration)
+    samples = int(args.get("consumed_train_samples") or held.get("global_samples") or 0)
+    tokens = int(held.get("tokens") or args.get("consumed_train_tokens") or 0)
+    steps = zero.steps if zero and zero.steps else float(iteration)
+    return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, _loss_scale(zero))
+
+
+def _loss_scale(zero: Zero | None) -> dict[str, float] | None:
+    """DeepSpeed's scaler counts iterations and keeps the last one that overflowed: `k` good ones have passed since.
+
+    It doubles at k = window + 1, 2 window + 1, ...: one step later than ours, which the count here makes up for.
+    """
+    scaler = zero.scaler.state if zero and zero.scaler else {}
+    if not {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window"} <= set(scaler):
+        return None
+    good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
+    overflows = scaler.get("delayed_shift", 1) - scaler.get("cur_hysteresis", 1)
+    return {"scale": float(scaler["cur_scale"]), "good_steps": max(0, good - 1) % int(scaler["scale_window"]), "overflows": int(overflows)}
+
+
+def _note(report: Report, zero: Zero | None, there: Listing, args: Mapping[str, Any], vocabulary: int | None) -> None:
+    padded, true = args.get("padded_vocab_size"), args.get("vocab_size")
+    if true and padded and true < padded:
+        report.notes.append(f"{padded - true} rows that pad the vocabulary of {true} to {padded} are left out")
+    elif not true:
+        report.notes.append(f"the arguments know no vocab_size: all {vocabulary} rows of the vocabulary are kept, padding included")
+    if zero is None:
+        report.notes.append("there are no optimizer files (*_optim_states.pt): weights only")
+    else:
+        report.notes += zero.notes
+        if zero.dtypes[WEIGHT] != torch.float32:
+            report.notes.append(f"master weights are stored in {zero.dtypes[WEIGHT]}")
+    if not there.ranks:
+        report.notes.append("there are no mp_rank files: the model is told by its tensors, and its position by the folder's name")

@@ -1,0 +1,93 @@
+"""Which layers and parameters a pipeline stage of a written checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megazero.config.derive import padded_vocab
+from megazero.config.schema import ModelConfig
+from megazero.convert.formats import Wanted
+from megazero.convert.megatron_deepspeed.names import Layers, Theirs, bloom_layers, theirs
+from megazero.convert.megatron_deepspeed.weights import PADDED
+from megazero.convert.shards import split_axis
+from megazero.convert.source import places
+from megazero.mpu.place import Place
+from megazero.pipeline.partition import partition
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor of a layer file. names: of ours, in the order of its rows (two for a gated layer). shape: on one tp rank."""
+
+    where: Theirs
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    decays: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written where. tensors: in the pipeline's order; stages: layers of each."""
+
+    model: ModelConfig
+    layers: Layers
+    tensors: tuple[Written, ...]
+    stages: tuple[range, ...]
+    rows: int
+
+    def of_layer(self, layer: int) -> list[Written]:
+        return [written for written in self.tensors if written.where.layer == layer]
+
+    def of_stage(self, stage: int) -> list[Written]:
+        """A stage's parameters in the order of DeepSpeed's pipeline module: those of the tied embedding first, which the last stage has too."""
+        tied = self.layers.tied and stage in (0, len(self.stages) - 1)
+        front = self.of_layer(self.layers.embedding) if tied else []
+        return front + [written for written in self.tensors if written.where.layer in self.stages[stage] and written not in front]
+
+    def groups(self, stage: int) -> tuple[list[Written], list[Written]]:
+        """The two parameter groups of a stage: what decays, and norms and biases."""
+        parameters = self.of_stage(stage)
+        return [p for p in parameters if p.decays], [p for p in parameters if not p.decays]
+
+    def parameter(self, written: Written) -> str:
+        """Its name in the optimizer's files."""
+        return self.layers.parameter(written.where.layer, written.where.key)
+
+
+def plan(model: ModelConfig, wanted: Wanted) -> Plan:
+    """How a model is laid out. Stages are balanced, an embedding and a head counted as a layer each: DeepSpeed's `type:transformer|embedding`."""
+    layers = bloom_layers(model)
+    everything = places(model)
+    by_key: dict[tuple[int, str], list[str]] = {}
+    for name, where in theirs(model, layers).items():
+        by_key.setdefault((where.layer, where.key), []).append(name)
+    rows = padded_vocab(model, wanted.tp)
+    tensors = tuple(
+        Written(Theirs(*key), tuple(names), _local(names, everything, wanted.tp, rows), everything[names[0]].kind.decays)
+        for key, names in sorted(by_key.items(), key=lambda item: item[0][0])
+    )
+    return Plan(model, layers, tensors, tuple(_stages(model, layers, wanted.pp)), rows)
+
+
+def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -> tuple[int, ...]:
+    shape = list(everything[names[0]].shape)
+    if names[0] in PADDED:
+        shape[0] = rows
+    axis = split_axis(names[0])
+    if axis is not None:
+        shape[axis] //= tp
+    shape[0] *= len(names)
+    return tuple(shape)
+
+
+def _stages(model: ModelConfig, layers: Layers, pp: int) -> Iterator[range]:
+    """Numbers of layer files, by stage; functions without weights in between do not matter."""
+    counts = partition([1] * model.num_layers, 1, 1, pp)
+    last = layers.final if layers.head is None else layers.head
+    begin, blocks = 0, 0
+    for stage, count in enumerate(counts):
+        blocks += count
+        end = last + 1 if stage == pp - 1 else layers.blocks[0] + blocks
+        yield range(begin, end)
+        begin = end

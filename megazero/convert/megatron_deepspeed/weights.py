@@ -1,0 +1,117 @@
+"""The layer files of a checkpoint: 16-bit weights, one file per layer and tp rank, whatever the number of pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.config.schema import ModelConfig
+from megazero.convert.megatron_deepspeed.folders import Files, Listing
+from megazero.convert.megatron_deepspeed.names import Layers, Theirs, theirs, why_ignored
+from megazero.convert.report import Report
+from megazero.convert.shards import join, split_axis
+from megazero.convert.source import ConversionError, places
+
+PADDED = ("embedding.word.weight", "head.weight")
+"""Tables whose last rows pad the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Shape and dtype of a tensor in a layer file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str, Stored], ...]]:
+    """layer -> for each tp rank key -> shape and dtype. Reads no tensor. Raises ConversionError where ranks of a layer have different keys."""
+    found: dict[int, tuple[Mapping[str, Stored], ...]] = {}
+    for layer, paths in listing.layers.items():
+        ranks = []
+        for path in paths:
+            content = files[path]
+            if not isinstance(content, dict):
+                raise ConversionError(f"{path} holds a {type(content).__name__} and no dictionary of tensors")
+            ranks.append({key: Stored(tuple(value.shape), value.dtype) for key, value in content.items() if isinstance(value, Tensor)})
+        if any(set(rank) != set(ranks[0]) for rank in ranks):
+            raise ConversionError(f"{listing.folder}: the tp ranks' files of layer {layer} do not hold the same keys")
+        found[layer] = tuple(ranks)
+    return found
+
+
+class Weights:
+    """The model's tensors in the layer files. Raises ConversionError with everything that is missing, too much, or of another shape."""
+
+    def __init__(self, files: Files, listing: Listing, stored: Mapping[int, tuple[Mapping[str, Stored], ...]], layers: Layers, model: ModelConfig, report: Report) -> None:  # fmt: skip
+        self.files, self.listing, self.stored, self.layers, self.model, self.report = files, listing, stored, layers, model, report
+        self.shapes = {name: place.shape for name, place in places(model).items()}
+        head_key = "lm_head.weight" if layers.head is None or "lm_head.weight" in stored[layers.head][0] else "weight"
+        self.theirs = theirs(model, layers, head_key)
+        problems = self._missing() + self._surplus()
+        problems += [self._misfit(name) for name in self.theirs if not problems and self._misfit(name)]
+        if problems:
+            more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+            raise ConversionError(
+                f"{listing.folder} does not hold the model that its arguments describe: " + "; ".join(problems[:20] + more)
+            )
+
+    def read(self, name: str) -> Tensor:
+        """One of our global tensors, vocabulary padding cut off."""
+        where = self.theirs[name]
+        pieces = [halved(self.files[path][where.key], where) for path in self.listing.layers[where.layer]]
+        return join(label(where), pieces, split_axis(name), self.report, self.rows(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        where = self.theirs[name]
+        return self.stored[where.layer][0][where.key].dtype
+
+    def rows(self, name: str) -> int | None:
+        """Rows that are not padding, of a table that may have such."""
+        return self.shapes[name][0] if name in PADDED else None
+
+    def _missing(self) -> list[str]:
+        return [f"{label(where)} is missing" for where in self.theirs.values() if where.key not in self.stored[where.layer][0]]
+
+    def _surplus(self) -> list[str]:
+        """Puts every key into the report; gives those that cannot be left out."""
+        used = {(where.layer, where.key) for where in self.theirs.values()}
+        problems = []
+        for layer, ranks in self.stored.items():
+            for key in ranks[0]:
+                shown = label(Theirs(layer, key))
+                if (layer, key) in used:
+                    self.report.mapped.append(shown)
+                elif (why := why_ignored(key)) is not None:
+                    self.report.unused[shown] = why
+                else:
+                    problems.append(f"{shown} is a tensor that such a model does not have")
+        return problems
+
+    def _misfit(self, name: str) -> str:
+        where, wanted, axis = self.theirs[name], self.shapes[name], split_axis(name)
+        shapes = [list(rank[where.key].shape) for rank in self.stored[where.layer]]
+        whole = list(shapes[0])
+        if len(whole) == len(wanted):
+            if axis is not None:
+                whole[axis] = sum(shape[axis] for shape in shapes)
+            if where.half is not None:
+                whole[0] //= 2
+        padded = name in PADDED and whole[1:] == list(wanted[1:]) and whole[0] >= wanted[0]
+        if (whole == list(wanted) or padded) and all(shape == shapes[0] for shape in shapes):
+            return ""
+        kind = "different shapes" if any(shape != shapes[0] for shape in shapes) else f"shape {whole} over {len(shapes)} tp ranks"
+        return f"{label(where)} has {kind}, {name} is {list(wanted)}"
+
+
+def label(where: Theirs) -> str:
+    """How reports and errors name a tensor of a layer file."""
+    return f"layer {where.layer} {where.key}"
+
+
+def halved(piece: Tensor, where: Theirs) -> Tensor:
+    """A tp rank's rows of ours, where a gated layer's two matrices are stored as one."""
+    return piece if where.half is None else piece.chunk(2)[where.half]

@@ -1,0 +1,92 @@
+"""Writing Megatron-DeepSpeed's checkpoints: weights as layer files, and the optimizer's state where there is one.
+
+Memory: one global tensor, and what a tp rank has of it. The files of a layer's tp ranks are filled together.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import Run
+from megazero.convert.formats import Advance, Wanted
+from megazero.convert.megatron_deepspeed.arguments import arguments, universal_info
+from megazero.convert.megatron_deepspeed.folders import LATEST, layer_file, rank_file
+from megazero.convert.megatron_deepspeed.pieces import rank_pieces
+from megazero.convert.megatron_deepspeed.stages import Plan, plan
+from megazero.convert.megatron_deepspeed.zero_writer import VERSION, write_zero
+from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
+from megazero.convert.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
+from megazero.convert.unpickle import record_type
+
+
+def write_megatron_deepspeed(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+    """Write `latest` and a folder global_stepN for `wanted.tp`, `wanted.pp` and `wanted.dp` ranks.
+
+    Layer files have `wanted.dtype`, by default what the model computes in; masters and moments are fp32. Raises ConversionError for a model
+    that Megatron-DeepSpeed does not have.
+    """
+    said = arguments(source.run, source.position, wanted)
+    inside = folder / f"global_step{source.position.iteration}"
+    inside.mkdir(parents=True)
+    planned = plan(source.model, wanted)
+    dtype = wanted.dtype or compute_dtype(source.run.optimizer.precision)
+    for layer in dict.fromkeys(written.where.layer for written in planned.tensors):
+        _write_layer(source, inside, planned, layer, wanted.tp, dtype, advance)
+    for stage in range(wanted.pp):
+        state = model_state(source.run, source.position, planned, stage, wanted, said)
+        for t in range(wanted.tp):
+            write_torch_file(inside / rank_file(stage * wanted.tp + t), state)
+    if all(column in source.columns for column in MOMENTS):
+        write_zero(source, inside, planned, wanted, advance)
+    for name, path in source.companions.items():
+        shutil.copyfile(path, folder / name)
+    (folder / LATEST).write_text(inside.name)
+
+
+def _write_layer(source: Source, inside: Path, planned: Plan, layer: int, tp: int, dtype: torch.dtype, advance: Advance) -> None:
+    tensors = planned.of_layer(layer)
+    content = {written.where.key: Hollow(written.shape, dtype) for written in tensors}
+    with ExitStack() as opened:
+        files = [opened.enter_context(TorchFileWriter(inside / layer_file(layer, t), content)) for t in range(tp)]
+        for written in tensors:
+            for name in written.names:
+                whole = source.read(name, WEIGHT)
+                for file, pieces in zip(files, rank_pieces(name, whole, tp, planned.rows), strict=True):
+                    for piece in pieces:
+                        file.feed(piece.to(dtype))
+                advance(source.entries[name].nbytes())
+
+
+def model_state(run: Run, position: Position, planned: Plan, stage: int, wanted: Wanted, said: dict[str, Any]) -> dict[str, Any]:
+    """What an mp_rank file holds. The model itself is in the layer files, which DeepSpeed's pipeline reads when `module` is None."""
+    args = record_type("argparse.Namespace")()
+    args.fill(said)
+    shapes = [{planned.parameter(written): torch.Size(written.shape) for written in group} for group in planned.groups(stage)]
+    return {
+        "module": None,
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [group for group in shapes if group],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "lr_scheduler": None,
+        "sparse_tensor_module_names": [],
+        "skipped_steps": max(0, position.iteration - int(position.optimizer_steps)),
+        "global_steps": position.iteration,
+        "global_samples": position.consumed_samples,
+        "dp_world_size": wanted.dp,
+        "mp_world_size": wanted.tp * wanted.pp,
+        "ds_config": {},
+        "ds_version": VERSION,
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": position.iteration,
+        "tokens": position.consumed_tokens,
+        "universal_checkpoint_info": universal_info(planned),
+    }

@@ -1,0 +1,187 @@
+"""Writing ZeRO-1's optimizer files. Every group's vector of a model-parallel rank is cut into as many equal parts as there are dp ranks.
+
+DeepSpeed pads the vector to a multiple of twice dp, so that parts begin where NCCL likes it; the last partition says how much that was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.convert.formats import Advance, Wanted
+from megazero.convert.megatron_deepspeed.folders import zero_file
+from megazero.convert.megatron_deepspeed.pieces import rank_pieces
+from megazero.convert.megatron_deepspeed.stages import Plan, Written
+from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Position, Source
+from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.unpickle import Record, record_type
+
+VERSION = "0.10.0"
+"""Of DeepSpeed, whose files look like these; it asks for one."""
+_ADDRESS = record_type("deepspeed.utils.tensor_fragment.fragment_address")
+_SCALER = "deepspeed.runtime.fp16.loss_scaler."
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A group of parameters as one vector per model-parallel rank. size: of a partition."""
+
+    parameters: list[Written]
+    decays: bool
+    size: int
+    padding: int
+
+
+def write_zero(source: Source, inside: Path, planned: Plan, wanted: Wanted, advance: Advance) -> None:
+    """Write the files of all ranks, stage by stage: those of its tp and dp ranks are filled together, tensor by tensor."""
+    prefix = "bf16_" if source.run.optimizer.precision == "bf16" else ""
+    for stage in range(wanted.pp):
+        groups = [_cut(group, wanted.dp) for group in planned.groups(stage) if group]
+        advances = stage == 0 or not planned.layers.tied
+        with ExitStack() as opened:
+            files = [
+                [
+                    opened.enter_context(
+                        TorchFileWriter(
+                            inside / zero_file(d, stage * wanted.tp + t, prefix),
+                            {"optimizer_state_dict": _state(source, planned, groups, d, wanted.dp), "ds_config": {}, "ds_version": VERSION},
+                        )
+                    )
+                    for d in range(wanted.dp)
+                ]
+                for t in range(wanted.tp)
+            ]
+            for group, column in _order(len(groups)):
+                _fill(source, planned, groups[group], column, files)
+        _tell(source, planned, stage, advance, advances)
+
+
+def _order(groups: int) -> list[tuple[int, str]]:
+    """(group, column) in the order of a file's structure (`_state`)."""
+    return [*((group, WEIGHT) for group in range(groups)), *((group, column) for group in range(groups) for column in MOMENTS)]
+
+
+def _tell(source: Source, planned: Plan, stage: int, advance: Advance, whole: bool) -> None:
+    """Moments count once: a tied embedding is written again for the last stage."""
+    for written in planned.of_stage(stage):
+        if whole or written.where.layer != planned.layers.embedding:
+            for name in written.names:
+                advance(sum(source.entries[name].nbytes(column) for column in MOMENTS))
+
+
+def _cut(parameters: list[Written], dp: int) -> Cut:
+    numel = sum(math.prod(written.shape) for written in parameters)
+    padding = -numel % (2 * dp)
+    return Cut(parameters, parameters[0].decays, (numel + padding) // dp, padding)
+
+
+def _fill(source: Source, planned: Plan, group: Cut, column: str, files: Sequence[Sequence[TorchFileWriter]]) -> None:
+    """One column of a group into the files of a stage: files[tp rank][dp partition]."""
+    dtype = _dtype(source, column)
+    at = [0] * len(files)
+    for written in group.parameters:
+        for name in written.names:
+            whole = source.read(name, column)
+            for t, pieces in enumerate(rank_pieces(name, whole, len(files), planned.rows)):
+                for piece in pieces:
+                    at[t] = _pour(piece.reshape(-1).to(dtype), at[t], group.size, files[t])
+    for t, ranks in enumerate(files):
+        assert at[t] + group.padding == group.size * len(ranks), (
+            f"{at[t]} elements and {group.padding} of padding for {len(ranks)} x {group.size}"
+        )
+        _pour(torch.zeros(group.padding, dtype=dtype), at[t], group.size, ranks)
+
+
+def _pour(flat: Tensor, at: int, size: int, files: Sequence[TorchFileWriter]) -> int:
+    """Elements of a vector, from position `at` on, into its partitions; gives the position behind them."""
+    done = 0
+    while done < flat.numel():
+        partition, inside = divmod(at + done, size)
+        count = min(size - inside, flat.numel() - done)
+        files[partition].feed(flat[done : done + count])
+        done += count
+    return at + done
+
+
+def _dtype(source: Source, column: str) -> torch.dtype:
+    """fp32, as DeepSpeed's optimizers have it; fp64 runs keep what they have."""
+    wide = any(entry.columns[column] == torch.float64 for entry in source.entries.values())
+    return torch.float64 if wide else torch.float32
+
+
+def _state(source: Source, planned: Plan, groups: Sequence[Cut], d: int, dp: int) -> dict[str, Any]:
+    """The state of dp partition d; tensors in the order of `_order`."""
+    optimizer, steps = source.run.optimizer, int(source.position.optimizer_steps)
+    hollow = {column: [Hollow((group.size,), _dtype(source, column)) for group in groups] for column in (WEIGHT, *MOMENTS)}
+    masters = {"single_partition_of_fp32_groups": hollow[WEIGHT]}
+    states = {g: {EXP_AVG: hollow[EXP_AVG][g], EXP_AVG_SQ: hollow[EXP_AVG_SQ][g], "step": steps} for g in range(len(groups))}
+    described = [
+        {
+            "lr": source.run.schedule.lr,
+            "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
+            "eps": optimizer.adam_eps,
+            "weight_decay": optimizer.weight_decay if group.decays else 0.0,
+            "bias_correction": True,
+            "step": steps,
+            "params": [g],
+        }
+        for g, group in enumerate(groups)
+    ]
+    return {
+        **masters,
+        "base_optimizer_state": {"state": states, "param_groups": described},
+        "clip_grad": optimizer.clip_grad,
+        "zero_stage": 1,
+        "param_slice_mappings": [_mapping(planned, group, d) for group in groups],
+        "group_paddings": [group.padding if d == dp - 1 else 0 for group in groups],
+        "partition_count": [dp] * len(groups),
+        "ds_version": VERSION,
+        **(_scaler_state(source) if optimizer.precision != "bf16" else {}),
+    }
+
+
+def _mapping(planned: Plan, group: Cut, d: int) -> dict[str, Record]:
+    """Parameter -> what partition d has of it."""
+    found = {}
+    at, begin, end = 0, d * group.size, (d + 1) * group.size
+    for written in group.parameters:
+        start, stop = max(at, begin), min(at + math.prod(written.shape), end)
+        if start < stop:
+            found[planned.parameter(written)] = address = _ADDRESS()
+            address.fill({"numel": stop - start, "start": start - begin})
+        at += math.prod(written.shape)
+    return found
+
+
+def _scaler_state(source: Source) -> dict[str, Any]:
+    """DeepSpeed's loss scaler, as its optimizer for fp16 and fp32 keeps it."""
+    dynamic = bool(source.position.loss_scale)
+    scaler = record_type(_SCALER + ("DynamicLossScaler" if dynamic else "LossScaler"))()
+    scaler.fill(_scale(source.position, source) if source.position.loss_scale else {"cur_scale": 1.0, "dynamic": False})
+    return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
+
+
+def _scale(position: Position, source: Source) -> dict[str, Any]:
+    """Attributes of a DynamicLossScaler that doubles after as many good iterations as ours (see `reader._loss_scale`)."""
+    held, optimizer = dict(position.loss_scale or {}), source.run.optimizer
+    return {
+        "cur_scale": float(held["scale"]),
+        "cur_iter": position.iteration,
+        "last_overflow_iter": position.iteration - 2 - int(held["good_steps"]),
+        "scale_factor": 2.0,
+        "scale_window": optimizer.loss_scale_window,
+        "min_scale": optimizer.min_loss_scale,
+        "delayed_shift": optimizer.hysteresis,
+        "cur_hysteresis": max(1, optimizer.hysteresis - int(held["overflows"])),
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": False,
+        "dynamic": True,
+        "dtype": torch.float16,
+    }
