@@ -1,7 +1,8 @@
-"""A run that trains adapters (--lora-rank): the frozen weights beneath them."""
+"""A run that trains adapters (--lora-rank): the frozen weights beneath them, the files for PEFT, what a step takes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from megazero.config.schema import Run
 from megazero.convert.native import NativeSource
 from megazero.convert.peft import names_for, write_adapters
 from megazero.convert.registry import open_source
-from megazero.convert.source import ConversionError
+from megazero.convert.source import ConversionError, places
 from megazero.convert.stages import fill
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import place_of
+from megazero.telemetry.flops import ModelShape, adapter_flops, model_flops
 from megazero.zero.frozen import FrozenParameters
 
 PEFT = "peft"
@@ -43,6 +45,16 @@ def with_base(run: Run, found: Found | None) -> Run:
     except (ConversionError, OSError) as error:
         raise ConfigError([f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]) from error
     return replace(run, checkpoint=replace(run.checkpoint, init_from=str(path)))
+
+
+def trained_parameters(run: Run) -> int:
+    """Of the adapters of the whole model."""
+    return sum(math.prod(place.shape) for place in places(run.model, adapters=run.lora).values())
+
+
+def step_flops(run: Run, shape: ModelShape) -> int:
+    """Of one sample in a training step of this run, of whose model this is the shape."""
+    return model_flops(shape, 1) if run.lora.lora_rank is None else adapter_flops(shape, 1, trained_parameters(run))
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megazero import device as devices
-from megazero.adapters import load_base, peft_files
+from megazero.adapters import load_base, peft_files, step_flops
 from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token, replace_file
@@ -40,7 +40,7 @@ from megazero.prepare import Prepared, validation_samples
 from megazero.probe import check_probe, stored_probe
 from megazero.saves import Saves
 from megazero.telemetry.banner import pairs
-from megazero.telemetry.flops import model_flops, shape_of
+from megazero.telemetry.flops import shape_of
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
@@ -266,7 +266,7 @@ def _log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
     assert run.model.vocab_size is not None
     shape = shape_of(run.model, run.model.vocab_size, ffn_width(run.model), query_groups(run.model), head_dim(run.model))
     peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
-    rates = Rates(float(model_flops(shape, 1)), run.model.seq_length, grid.axes.world_size, peak)
+    rates = Rates(float(step_flops(run, shape)), run.model.seq_length, grid.axes.world_size, peak)
 
     def peak_memory() -> int:
         most = torch.tensor([devices.peak_memory_bytes(grid.device)], dtype=torch.float64, device=grid.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -12,6 +11,7 @@ from fused_ops.attention.rule import Body, choose
 from fused_ops.registry import COMPILED, describe
 from megazero import allocator
 from megazero import device as devices
+from megazero.adapters import trained_parameters
 from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
@@ -19,7 +19,6 @@ from megazero.config.dump import run_dict
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, Run
-from megazero.convert.source import places
 from megazero.model.count import parameters
 from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.pipeline.graphs import replayed
@@ -81,7 +80,7 @@ def _heads(model: ModelConfig) -> str:
 def _adapters(run: Run) -> list[tuple[str, str]]:
     if run.lora.lora_rank is None:
         return []
-    trained = sum(math.prod(place.shape) for place in places(run.model, adapters=run.lora).values())
+    trained = trained_parameters(run)
     layers = " ".join(adapted(run.lora, run.model))
     words = f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {alpha(run.lora):g}, on {layers}"
     return [("trained", f"{words}; all else is frozen, and has no gradients and no optimizer state")]

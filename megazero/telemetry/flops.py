@@ -76,6 +76,15 @@ def model_flops(shape: ModelShape, samples: int) -> int:
     return 3 * samples * (shape.layers * block_flops(shape) + head_flops(shape))
 
 
+def adapter_flops(shape: ModelShape, samples: int, adapters: int) -> int:
+    """The same where only low-rank adapters of so many parameters in all are trained: a frozen weight's product has a backward for its
+    input alone. (Counted as if there were one before the first adapter too.)
+    """
+    cores = shape.layers * attention_core_flops(shape)
+    weights = shape.layers * block_flops(shape) - cores + head_flops(shape)
+    return samples * (2 * weights + 3 * cores + 6 * shape.sequence * adapters)
+
+
 def hardware_flops(shape: ModelShape, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
     """What one training step executes.
 
