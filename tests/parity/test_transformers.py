@@ -1,6 +1,6 @@
 """One process equals `transformers` with the same weights, in float64: logits, loss and every gradient.
 
-To 1e-12 relative (largest difference over largest value of the tensor) for GPT-2 and LLaMA; to 1e-9 for BLOOM, whose
+To 1e-12 relative (largest difference over largest value of the tensor) for GPT-2, LLaMA and OPT; to 1e-9 for BLOOM, whose
 constant inside GELU is rounded to eight digits over there.
 """
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.batch import MicroBatch
+from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.families import from_transformers, to_transformers
 from megazero.model.stage import Stage, build_stage, whole_model
@@ -55,6 +56,10 @@ def llama(heads: int, groups: int, **changes: Any) -> ModelConfig:
     return replace(base, **{**shape, "untie_embeddings_and_output_weights": True, "ffn_hidden_size": 40, "rotary_base": 500.0, **changes})
 
 
+def opt(**changes: Any) -> ModelConfig:
+    return gpt2(**{"activation": "relu", "position_offset": 2, "ffn_hidden_size": 60, **changes})
+
+
 CASES = {
     "bloom, 4 heads": Case("bloom", bloom(4), 1e-9),
     "bloom, 6 heads": Case("bloom", bloom(6), 1e-9),
@@ -70,6 +75,14 @@ CASES = {
     "llama": Case("llama", llama(4, 4), 1e-12),
     "llama, 2 key-value heads": Case("llama", llama(6, 2), 1e-12),
     "llama, 1 key-value head": Case("llama", llama(5, 1), 1e-12),
+    "llama, heads of their own width": Case("llama", llama(6, 2, kv_channels=10), 1e-12),
+    "llama, biases of attention": Case("llama", llama(4, 2, attention_bias=True), 1e-12),
+    "llama, biases of the feed-forward part": Case("llama", llama(4, 4, mlp_bias=True), 1e-12),
+    "opt": Case("opt", opt(), 1e-12),
+    "opt, more positions": Case("opt", opt(max_position_embeddings=40), 1e-12),
+    "opt, no biases, untied": Case(
+        "opt", opt(activation="gelu", disable_bias_linear=True, untie_embeddings_and_output_weights=True), 1e-12, samples=1, length=16
+    ),
     "llama, tied": Case("llama", llama(4, 2, untie_embeddings_and_output_weights=False), 1e-12),
 }
 
@@ -99,17 +112,39 @@ def their_model(family: str, model: ModelConfig) -> Any:
             **common,
         )
         return transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+    if family == "opt":
+        return their_opt(model, common)
     config = transformers.LlamaConfig(
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_hidden_size,
         num_hidden_layers=model.num_layers,
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        attention_bias=attention_bias(model),
+        mlp_bias=mlp_bias(model),
         rms_norm_eps=model.norm_epsilon,
         rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
         **common,
     )
     return transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+
+
+def their_opt(model: ModelConfig, common: dict[str, Any]) -> Any:
+    """Without a padding token: the embedding of one would get no gradient over there."""
+    config = transformers.OPTConfig(
+        hidden_size=model.hidden_size,
+        ffn_dim=ffn_width(model),
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        max_position_embeddings=max_positions(model),
+        activation_function=model.activation,
+        enable_bias=not model.disable_bias_linear,
+        dropout=0.0,
+        pad_token_id=None,
+        **common,
+    )
+    return transformers.OPTForCausalLM._from_config(config, attn_implementation="eager")
 
 
 def shake(module: torch.nn.Module) -> None:

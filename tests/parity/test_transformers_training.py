@@ -43,6 +43,7 @@ NUMBERS = {
 }
 BLOOM = "--num-attention-heads 6 --position-embedding alibi --embedding-layernorm --activation gelu-tanh"
 GPT2 = "--num-attention-heads 4 --position-embedding learned --activation gelu-tanh"
+OPT = "--num-attention-heads 4 --position-embedding learned --activation relu --ffn-hidden-size 60 --position-offset 2"
 LLAMA = (
     "--num-attention-heads 6 --num-query-groups 2 --position-embedding rotary --norm rmsnorm --norm-epsilon 1e-6 --activation swiglu"
     " --ffn-hidden-size 40 --disable-bias-linear --untie-embeddings-and-output-weights"
@@ -94,6 +95,9 @@ CASES = {
     "gpt2, clipped to nearly nothing": Case("gpt2", GPT2, clip=1e-6),
     "gpt2, smoothed and masked": Case("gpt2", GPT2, smoothing=SMOOTHING, z_loss=Z_LOSS, masked=True),
     "llama": Case("llama", LLAMA),
+    # Rows before that of position 0 have no gradients; decay takes them like any others.
+    "opt": Case("opt", OPT),
+    "llama, heads of their own width": Case("llama", f"{LLAMA} --kv-channels 10 --attention-bias"),
 }
 
 
