@@ -45,7 +45,7 @@ from megazero.telemetry.logline import LogLines
 from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
 from megazero.telemetry.steplog import StepLog
-from megazero.telemetry.units import transfer
+from megazero.telemetry.units import size, transfer
 from megazero.trainer import Position, Trainer
 from megazero.zero.layout import owned_pieces
 from megazero.zero.optimizer import ShardedOptimizer
@@ -203,12 +203,13 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     job = Job(run, prepared, grid, stages, state, optimizer, scaler, checkpoints, probe_engine, trainer)
     if run.checkpoint.save:
         saves = Saves(checkpoints, job.record, lambda text: trainer.log.note(text), in_background=run.checkpoint.async_save)
-        saves.reserve()
         trainer.saves = saves
     start = job.resume()
     if grid.rank == 0:
         _introduce(run, grid, prepared, start, checkpoints.fence)
     trainer.log = _log(run, grid, _sinks(run, grid, trainer.position, checkpoints.fence))
+    if run.checkpoint.async_save:
+        trainer.log.note(f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written")
     return job
 
 

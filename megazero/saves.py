@@ -39,10 +39,6 @@ class Saves:
         self.superseded = False
         """Whether another job writes into the folder now. Ranks may learn it at different steps."""
 
-    def reserve(self) -> int:
-        """Have the memory that saves beside the run need before the first of them; bytes of this rank, 0 without them."""
-        return self._checkpoints.reserve() if self._in_background else 0
-
     def save(self, position: Position) -> None:
         """Save, unless this very position is saved already or being saved. Called by all ranks."""
         if self.saved_at == position.iteration:

@@ -163,7 +163,7 @@ def test_a_run_that_lost_its_folder_learns_it_at_the_latest_from_the_next_save(t
 
 def test_copies_keep_their_memory(tmp_path: Path) -> None:
     checkpoints, state, saves, _ = run_in(tmp_path)
-    assert saves.reserve() == checkpoints.reserve() > 0
+    assert checkpoints.reserve() > 3 * 4 * 1000
     memory = checkpoints._snapshot._copies._memory.data_ptr()
     for iteration in (1, 2):
         begin(saves, state, iteration)

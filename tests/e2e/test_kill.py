@@ -64,7 +64,7 @@ def test_killed_ten_times(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     run(4, [*HOME, *common(tmp_path / "whole", corpus, "fp64")])
-    flags = common(tmp_path / "killed", corpus, "fp64")
+    flags = [*common(tmp_path / "killed", corpus, "fp64"), "--async-save"]  # beside the steps or not, the same state is saved
     for number in range(KILLS):
         layout = AWAY[number // 4] if number in (3, 7) else HOME
         kill_at(4, [*layout, *flags], tmp_path / "killed", random_.uniform(0.0, 0.8))
@@ -83,7 +83,7 @@ def test_killed_on_one_layout_is_bitwise(tmp_path: Path, corpus: Path) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     run(4, [*HOME, *common(tmp_path / "whole", corpus, "bf16")])
-    flags = [*HOME, *common(tmp_path / "killed", corpus, "bf16")]
+    flags = [*HOME, *common(tmp_path / "killed", corpus, "bf16"), "--async-save"]
     for seconds in (0.1, 0.4, 0.9):
         kill_at(4, flags, tmp_path / "killed", seconds)
     run(4, flags)

@@ -68,7 +68,8 @@ def test_validate_only_needs_no_launcher() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["the launcher", "one rank"])
 def test_a_signal_saves_and_ends_well(whom: str, flags: list[object], tmp_path: Path) -> None:
-    process = start(2, [*flags, "--pp", 2, "--train-iters", 100000], tmp_path / "output")
+    saves = ["--async-save", "--save-interval", 3] if whom == "the launcher" else []
+    process = start(2, [*flags, "--pp", 2, "--train-iters", 100000, *saves], tmp_path / "output")
     deadline = time.monotonic() + 120
     while not ((tmp_path / "m").exists() and len((tmp_path / "m").read_text().splitlines()) > 2):
         assert process.poll() is None, (tmp_path / "output").read_text()
