@@ -73,14 +73,14 @@ class Scorer:
         assert micro_batch_size >= 1
         self.run, self.stages, self.grid, self.micro_batch_size = run, list(stages), grid, micro_batch_size
         self._schedule = pipeline_schedule(run.parallel)
-        self._chunks = chunk_map(self._schedule, grid.pp.size, len(self.stages))
-        self._channels = Channels(grid, and_back=self._chunks.and_back) if grid.pp.size > 1 else None
+        self.chunk_map = chunk_map(self._schedule, grid.pp.size, len(self.stages))
+        self._channels = Channels(grid, and_back=self.chunk_map.and_back) if grid.pp.size > 1 else None
         self.device_tokens = 0
         """Tokens that went through this rank's stages so far, padding included."""
 
     @property
     def has_head(self) -> bool:
-        return self._chunks.last_stage == self.grid.pp.index
+        return self.chunk_map.last_stage == self.grid.pp.index
 
     def score(self, windows: Sequence[Window], *, greedy: bool = False) -> list[Score]:
         """The score of every window, in their order, the same on every rank.

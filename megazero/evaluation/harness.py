@@ -1,0 +1,209 @@
+"""A model on a grid as the LM Evaluation Harness (lm_eval) wants one: log-likelihoods of continuations and texts, and generation.
+
+Every rank of the grid holds one of these, makes the same calls and gets the same answers; to the harness each says that it is rank 0 of 1,
+which is how it expects a model that is split over processes to look. `megazero.harness` opens one from a checkpoint, under a name.
+
+Conventions are those of the harness's own `HFLM`, so that numbers can be compared: texts begin with the tokenizer's begin token where
+it has such a habit, a context too long is cut at its left, documents roll in windows that overlap by one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megazero.data.tokenizer import Tokenizer
+from megazero.evaluation.perplexity import Cut
+from megazero.evaluation.scorer import Scorer
+from megazero.evaluation.windows import Window, continuation_window
+from megazero.inference.generate import generate
+from megazero.inference.pipeline import Pipeline
+from megazero.inference.sampling import Sampling
+from megazero.mpu.collectives import all_reduce
+
+try:
+    from lm_eval.api.model import TemplateLM
+except ImportError as error:
+    raise ImportError("the adapter for the LM Evaluation Harness needs the package lm_eval: pip install 'lm_eval>=0.4.9'") from error
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+PORTION = 2048
+"""Requests that are scored together: enough to find some of one length."""
+MOST_NEW_TOKENS = 256
+"""Where a task does not say; as in HFLM."""
+_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How texts become tokens.
+
+    eot     ends a text
+    prefix  stands before a text that has no context
+    begins  is put before every text; empty where the tokenizer has no such habit
+    """
+
+    tokenizer: Tokenizer
+    eot: int
+    prefix: int
+    begins: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How one text is to be generated: the harness's generation arguments, understood."""
+
+    until: tuple[str, ...]
+    most: int
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], end: str) -> Wish:
+        """end: the text of the end token, which always ends a generation. Raises ValueError for arguments that have no meaning here."""
+        rest = dict(arguments)
+        until = rest.pop("until", None) or []
+        lengths = [int(rest.pop(name)) for name in _LENGTHS if rest.get(name) is not None]
+        sampled = rest.pop("do_sample", None)
+        sampling = Sampling(temperature=0.0, seed=int(rest.pop("seed", 1234)))
+        sampling = replace(sampling, **{name: rest.pop(name) for name in _SAMPLING if rest.get(name) is not None})
+        if sampled is False:
+            sampling = replace(sampling, temperature=0.0)
+        unknown = {name: value for name, value in rest.items() if value is not None}
+        if unknown:
+            raise ValueError(
+                f"generation arguments that this model does not have: {unknown}; it has until, do_sample, seed, {_SAMPLING + _LENGTHS}"
+            )
+        stops = [until] if isinstance(until, str) else list(until)
+        return cls(tuple(stop for stop in dict.fromkeys([*stops, end]) if stop), lengths[0] if lengths else MOST_NEW_TOKENS, sampling)
+
+
+class HarnessModel(TemplateLM):
+    """The adapter over parts that exist already.
+
+    max_length: tokens that the model reads at once, context and continuation together
+    """
+
+    backend = "causal"
+
+    def __init__(self, scorer: Scorer, tokens: Tokens, max_length: int) -> None:
+        super().__init__()
+        self.scorer, self.tokens, self.max_length = scorer, tokens, max_length
+        self._device = scorer.grid.device
+        self._pipeline = Pipeline.of(scorer.stages, scorer.grid, scorer.chunk_map)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokens.eot
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.tokens.prefix
+
+    @property
+    def max_gen_toks(self) -> int:
+        return MOST_NEW_TOKENS
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of one forward pass."""
+        return self.scorer.micro_batch_size
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        ids = self.tokens.tokenizer.encode(string)
+        return ids if add_special_tokens is False else [*self.tokens.begins, *ids]
+
+    def tok_decode(self, tokens: Sequence[int]) -> str:
+        return self.tokens.tokenizer.decode(list(tokens))
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-probability in nats, whether greedy decoding gives this continuation) of each request (texts, context, continuation)."""
+        found: list[tuple[float, bool]] = []
+        for start in range(0, len(requests), PORTION):
+            portion = requests[start : start + PORTION]
+            windows = [continuation_window(before, after, self.max_length) for _, before, after in portion]
+            scores = self.scorer.score(windows, greedy=True)
+            for (texts, _, _), score in zip(portion, scores, strict=True):
+                found.append((-score.loss, bool(score.greedy)))
+                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text, in nats; each token scored once, from up to max_length tokens before it."""
+        cut = Cut(self.max_length, self.max_length, self.prefix_token_id)
+        texts = [request.args[0] for request in requests]
+        found: list[float] = []
+        for start in range(0, len(texts), PORTION):
+            portion = texts[start : start + PORTION]
+            windows: list[list[Window]] = [cut.windows(self.tok_encode(text)) for text in portion]
+            scores = iter(self.scorer.score([window for own in windows for window in own]))
+            for text, own in zip(portion, windows, strict=True):
+                found.append(-sum(next(scores).loss for _ in own))
+                self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What follows each context, up to a stop sequence, the end token or the length that the request asks for."""
+        end = self.tok_decode([self.eot_token_id])
+        asked = [(request.args[0], request.args[1]) for request in requests]
+        wishes = [Wish.of(arguments, end) for _, arguments in asked]
+        prompts = [self._prompt(context, wish) for (context, _), wish in zip(asked, wishes, strict=True)]
+        ids = self._shared(prompts, wishes)
+        texts = [self._cut(tokens, wish) for tokens, wish in zip(ids, wishes, strict=True)]
+        for request, text in zip(asked, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request, text)
+        return texts
+
+    def _prompt(self, context: str, wish: Wish) -> list[int]:
+        """The context's last tokens, as many as leave room for the new ones."""
+        room = self.max_length - wish.most
+        if room < 1:
+            raise ValueError(f"{wish.most} new tokens leave no room for a context: the model reads {self.max_length}")
+        return self.tok_encode(context)[-room:] or [self.prefix_token_id]
+
+    def _shared(self, prompts: Sequence[list[int]], wishes: Sequence[Wish]) -> list[list[int]]:
+        """New tokens of every prompt. The dp replicas take batches in turn; travels: a table of all new tokens, over the world."""
+        grid = self.scorer.grid
+        batches = list(_batches(prompts, wishes, self.batch_size))
+        longest = max((wish.most for wish in wishes), default=0)
+        table = torch.full((len(prompts), longest), -1, dtype=torch.int64, device=grid.device)
+        for batch in batches[grid.dp.index :: grid.dp.size]:
+            for number, new in zip(batch, self._generated([prompts[i] for i in batch], wishes[batch[0]], batch), strict=True):
+                table[number, : len(new)] = torch.tensor(new, dtype=torch.int64)
+        all_reduce(table, grid.world, "max").wait()
+        return [[token for token in row if token >= 0] for row in table.tolist()]
+
+    def _generated(self, prompts: Sequence[list[int]], wish: Wish, numbers: Sequence[int]) -> list[list[int]]:
+        new: list[list[int]] = [[] for _ in prompts]
+
+        def ends(row: int, token: int) -> bool:
+            new[row].append(token)
+            # A character may take several tokens, and tokens before a stop sequence may join its first.
+            return token == self.eot_token_id or any(stop in self.tok_decode(new[row][-4 * len(stop) - 4 :]) for stop in wish.until)
+
+        vocabulary = self.tokens.tokenizer.vocab_size
+        return generate(self._pipeline, prompts, wish.most, wish.sampling, ends=ends, vocabulary=vocabulary, numbers=numbers)
+
+    def _cut(self, tokens: Sequence[int], wish: Wish) -> str:
+        """The text before the end token and the first stop sequence."""
+        kept = tokens[: tokens.index(self.eot_token_id)] if self.eot_token_id in tokens else tokens
+        text = self.tok_decode(kept)
+        for stop in wish.until:
+            text = text.split(stop)[0]
+        return text
+
+
+def _batches(prompts: Sequence[Sequence[int]], wishes: Sequence[Wish], size: int) -> Iterator[list[int]]:
+    """Numbers of prompts that are generated together: of one wish, long ones first, so that what memory cannot hold shows at once."""
+    by_wish: dict[Wish, list[int]] = {}
+    for number, wish in enumerate(wishes):
+        by_wish.setdefault(wish, []).append(number)
+    for numbers in by_wish.values():
+        order = sorted(numbers, key=lambda number: (-len(prompts[number]), number))
+        yield from (order[start : start + size] for start in range(0, len(order), size))
