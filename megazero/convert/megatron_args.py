@@ -24,9 +24,11 @@ POSITIONS: Mapping[Any, str] = {
     "rotary": "rotary",
     "alibi": "alibi",
     "none": "none",
+    1: "rotary",
+    2: "learned",
+    3: "alibi",
 }
-ENUMERATIONS: Mapping[str, Mapping[Any, str]] = {"PositionEmbeddingType": {1: "rotary", 2: "absolute", 3: "alibi"}}
-"""Class of an enumeration -> what its numbers mean: pickles keep numbers."""
+"""Names, and the numbers of BigScience's enumeration, which is all that a pickle keeps of one."""
 NORMS: Mapping[str, str] = {"layernorm": "layernorm", "rmsnorm": "rmsnorm"}
 
 
@@ -90,10 +92,9 @@ class _Reading:
 
 
 def word_of(value: Any) -> Any:
-    """An argument that may be an enumeration's member as its name; words in small letters."""
+    """An argument; of an enumeration's member its value, words in small letters."""
     if isinstance(value, Record) and len(value.args) == 1:
-        meanings = ENUMERATIONS.get(value.name.rpartition(".")[2], {})
-        value = meanings.get(value.args[0], value.args[0])
+        value = value.args[0]
     return value.lower() if isinstance(value, str) else value
 
 
@@ -188,14 +189,19 @@ _OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad
 _SCHEDULE = ("micro_batch_size", "global_batch_size", "lr", "min_lr")
 
 
-def args_of(run: Run, *, tp: int, pp: int) -> dict[str, Any]:
-    """Megatron-LM's arguments for a model of ours. Raises ConversionError for what it does not have."""
-    model = run.model
-    gelu = {"gelu": False, "gelu-tanh": True, "swiglu": False}
-    position = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
-    problems = [f"{what} is nothing that Megatron-LM has" for what, bad in _foreign(model, gelu, position).items() if bad]
+POSITIONS_WRITTEN: Mapping[str, str] = {"learned": "learned_absolute", "rotary": "rope", "alibi": "alibi", "none": "none"}
+_GELU: Mapping[str, bool] = {"gelu": False, "gelu-tanh": True, "swiglu": False}
+
+
+def args_of(run: Run, *, tp: int = 1, pp: int = 1, bloom: bool = False) -> dict[str, Any]:
+    """Megatron's arguments for a model of ours; bloom: with what only BigScience's Megatron-DeepSpeed has (ALiBi, a norm after the embedding).
+
+    Raises ConversionError, with all of it, for what it does not have.
+    """
+    model, program = run.model, "Megatron-DeepSpeed" if bloom else "Megatron-LM"
+    problems = [f"{what} is nothing that {program} has" for what, bad in _foreign(model, bloom).items() if bad]
     if problems:
-        raise ConversionError("this model cannot be written for Megatron-LM: " + "; ".join(problems))
+        raise ConversionError(f"this model cannot be written for {program}: " + "; ".join(problems))
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -209,13 +215,14 @@ def args_of(run: Run, *, tp: int, pp: int) -> dict[str, Any]:
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "seq_length": model.seq_length,
         "max_position_embeddings": max_positions(model),
-        "position_embedding_type": position[model.position_embedding],
+        "position_embedding_type": POSITIONS_WRITTEN[model.position_embedding],
         "rotary_base": int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
         "rotary_percent": 1.0,
         "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         "layernorm_epsilon": model.norm_epsilon,
         "swiglu": model.activation == "swiglu",
-        "bias_gelu_fusion": gelu[model.activation],
+        "embed_layernorm": model.embedding_layernorm,
+        "bias_gelu_fusion": _GELU[model.activation],
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "add_bias_linear": mlp_bias(model),
         "add_qkv_bias": False,
@@ -231,11 +238,11 @@ def args_of(run: Run, *, tp: int, pp: int) -> dict[str, Any]:
     }
 
 
-def _foreign(model: ModelConfig, gelu: Mapping[str, bool], position: Mapping[str, str]) -> dict[str, bool]:
+def _foreign(model: ModelConfig, bloom: bool) -> dict[str, bool]:
     return {
-        f"--activation {model.activation}": model.activation not in gelu,
-        f"--position-embedding {model.position_embedding}": model.position_embedding not in position,
-        "--embed-layernorm": model.embedding_layernorm,
+        f"--activation {model.activation}": model.activation not in _GELU,
+        "--position-embedding alibi": model.position_embedding == "alibi" and not bloom,
+        "--embed-layernorm": model.embedding_layernorm and not bloom,
         "--activation gelu-tanh without biases": model.activation == "gelu-tanh" and not mlp_bias(model),
         "biases in attention alone, or in the feed-forward layers alone,": attention_bias(model) != mlp_bias(model),
         f"--position-offset {model.position_offset}": model.position_offset != 0,

@@ -1,0 +1,153 @@
+"""Consolidated weights: one state dictionary under Megatron-DeepSpeed's names, as DeepSpeed's zero_to_fp32 leaves it, read and written.
+
+What tensors do not say of a model stands in megatron_args.json beside the file, else in an mp_rank file of the checkpoint that it was made of:
+zero_to_fp32 writes beside that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.config.schema import Run
+from megazero.convert.formats import Advance, Wanted
+from megazero.convert.hf.files import stored_tensors, weight_files
+from megazero.convert.megatron.source import args_of, note_padding
+from megazero.convert.megatron_args import model_from_args, run_from_args
+from megazero.convert.megatron_deepspeed.folders import KNOWN
+from megazero.convert.report import Report
+from megazero.convert.safetensors_file import Slot, write_safetensors
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.convert.torch_file import read_torch_file
+from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.universal.folders import model_states
+from megazero.convert.universal.held import Held, Parameter, precision_of
+from megazero.convert.universal.names import written_names
+from megazero.convert.universal.writer import run_args
+
+TORCH_FILE, SAFETENSORS_FILE, ARGS_FILE = "pytorch_model.bin", "model.safetensors", "megatron_args.json"
+
+
+class ConsolidatedSource(Source):
+    """The weights of one state dictionary."""
+
+    def __init__(self, path: Path, run: Run, position: Position, held: Held, entries: Mapping[str, Entry]) -> None:
+        super().__init__("consolidated", path, run, entries, position, report=held.report)
+        self._held = held
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        return self._held.tensor(name, self.entries[name].shape, column)
+
+
+def recognises(path: Path) -> bool:
+    """Weights without the config.json that a Hugging Face folder has, and something that tells the model's shape."""
+    if (path / "config.json").is_file():
+        return False
+    try:
+        return bool(weight_files(path)) and _told_by(path) is not None
+    except ConversionError:
+        return True
+
+
+def _told_by(path: Path) -> Path | None:
+    """The file with the model's arguments."""
+    if (path / ARGS_FILE).is_file():
+        return path / ARGS_FILE
+    latest = path / "latest"
+    folders = [path, *([path / latest.read_text().strip()] if latest.is_file() else [])]
+    return next((found for folder in folders if (found := model_states(folder)) is not None), None)
+
+
+def open_consolidated(path: Path) -> ConsolidatedSource:
+    """The state dictionary in this folder. Raises ConversionError."""
+    told, report = _told_by(path), Report()
+    if told is None:
+        raise ConversionError(f"{path} has neither {ARGS_FILE} nor an mp_rank_*_model_states.pt: nothing tells the model's shape")
+    said = _args(told)
+    closing = ExitStack()
+    stored = stored_tensors(path, closing)
+    numbers = {name: tensor for name, tensor in stored.items() if tensor.dtype is not None and tensor.dtype.is_floating_point}
+    report.unused |= {name: f"of type {tensor.code}" for name, tensor in stored.items() if name not in numbers}
+    parameters = {
+        name: Parameter(tensor.shape, tensor.dtype or torch.float32, partial(_weight, tensor.read)) for name, tensor in numbers.items()
+    }
+    held = Held(str(path), parameters, report)
+    args = held.completed(said)
+    model = model_from_args(args, str(path))
+    note_padding(report, args, model)
+    held.take(model, 1)
+    report.notes.append("weights only: a state dictionary has no optimizer state")
+    entries = {name: Entry(place.shape, {WEIGHT: held.parameter(name).dtype}) for name, place in places(model).items()}
+    iteration, samples = (int(args.get(name) or 0) for name in ("iteration", "consumed_train_samples"))
+    position = Position(iteration, samples, int(args.get("consumed_train_tokens") or samples * model.seq_length), float(iteration))
+    source = ConsolidatedSource(path, run_from_args(args, model, precision_of(args)), position, held, entries)
+    source.closing = closing
+    return source
+
+
+def _weight(read: Callable[[], Tensor], column: str) -> Tensor:
+    assert column == WEIGHT, "a state dictionary has weights alone"
+    return read()
+
+
+def _args(told: Path) -> Mapping[str, Any]:
+    if told.name != ARGS_FILE:
+        return args_of(told.parent, read_torch_file(told, KNOWN))
+    try:
+        found = json.loads(told.read_text())
+    except ValueError as error:
+        raise ConversionError(f"{told} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConversionError(f"{told} holds no object of arguments")
+    return found
+
+
+def write_torch(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+    """Write pytorch_model.bin, in fp32 or `wanted.dtype`. Raises ConversionError for what Megatron-DeepSpeed does not have."""
+    args = run_args(source, wanted.dtype)
+    slots = _slots(source, wanted)
+    with TorchFileWriter(folder / TORCH_FILE, {slot.key: Hollow(slot.shape, slot.dtype) for slot in slots}) as file:
+        for slot, made_of in zip(slots, written_names(source.model).values(), strict=True):
+            for value in _read(source, made_of, advance):
+                file.feed(value.to(slot.dtype))
+    _write_args(args, folder)
+
+
+def write_state_safetensors(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+    """The same as model.safetensors."""
+    args = run_args(source, wanted.dtype)
+    slots = _slots(source, wanted)
+    tensors = (_joined(source, made_of, advance) for made_of in written_names(source.model).values())
+    write_safetensors(folder / SAFETENSORS_FILE, slots, tensors, {"format": "pt"})
+    _write_args(args, folder)
+
+
+def _slots(source: Source, wanted: Wanted) -> list[Slot]:
+    dtype = wanted.dtype or torch.float32
+    found = []
+    for key, made_of in written_names(source.model).items():
+        rows = sum(source.entries[name].shape[0] for name in made_of)
+        found.append(Slot(key, dtype, (rows, *source.entries[made_of[0]].shape[1:])))
+    return found
+
+
+def _read(source: Source, made_of: Sequence[str], advance: Advance) -> Iterator[Tensor]:
+    for name in made_of:
+        yield source.read(name)
+        advance(source.entries[name].nbytes())
+
+
+def _joined(source: Source, made_of: Sequence[str], advance: Advance) -> Tensor:
+    values = list(_read(source, made_of, advance))
+    return values[0] if len(values) == 1 else torch.cat(values)
+
+
+def _write_args(args: Mapping[str, Any], folder: Path) -> None:
+    (folder / ARGS_FILE).write_text(json.dumps(args, indent=2) + "\n")
