@@ -113,7 +113,7 @@ def _stages_of(
                 compile=run.parallel.compile,
                 attention=attention,
                 fp8=fp8,
-                lora=low_rank(run.lora, run.model),
+                lora=low_rank(run.lora, run.model, run.data.seed),
                 device=device,
                 tied_across_stages=tied and not together,
                 shared_embedding=None if first is None else first.word,

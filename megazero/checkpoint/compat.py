@@ -97,6 +97,7 @@ _RATES = {
     **{f"optimizer.{name}": _of_adam(name) for name in ("adam_beta1", "adam_beta2", "adam_eps")},
     "optimizer.sgd_momentum": lambda run: run.optimizer.sgd_momentum if run.optimizer.optimizer == "sgd" else None,
     **_plain("model", "hidden_dropout", "attention_dropout"),
+    **_plain("lora", "lora_dropout"),
 }
 _BATCH = _plain("schedule", "global_batch_size", "rampup_batch_size")
 _DATA = {

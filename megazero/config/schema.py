@@ -299,6 +299,8 @@ class LoraConfig:
     "What adapters add is scaled by alpha / rank; default: twice the rank."
     lora_targets: tuple[str, ...] = option((), many=True, metavar="LAYER")
     "Layers of every block that get an adapter, of qkv output gate up down; default: all that the model has."
+    lora_dropout: float = option(0.0)
+    "Dropout on what adapters multiply, and on nothing else."
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,9 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         ),
         _POSITIVE,
     )
-    | dict.fromkeys(("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "label_smoothing"), _SHARE)
+    | dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "lora_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "label_smoothing"), _SHARE
+    )
     | {"lr_warmup_fraction": Range(0, 1), "seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
 )
 

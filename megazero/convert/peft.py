@@ -91,7 +91,7 @@ def config_of(names: Names, model: ModelConfig, lora: LoraConfig, base: str) -> 
         "base_model_name_or_path": base,
         "r": lora.lora_rank,
         "lora_alpha": int(number) if number == int(number) else number,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.lora_dropout,
         "target_modules": target_modules(names, model, lora),
         "fan_in_fan_out": any(_transposed(pair.rule) for pair in _pairs_of_block(names, 0, adapted(lora, model))),
         "bias": "none",

@@ -49,14 +49,14 @@ class Attention(nn.Module):
         self.recompute_core, self.compile_ops, self.offer = layout.recompute == "selective", layout.compile, layout.attention
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        mixed = self.qkv(hidden)
+        mixed = self.qkv(hidden, batch.samples)
         if self.angles is not None:
             mixed = rotate_mixed(mixed, self.groups, self.repeats, *self.angles(mixed, batch.past))
         if self.recompute_core:
             context = checkpoint(self.core, mixed, batch, use_reentrant=False, preserve_rng_state=False)
         else:
             context = self.core(mixed, batch)
-        return self.output(context)
+        return self.output(context, batch.samples)
 
     def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
         """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t]. With a past: on its keys too."""

@@ -30,4 +30,4 @@ class Block(nn.Module):
         with compiled_bodies(self.compile_ops):
             attended = self.attention_dropout(self.attention(self.attention_norm(hidden), batch), batch.samples)
             hidden, normalised = self.mlp_norm.of_sum(attended, hidden)
-            return self.mlp_dropout.add(self.mlp(normalised), hidden, batch.samples)
+            return self.mlp_dropout.add(self.mlp(normalised, batch.samples), hidden, batch.samples)

@@ -29,7 +29,8 @@ class Mlp(nn.Module):
         )
         self.activation = model.activation
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, samples: Tensor | None = None) -> Tensor:
+        """samples: int64 [b], numbers of the samples, for the dropout of adapters."""
         if self.gate is not None:
-            return self.down(swiglu(*column_parallel_pair(self.gate, self.up, hidden)))
-        return self.down(ACTIVATIONS[self.activation](self.up(hidden)))
+            return self.down(swiglu(*column_parallel_pair(self.gate, self.up, hidden, samples)), samples)
+        return self.down(ACTIVATIONS[self.activation](self.up(hidden, samples)), samples)

@@ -39,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
     Rank r holds rows [r*out/t, (r+1)*out/t). Communication: forward nothing (sp: all-gather of x along s); backward
     all-reduce of the input gradient (sp: all-gather of x, reduce-scatter of the input gradient), each overlapped with
     a GEMM. Raises ValueError when t does not divide out. fp8: the run's state, where the layer may be one of its (`mpu.fp8`).
-    lora: the run's adapters, where the layer may have one (`mpu.lora`).
+    lora: the run's adapters, where the layer may have one (`mpu.lora`); their dropout is keyed by `samples`, int64 [b].
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ColumnParallelLinear(nn.Module):
             features = in_features, out_features
             self.adapter = ColumnAdapter(name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(x, self._product(x))
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        return self.adapted(x, self._product(x), samples)
 
-    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+    def adapted(self, x: Tensor, y: Tensor, samples: Tensor | None) -> Tensor:
         """The layer's product y with the adapter's added, if it has one."""
-        return y if self.adapter is None else self.adapter(x, y)
+        return y if self.adapter is None else self.adapter(x, y, samples)
 
     def _product(self, x: Tensor) -> Tensor:
         if self.fp8 is not None and runs_fp8():
@@ -83,7 +83,9 @@ class ColumnParallelLinear(nn.Module):
         return column_parallel_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
 
 
-def column_parallel_pair(gate: ColumnParallelLinear, up: ColumnParallelLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+def column_parallel_pair(
+    gate: ColumnParallelLinear, up: ColumnParallelLinear, x: Tensor, samples: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(gate(x), up(x)), [s, b, out/t] each, sharing one gather of x and one reduction of its gradient.
 
     One GEMM when both weights lie one behind the other in the same storage (as ZeRO packs them), else two.
@@ -96,7 +98,7 @@ def column_parallel_pair(gate: ColumnParallelLinear, up: ColumnParallelLinear, x
     else:
         pair = (gate.weight, up.weight), (gate.bias, up.bias)
         first, second = column_parallel_linear_pair(x, *pair, gate.group, gate.sequence_parallel)
-    return gate.adapted(x, first), up.adapted(x, second)
+    return gate.adapted(x, first, samples), up.adapted(x, second, samples)
 
 
 class RowParallelLinear(nn.Module):
@@ -134,9 +136,9 @@ class RowParallelLinear(nn.Module):
             features = in_features, out_features
             self.adapter = RowAdapter(name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         y = self._reduced(x)
-        return y if self.adapter is None else self.adapter(x, y)
+        return y if self.adapter is None else self.adapter(x, y, samples)
 
     def _reduced(self, x: Tensor) -> Tensor:
         if self.group.size == 1:

@@ -17,12 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megazero.config.derive import ffn_width, query_groups
 from megazero.config.lora import adapted, scale
 from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, plain_linear
 from megazero.mpu.place import Kind, Parameter, shard
+from megazero.mpu.random import DropoutKey, hidden_dropout, sequence_offset, sliced_dropout
 
 Device = torch.device | str
 
@@ -34,24 +36,36 @@ class LowRank:
     rank     r
     scale    what the adapter's output is multiplied by
     targets  last parts of the names of the layers that get an adapter
+    dropout  on what A multiplies, in training
+    seed     keys dropout
+    slices   equal parts of a row-parallel layer's inputs whose dropout has keys of its own; any tp that the model allows divides it
     """
 
     rank: int
     scale: float
     targets: frozenset[str]
+    dropout: float = 0.0
+    seed: int = 0
+    slices: int = 1
 
     def adapts(self, name: str) -> bool:
         """Whether the layer of this global name gets an adapter."""
         return name.rpartition(".")[2] in self.targets
 
 
-def low_rank(lora: LoraConfig, model: ModelConfig) -> LowRank | None:
-    """The adapters that --lora-rank asks for."""
-    return None if lora.lora_rank is None else LowRank(lora.lora_rank, scale(lora), frozenset(adapted(lora, model)))
+def low_rank(lora: LoraConfig, model: ModelConfig, seed: int = 0) -> LowRank | None:
+    """The adapters that --lora-rank asks for. seed: the run's."""
+    if lora.lora_rank is None:
+        return None
+    slices = math.gcd(query_groups(model), ffn_width(model))
+    return LowRank(lora.lora_rank, scale(lora), frozenset(adapted(lora, model)), lora.lora_dropout, seed, slices)
 
 
 class Adapter(nn.Module):
-    """The parameters of an adapter; `forward(x, y)` returns y + scale B A x for a layer's input x and output y, shapes as the layer's."""
+    """The parameters of an adapter; `forward(x, y, samples)` returns y + scale B A dropout(x) for a layer's input x and output y.
+
+    Shapes are the layer's. samples: int64 [b], numbers of the samples in the run's order; may be None where there is no dropout.
+    """
 
     splits_rows: ClassVar[bool]
     """Whether tp shares out the rows of B; else the columns of A."""
@@ -70,6 +84,8 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel, self.scale = group, sequence_parallel, low_rank.scale
+        self.p, self.slices = low_rank.dropout, low_rank.slices
+        self.key = DropoutKey(low_rank.seed, 0, name)
         split: dict[str, Any] = {"rank": group.index, "size": group.size}
         # The replicated factor sees its own positions only under sequence parallelism; else its gradient is whole on every rank.
         whole: dict[str, Any] = {"tp_partial": sequence_parallel and group.size > 1}
@@ -79,7 +95,17 @@ class Adapter(nn.Module):
         b = shard(f"{name}.lora_b", (out_features, rank), Kind.MATRIX, **to_b)
         self.lora_a, self.lora_b = Parameter(a, dtype, device), Parameter(b, dtype, device)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, samples: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def dropped(self, x: Tensor, samples: Tensor | None) -> Tensor:
+        """What A multiplies."""
+        if self.p == 0.0 or not self.training:
+            return x
+        assert samples is not None, "dropout is keyed by samples"
+        return self.drop(x, samples)
+
+    def drop(self, x: Tensor, samples: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -91,9 +117,12 @@ class ColumnAdapter(Adapter):
 
     splits_rows = True
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        low = plain_linear(x, self.lora_a, None) * self.scale
+    def forward(self, x: Tensor, y: Tensor, samples: Tensor | None) -> Tensor:
+        low = plain_linear(self.dropped(x, samples), self.lora_a, None) * self.scale
         return y + column_parallel_linear(low, self.lora_b, None, self.group, self.sequence_parallel)
+
+    def drop(self, x: Tensor, samples: Tensor) -> Tensor:
+        return hidden_dropout(x, self.p, self.key, samples, sequence_offset(x.shape[0], self.group, self.sequence_parallel))
 
 
 class RowAdapter(Adapter):
@@ -104,10 +133,14 @@ class RowAdapter(Adapter):
 
     splits_rows = False
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, samples: Tensor | None) -> Tensor:
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
-        low = reduce(plain_linear(x, self.lora_a, None), self.group) * self.scale
+        low = reduce(plain_linear(self.dropped(x, samples), self.lora_a, None), self.group) * self.scale
         return y + plain_linear(low, self.lora_b, None)
+
+    def drop(self, x: Tensor, samples: Tensor) -> Tensor:
+        slices = self.slices // self.group.size
+        return sliced_dropout(x, self.p, self.key, samples, slices, self.group.index * slices)
 
 
 def freeze_all_but_adapters(module: nn.Module) -> None:

@@ -65,11 +65,11 @@ def initialise(out: Tensor, place: Place, seed: int) -> None:
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What a dropout is: the run's seed, the global number of the layer, and which of the layer's dropouts."""
+    """What a dropout is: the run's seed, the global number of the layer, and which of the layer's dropouts (an adapter's: by name)."""
 
     seed: int
     layer: int
-    site: int
+    site: int | str
 
     def sample_keys(self, samples: Tensor, device: torch.device) -> Tensor:
         """int64 keys of the shape of `samples`."""
@@ -105,6 +105,21 @@ def _hidden_keys(x: Tensor, key: DropoutKey, samples: Tensor, sequence_offset: i
     """int64 [s_local, b]: a key for every row of x [s_local, b, h]."""
     positions = torch.arange(sequence_offset, sequence_offset + x.shape[0], device=x.device)
     return mix(positions.mul_(GOLDEN).unsqueeze(1) + key.sample_keys(samples, x.device))
+
+
+def sliced_dropout(x: Tensor, p: float, key: DropoutKey, samples: Tensor, slices: int, first: int) -> Tensor:
+    """Dropout of x [s, b, k] whose last dimension is `slices` of a global one's equal parts, from number `first` on.
+
+    A rank that holds some of the parts gets exactly their part of the whole mask.
+    """
+    _check(p)
+    if p == 0.0:
+        return x
+    numbers = torch.arange(first, first + slices, device=x.device)
+    # From 1 on, so that no part's rows are those of a hidden dropout.
+    rows = ((numbers + 1) << 32) + torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    keys = mix(rows.mul_(GOLDEN).unsqueeze(1) + key.sample_keys(samples, x.device).unsqueeze(1))
+    return dropout(x.unflatten(-1, (slices, -1)), keys, p).flatten(-2)
 
 
 def attention_dropout(probs: Tensor, p: float, key: DropoutKey, samples: Tensor, head_offset: int = 0, query_offset: int = 0) -> Tensor:

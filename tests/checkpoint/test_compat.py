@@ -21,13 +21,15 @@ def changed(run: Run, **values: object) -> Run:
 
 
 def test_every_field_is_in_one_group():
-    tables = (compat._SHAPE, compat._RATES, compat._BATCH, compat._DATA, compat._FREE)
+    tables = (compat._SHAPE, compat._ADAPTERS, compat._RATES, compat._BATCH, compat._DATA, compat._FREE)
     listed = [path for table in tables for path in table] + list(compat._SILENT)
     assert len(listed) == len(set(listed))
     lengths = {f.name for f in fields(ScheduleConfig) if f.name.startswith(("lr_warmup_", "lr_decay_i", "lr_decay_samples", "lr_wsd_"))}
     resolved = {f"schedule.{name}" for name in ("lr_warmup", "lr_decay", "lr_wsd_decay")}
     every = {
-        f"{section}.{f.name}" for section in ("model", "parallel", "optimizer", "schedule", "data") for f in fields(getattr(Run(), section))
+        f"{section}.{f.name}"
+        for section in ("model", "parallel", "optimizer", "schedule", "data", "lora")
+        for f in fields(getattr(Run(), section))
     }
     assert set(listed) - resolved == every - {f"schedule.{name}" for name in lengths}
 

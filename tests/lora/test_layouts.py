@@ -17,7 +17,7 @@ SHAPES = {
     " --disable-bias-linear --untie-embeddings-and-output-weights --hidden-size 32",
 }
 MODEL = "--num-layers 4 --hidden-size 24 --seq-length 12 --vocab-size 1003 --init-method-std 0.1 --make-vocab-size-divisible-by 1"
-NUMBERS = "--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3"
+NUMBERS = "--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3 --lora-dropout 0.2 --hidden-dropout 0.1"
 LAYOUTS: dict[str, tuple[str, int, str]] = {
     "tp2": ("tied", 2, "--tp 2"),
     "tp4-sp-zb": ("gated", 4, "--tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full"),
