@@ -72,7 +72,10 @@ def _lr_length(name: str, *, only: str | None = None) -> _Value:
     """A length of the learning-rate schedule as it works out, which a field left open takes from the run's length."""
 
     def value(run: Run) -> str | None:
-        rate, style = LearningRate(run.schedule), run.schedule.lr_decay_style
+        try:
+            rate, style = LearningRate(run.schedule), run.schedule.lr_decay_style
+        except ValueError:  # a checkpoint converted from a format that knows no length of the run
+            return None
         length = getattr(rate, name)
         if not length or (only and style != only) or (name != "warmup" and style == "constant"):
             return None

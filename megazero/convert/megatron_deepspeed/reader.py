@@ -16,6 +16,7 @@ from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.columns import Columns
 from megazero.convert.megatron_deepspeed.folders import Files, Listing, checkpoint_folder, listing
 from megazero.convert.megatron_deepspeed.names import found_layers
+from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import Weights, stored_layers
 from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
@@ -79,7 +80,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     zero = read_zero(files, there) if there.zero else None
     columns = Columns(files, there, weights, zero, report) if zero else None
     _note(report, zero, there, args, model.vocab_size)
-    run = run_from_args(_with_hyper(args, zero), model, precision)
+    run = with_schedule(run_from_args(_with_hyper(args, zero), model, precision), args)
     return MegatronDeepSpeedSource(folder, run, _position(state, args, zero, there), weights, columns, report, companions)
 
 

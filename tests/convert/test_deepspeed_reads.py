@@ -1,0 +1,86 @@
+"""What is written in BLOOM's layout, read by DeepSpeed's own code: its view of a checkpoint, ds_to_universal and zero_to_fp32."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.convert.formats import Wanted
+from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
+from megazero.convert.source import MOMENTS, WEIGHT
+from tests.convert.bloom_files import BLOCK, EMBEDDING, FINAL
+from tests.convert.sources import BLOOM, made
+
+MODEL = replace(BLOOM, num_layers=3, hidden_size=16, num_attention_heads=4)
+NAMES = {f"tied_modules.embed.{key}": name for key, name, _ in EMBEDDING if "position" not in key}
+NAMES |= {f"{number + 3}.{key}": f"blocks.{number}.{name}" for number in range(3) for key, name, _ in BLOCK}
+NAMES |= {f"7.{key}": name for key, name, _ in FINAL}
+
+SCRIPT = """
+import argparse, os, sys, torch
+from deepspeed.checkpoint import DeepSpeedCheckpoint, ds_to_universal
+from deepspeed.utils import zero_to_fp32
+
+parallel, universal, single = sys.argv[1:]
+view = DeepSpeedCheckpoint(parallel)
+facts = {
+    "degrees": (view.tp_degree, view.pp_degree, view.dp_degree), "iteration": view.get_iteration(), "args": vars(view.get_args()),
+    "embedding": [view.get_embedding_state(t) for t in range(view.tp_degree)],
+    "norm": view.get_final_norm_state(0),
+
+}
+arguments = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False)
+ds_to_universal.main(argparse.Namespace(input_folder=parallel, output_folder=universal, **arguments))
+
+# zero_to_fp32 knows no pipeline: the model's files are one per tp rank, and have the (here empty) buffers in them
+for file in os.listdir(single):
+    if file.startswith("layer_"):
+        os.remove(os.path.join(single, file))
+path = os.path.join(single, "mp_rank_00_model_states.pt")
+state = torch.load(path, weights_only=False)
+state["module"] = {}
+torch.save(state, path)
+facts["fp32"] = dict(zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint(single, exclude_frozen_parameters=False))
+torch.save(facts, os.path.join(single, "facts.pt"))
+"""
+
+
+@pytest.mark.slow
+def test_deepspeed_reads_what_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    source = made(MODEL, moments=True, precision="bf16")
+    write_megatron_deepspeed(source, tmp_path / "parallel", Wanted(tp=2, pp=2, dp=2), lambda count: None)
+    write_megatron_deepspeed(source, tmp_path / "single", Wanted(dp=3), lambda count: None)
+    parallel, single = (tmp_path / name / "global_step7" for name in ("parallel", "single"))
+    universal = tmp_path / "parallel" / "global_step7_universal"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(parallel), str(universal), str(single)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = torch.load(single / "facts.pt", weights_only=False)
+
+    assert facts["degrees"] == (2, 2, 2) and facts["iteration"] == 7 and facts["args"]["num_attention_heads"] == 4
+    rows = torch.cat([state["word_embeddings.weight"] for state in facts["embedding"]])
+    assert torch.equal(rows[:97], source.read("embedding.word.weight").bfloat16())
+    assert torch.equal(facts["norm"]["bias"], source.read("head.norm.bias").bfloat16())
+
+    assert set(facts["fp32"]) == set(NAMES)
+    for theirs, name in NAMES.items():
+        assert torch.equal(facts["fp32"][theirs][: source.entries[name].shape[0]], source.read(name)), theirs
+
+    assert {path.name for path in (universal / "zero").iterdir() if path.is_dir()} == set(NAMES)
+    for theirs, name in NAMES.items():
+        for file, column in (("fp32", WEIGHT), *((column, column) for column in MOMENTS)):
+            held = torch.load(universal / "zero" / theirs / f"{file}.pt", weights_only=False)
+            assert torch.equal(held["param"], source.read(name, column)), (theirs, column)
+        assert torch.load(universal / "zero" / theirs / "step.pt", weights_only=False) == 7
+    assert (tmp_path / "parallel" / "latest_universal").read_text() == "global_step7_universal"
