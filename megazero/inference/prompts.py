@@ -1,0 +1,62 @@
+"""Prompts from the command line, files and the standard input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.config.derive import max_positions
+from megazero.config.schema import ModelConfig
+from megazero.data.indexed import DataError
+from megazero.data.tokenizer import Tokenizer
+
+STANDARD_INPUT = "-"
+
+
+def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
+    """Those given, then those of the file: its lines, of .jsonl the strings or the "prompt" of each line. Empty lines are none. Raises DataError."""
+    return [*given, *(_lines(file) if file is not None else [])]
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        text = sys.stdin.read() if file == STANDARD_INPUT else Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompt-file {file}: {error}") from error
+    # By line feeds alone: splitlines would also cut at characters that may stand in a JSON string.
+    lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [_of_json(file, *line) for line in lines] if file.endswith(".jsonl") else [line for _, line in lines]
+
+
+def _of_json(file: str, number: int, line: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"--prompt-file {file}, line {number}: {error}") from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise DataError(f'--prompt-file {file}, line {number}: neither a string nor an object with a string "prompt"')
+    return prompt
+
+
+def encoded(prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *, first: int | None, eod_id: int | None) -> list[list[int]]:
+    """Ids of every prompt, behind `first` where that is given. Raises DataError for what the model cannot begin with.
+
+    An empty prompt is the token that ends documents: what follows is how a document begins.
+    """
+    rows, begin = [], [] if first is None else [first]
+    assert model.vocab_size is not None
+    for prompt in prompts:
+        ids = begin + tokenizer.encode(prompt) or ([] if eod_id is None else [eod_id])
+        name = f"the prompt {prompt if len(prompt) < 40 else prompt[:37] + '...'!r}"
+        if not ids:
+            raise DataError(f"{name} has no tokens, and the model no token that ends documents to begin with; --prefix-id names one")
+        wrong = next((number for number in ids if number >= model.vocab_size), None)
+        if wrong is not None:
+            raise DataError(f"{name} holds id {wrong}, but the model's vocabulary has {model.vocab_size}: is it the model's tokenizer?")
+        if model.position_embedding == "learned" and len(ids) > max_positions(model):
+            raise DataError(f"{name} has {len(ids)} tokens, more than the {max_positions(model)} positions that the model has learned")
+        rows.append(ids)
+    return rows

@@ -1,0 +1,41 @@
+"""What one rank has read, for all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megazero.data.indexed import DataError
+from megazero.mpu.collectives import broadcast
+from megazero.mpu.grid import ProcessGrid
+
+
+def shared(grid: ProcessGrid, read: Callable[[], Any]) -> Any:
+    """What `read` returns on rank 0, on every rank: anything that JSON holds. Called by all ranks; two broadcasts over the world.
+
+    A DataError that `read` raises is raised on every rank.
+    """
+    if grid.world.size == 1:
+        return read()
+    words = _answer(read) if grid.rank == 0 else b""
+    size = torch.tensor([len(words)], dtype=torch.int64, device=grid.device)
+    broadcast(size, grid.world).wait()
+    text = torch.zeros(int(size.item()), dtype=torch.uint8, device=grid.device)
+    if grid.rank == 0:
+        text.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+    broadcast(text, grid.world).wait()
+    answer = json.loads(bytes(text.tolist()))
+    if "error" in answer:
+        raise DataError(answer["error"])
+    return answer["found"]
+
+
+def _answer(read: Callable[[], Any]) -> bytes:
+    """JSON of ASCII characters: half a surrogate pair, as a terminal may send it, travels too."""
+    try:
+        return json.dumps({"found": read()}).encode("ascii")
+    except DataError as error:
+        return json.dumps({"error": str(error)}).encode("ascii")
