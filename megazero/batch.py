@@ -33,6 +33,7 @@ class MicroBatch:
     loss_mask    bool [b, s] or None: which predictions count; None means all
     samples      int64 [b]: number of each sample in the run's order, which keys its dropout
     documents    int64 [b, s] or None: number of each token's document within its sample; None: one document
+    positions    int64 [b, s] or None: where each token stands for a learned table of positions; None: where it stands in the sample
     loss_factor  0-dim or None: what the backward of the micro-batch's summed loss starts from, where that is known ahead
     past         None but where text is generated: the tokens continue what is kept there
     """
@@ -42,5 +43,6 @@ class MicroBatch:
     loss_mask: Tensor | None
     samples: Tensor
     documents: Tensor | None = None
+    positions: Tensor | None = None
     loss_factor: Tensor | None = None
     past: Past | None = None

@@ -146,7 +146,7 @@ class Job:
             "metrics": self.run.trainer.metrics_file,
             "tensorboard": self.run.trainer.tensorboard_dir,
             "tokenizer": self.run.data.tokenizer_path,
-            "data": " ".join(self.run.data.data_path),
+            "data": " ".join(self.run.data.data_path or self.run.data.instruction_data),
         }
         print(pairs([(name, place) for name, place in places.items() if place]), flush=True)
 
@@ -248,7 +248,8 @@ def _loader(run: Run, grid: ProcessGrid, dataset: Samples, workers: int | None =
         seq_length=run.model.seq_length,
         eod_id=run.data.eod_id,
         eod_mask_loss=run.data.eod_mask_loss,
-        document_mask=run.model.document_mask,
+        document_mask=run.model.document_mask and not run.data.instruction_data,
+        restart_positions=run.model.position_embedding == "learned",
         num_workers=run.data.num_workers if workers is None else workers,
         device=grid.device,
     )

@@ -25,6 +25,7 @@ from megazero.config.schema import Run
 from megazero.data.build import Datasets, build_datasets, cache_root
 from megazero.data.corpus import default_corpus
 from megazero.data.indexed import DataError
+from megazero.data.instructions import build_instructions
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.optim.progress import Progress
@@ -65,16 +66,7 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
         if tokenizer is not None:
             run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
         assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
-        datasets = build_datasets(
-            run.data,
-            seq_length=run.model.seq_length,
-            samples=(samples_needed(run), 0 if _validates_elsewhere(run) else validation_samples(run), 0),
-            vocab_size=run.model.vocab_size,
-            named_samples=validation_samples(run) or None,
-            report=report,
-        )
-        if len(datasets.train) == 0:
-            raise DataError(f"--split {run.data.split} leaves no training samples of --seq-length {run.model.seq_length}")
+        datasets, text = _datasets(run, tokenizer, text, report)
     except DataError as error:
         raise ConfigError([str(error)]) from error
     found, changes = _resume(run, world_size, datasets)
@@ -83,12 +75,33 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
 
 
 def _with_data(run: Run, report: Report) -> tuple[Run, str]:
-    if run.data.data_path:
+    if run.data.data_path or run.data.instruction_data:
         return run, " ".join(run.data.data_path)
     corpus = default_corpus(cache_root(run.data), report)
     data = replace(run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path)
     trainer = run.trainer if run.trainer.sample_prompt is not None else replace(run.trainer, sample_prompt=DEFAULT_PROMPT)
     return replace(run, data=data, trainer=trainer), corpus.description
+
+
+def _datasets(run: Run, tokenizer: Tokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
+    """The run's samples, and what they are."""
+    assert run.model.vocab_size is not None
+    needed, valid = samples_needed(run), validation_samples(run)
+    if run.data.instruction_data:
+        assert tokenizer is not None, "validated: instruction data has --tokenizer"
+        shape = {"seq_length": run.model.seq_length, "vocab_size": run.model.vocab_size}
+        return build_instructions(run.data, tokenizer, **shape, samples=(needed, valid), report=report)
+    datasets = build_datasets(
+        run.data,
+        seq_length=run.model.seq_length,
+        samples=(needed, 0 if _validates_elsewhere(run) else valid, 0),
+        vocab_size=run.model.vocab_size,
+        named_samples=valid or None,
+        report=report,
+    )
+    if len(datasets.train) == 0:
+        raise DataError(f"--split {run.data.split} leaves no training samples of --seq-length {run.model.seq_length}")
+    return datasets, text
 
 
 def samples_needed(run: Run) -> int:

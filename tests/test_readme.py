@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megazero.config.level import Level
 from megazero.config.parse import parse_run
+from megazero.config.schema import ModelConfig
+from megazero.config.shape import shape_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,7 +40,12 @@ def test_torchrun_commands_are_valid(line: str) -> None:
     """Checked for their number of ranks with the code that the ranks run; the layouts themselves run in other tests."""
     words = shlex.split(line)
     ranks, script = int(words[words.index("--nproc-per-node") + 1]), words.index("pretrain_gpt.py")
-    parse_run(words[script + 1 :], ranks)
+    parse_run(words[script + 1 :], ranks, some_model)
+
+
+def some_model(path: str) -> Level:
+    """Of the models that the README starts from, which are not here."""
+    return Level(path, shape_settings(ModelConfig(vocab_size=32_000)) | {"tokenizer": "byte"})
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ _RATES = {
 _BATCH = _plain("schedule", "global_batch_size", "rampup_batch_size")
 _DATA = {
     **_plain("data", "data_path", "split", "tokenizer", "tokenizer_path", "eod_id", "eod_mask_loss", "seed"),
+    **_plain("data", "instruction_data", "long_conversations"),
     **_plain("model", "seq_length", "document_mask"),
 }
 _FREE = {
@@ -118,7 +119,7 @@ _FREE = {
     **_plain("optimizer", "fp8"),
     "optimizer.fp8_amax_history": lambda run: run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None,
     **_plain("schedule", "micro_batch_size", "train_iters", "train_samples"),
-    **_plain("data", "valid_data_path"),
+    **_plain("data", "valid_data_path", "valid_instruction_data"),
     **_plain("model", "make_vocab_size_divisible_by", "init_method_std"),
 }
 _SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"})

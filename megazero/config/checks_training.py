@@ -127,6 +127,25 @@ def _data_path(f: Facts) -> Found:
         yield f"--valid-data-path names {', '.join(sets[::2])}: every set needs a name of its own"
 
 
+def _instructions(f: Facts) -> Found:
+    d = f.run.data
+    if not d.instruction_data:
+        return
+    words = f"--instruction-data {' '.join(d.instruction_data)}"
+    if d.data_path:
+        yield f"{words} and --data-path {' '.join(d.data_path)}: a run has one kind of data"
+    if d.valid_data_path:
+        yield f"{words}: it is validated on --valid-instruction-data, not on --valid-data-path {' '.join(d.valid_data_path)}"
+    if d.tokenizer is None:
+        yield f"{words} needs --tokenizer: it is text"
+    if not f.run.model.document_mask:
+        yield f"{words}: --no-document-mask would let conversations that share a sample see each other"
+    if d.eod_mask_loss:
+        yield f"{words}: --eod-mask-loss has no effect, since the data says what is learned"
+    if "split" in f.given:
+        yield f"{words}: --split {d.split} has no effect; it is validated on --valid-instruction-data"
+
+
 def _number(word: str) -> float | None:
     try:
         return float(word)
@@ -144,7 +163,7 @@ def _tokens(f: Facts) -> Found:
     d, vocab = f.run.data, f.run.model.vocab_size
     if d.data_path and d.tokenizer is None and vocab is None:
         yield "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number is not known"
-    if d.tokenizer is not None and not d.data_path and f.run.checkpoint.init_from is None:
+    if d.tokenizer is not None and not (d.data_path or d.instruction_data or f.run.checkpoint.init_from):
         yield f"--tokenizer {d.tokenizer} needs --data-path: the default corpus brings its own tokenizer"
     if d.tokenizer in ("gpt2", "sentencepiece", "hf") and d.tokenizer_path is None:
         yield f"--tokenizer {d.tokenizer} needs --tokenizer-path: the folder or file that it reads"
@@ -169,8 +188,11 @@ def _checkpoint(f: Facts) -> Found:
         yield f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last-k 0, which keeps all: drop one of them"
     if c.init_from is not None and c.finetune:
         yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
-    if c.init_from is not None and not f.run.data.data_path:
-        yield f"--init-from {c.init_from} needs --data-path: the default corpus has a tokenizer of its own, not that of this model"
+    if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data):
+        yield (
+            f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of its own, not that of "
+            "this model"
+        )
 
 
 def _fp16(run: Run) -> bool:
@@ -191,6 +213,10 @@ def _saves(run: Run) -> bool:
 
 def _loads(run: Run) -> bool:
     return run.checkpoint.load is not None
+
+
+def _instructed(run: Run) -> bool:
+    return bool(run.data.instruction_data)
 
 
 def _falls(run: Run) -> bool:
@@ -218,6 +244,8 @@ EFFECT: Mapping[str, tuple[Callable[[Run], bool], str]] = MappingProxyType(
         "async_save": (_saves, "--save DIR"),
         "finetune": (_loads, "--load DIR"),
         "no_load_optim": (_loads, "--load DIR"),
+        "valid_instruction_data": (_instructed, "--instruction-data FILE.jsonl"),
+        "long_conversations": (_instructed, "--instruction-data FILE.jsonl"),
         "extend_vocabulary": (lambda run: run.checkpoint.init_from is not None, "--init-from DIR"),
     }
 )
@@ -250,8 +278,21 @@ TRAINING_CHECKS = (
         *("num_layers", "kv_channels"),
     ),
     check(_data_path, "data_path", "valid_data_path"),
+    check(_instructions, "instruction_data", "data_path", "valid_data_path", "tokenizer", "document_mask", "eod_mask_loss", "split"),
     check(_split, "split"),
-    check(_tokens, "vocab_size", "data_path", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),
-    check(_checkpoint, "save_retain_interval", "keep_last", "save", "finetune", "no_load_optim", "load", "init_from", "data_path"),
-    check(_effect, "precision", "loss_scale", "optimizer", "fp8", "position_embedding", "lr_decay_style", "save", "load", "init_from"),
+    check(
+        _tokens,
+        *("vocab_size", "data_path", "instruction_data", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),
+        "init_from",
+    ),
+    check(
+        _checkpoint,
+        *("save_retain_interval", "keep_last", "save", "finetune", "no_load_optim"),
+        *("load", "init_from", "data_path", "instruction_data"),
+    ),
+    check(
+        _effect,
+        *("precision", "loss_scale", "optimizer", "fp8", "position_embedding", "lr_decay_style", "save", "load", "init_from"),
+        "instruction_data",
+    ),
 )

@@ -116,6 +116,8 @@ def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str
         settings.setdefault("exit_duration_in_mins", DEFAULT_MINUTES)
     positions = settings.get("position_embedding", run_options()["position_embedding"].default)
     settings.setdefault("embedding_layernorm", positions == "alibi")
+    if settings.get("instruction_data"):
+        settings.setdefault("document_mask", True)  # conversations of one sample do not see each other
     if "global_batch_size" not in settings:
         settings["global_batch_size"] = _default_batch(settings, world_size)
     return settings

@@ -213,6 +213,12 @@ class DataConfig:
     "Shares of train, validation and test."
     valid_data_path: tuple[str, ...] = option((), many=True, metavar="NAME PREFIX")
     "Named validation sets beside the split's: NAME PREFIX NAME PREFIX ...; each gets its own loss."
+    instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl")
+    "Instead of --data-path: prompts with completions, or chats in the tokenizer's chat template, several packed into a sample; the loss is on completions only."
+    valid_instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl")
+    "The same for validation."
+    long_conversations: str = option("refuse", choices=("refuse", "truncate", "drop"))
+    "What becomes of a conversation longer than a sample: an error, its end is cut off, or it is left out; how many is said."
     tokenizer: str | None = option(None, choices=("byte", "gpt2", "sentencepiece", "hf"))
     "Kind of tokenizer; without one, ids are used as they are."
     tokenizer_path: str | None = option(None)

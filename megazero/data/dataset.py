@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +20,23 @@ from megazero.data.progress import Report, silent
 LARGE = 1 << 22
 
 
+@dataclass(frozen=True)
+class PackedSample:
+    """A sample that knows which of its predictions count, and whose documents were put together.
+
+    tokens     int64 [S+1]: inputs are [:-1], labels [1:]
+    counts     bool [S]: whether the prediction of the label counts
+    documents  int64 [S]: number of each input's document within the sample; what fills it up is a document of its own
+    """
+
+    tokens: NDArray[np.int64]
+    counts: NDArray[np.bool_]
+    documents: NDArray[np.int64]
+
+
 class Samples(Protocol):
-    """A dataset of n samples; item i is the i-th in the order of the run, int64 [S+1]: inputs are [:-1], labels [1:].
+    """A dataset of n samples; item i is the i-th in the order of the run: running text, int64 [S+1], whose inputs are [:-1] and labels
+    [1:], or a packed sample.
 
     plans: of every pair of files in it, epochs and the first sample of an epoch shuffled apart. They follow from the number
     of samples asked for and decide the order: a longer run with other plans has other samples from the first on.
@@ -31,7 +47,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+    def __getitem__(self, index: int) -> NDArray[np.int64] | PackedSample: ...
 
 
 class GPTDataset:
@@ -89,7 +105,9 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"blend: sample {index} of {len(self)}")
-        return self.parts[int(self.part[index])][int(self.item[index])]
+        sample = self.parts[int(self.part[index])][int(self.item[index])]
+        assert not isinstance(sample, PackedSample), "blends are of running text"
+        return sample
 
 
 class EmptyDataset:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.build import SPLITS, Datasets, Requests
-from megazero.data.dataset import Samples
+from megazero.data.dataset import PackedSample, Samples
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
 
@@ -29,7 +29,8 @@ def parse_samples(text: str | None) -> Requests:
 
 def first_samples(samples: Samples, count: int) -> NDArray[np.int64]:
     """[min(count, length), S+1]; only for a dataset that is not empty."""
-    return np.stack([samples[number] for number in range(min(count, len(samples)))])
+    found = [samples[number] for number in range(min(count, len(samples)))]
+    return np.stack([sample.tokens if isinstance(sample, PackedSample) else sample for sample in found])
 
 
 def dump(datasets: Datasets, path: Path, first: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megazero.data.indexed import DataError
 
+Encoded = list[tuple[int, int, int]]
+"""Ids, each with the range of the text's characters that it stands for."""
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
@@ -44,6 +47,7 @@ class HuggingFaceTokenizer:
         except ImportError as error:
             raise ImportError("--tokenizer hf needs the package tokenizers: pip install tokenizers") from error
         _require(path)
+        self.path = path
         try:
             self._model: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -73,6 +77,31 @@ class HuggingFaceTokenizer:
     def decode(self, ids: list[int]) -> str:
         _require_below(ids, self.vocab_size)
         return self._model.decode(ids, skip_special_tokens=False)
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts of tokens that are more than text."""
+        return [token.content for token in self._model.get_added_tokens_decoder().values() if token.special]
+
+    def with_special_tokens(self, cut: str) -> Callable[[list[str]], list[Encoded]]:
+        """Encodes texts in which special tokens stand for themselves, as a chat template writes them, many at a time.
+
+        cut: parts the text where it stands, as a token of its own that is left out of the result.
+        """
+        import tokenizers
+
+        model = tokenizers.Tokenizer.from_str(self._model.to_str())
+        model.encode_special_tokens = False
+        model.add_special_tokens([tokenizers.AddedToken(cut, special=True, normalized=False)])
+        left_out = model.token_to_id(cut)
+
+        def encode(texts: list[str]) -> list[Encoded]:
+            return [
+                [(number, *place) for number, place in zip(found.ids, found.offsets, strict=True) if number != left_out]
+                for found in model.encode_batch(texts, add_special_tokens=False)
+            ]
+
+        return encode
 
 
 def _require(path: Path) -> None:

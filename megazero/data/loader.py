@@ -6,7 +6,7 @@ same set of samples for every dp and micro-batch size, and a resumed run goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -15,19 +15,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megazero.batch import MicroBatch
-from megazero.data.dataset import Samples
+from megazero.data.dataset import PackedSample, Samples
 from megazero.data.indexed import DataError
 from megazero.streams import SideCopies
 
-_Travelling = Callable[[], list[Tensor | None]]
-"""The tensors of a micro-batch on their way: called, it gives them in the order of `MicroBatch`."""
+TRAVELS = ("tokens", "labels", "loss_mask", "samples", "documents", "positions")
+"""The tensors of a micro-batch that the data brings."""
+_Marks = tuple[NDArray | None, NDArray | None, NDArray | None]
+"""Of samples [b, s]: which predictions count, documents, positions."""
+_Travelling = Callable[[], MicroBatch]
+"""A micro-batch on its way: called, it is there."""
 
 
 class TrainLoader:
     """Cuts a dataset into this rank's micro-batches.
 
     eod_mask_loss leaves out the prediction made at a separator (the next document's first token), as Megatron's --eod-mask-loss;
-    document_mask numbers the documents of each sample, a separator belonging to the document that it ends. Both need eod_id.
+    document_mask numbers the documents of each sample, a separator belonging to the document that it ends. Both need eod_id; neither
+    says anything of packed samples, which know it themselves. restart_positions gives those the places of tokens in their documents.
     num_workers threads work ahead of `micro_batches`; with 0 it does the work itself. Copies to a device travel beside its computation.
     """
 
@@ -42,6 +47,7 @@ class TrainLoader:
         eod_id: int | None = None,
         eod_mask_loss: bool = False,
         document_mask: bool = False,
+        restart_positions: bool = False,
         num_workers: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -51,6 +57,7 @@ class TrainLoader:
         self.dataset, self.seq_length, self.micro_batch_size = dataset, seq_length, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.eod_id, self.eod_mask_loss, self.document_mask = eod_id, eod_mask_loss, document_mask
+        self.restart_positions = restart_positions
         self.device = torch.device(device)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
         self._ahead: dict[tuple[int, int], list[Future[MicroBatch]]] = {}
@@ -69,7 +76,7 @@ class TrainLoader:
         if travelling is None:
             made = [self._make(numbers) for numbers in self._numbers(*key)] if ready is None else [future.result() for future in ready]
             travelling = [self._send(batch) for batch in made]
-        return [MicroBatch(*take()) for take in travelling]  # type: ignore[arg-type]
+        return [take() for take in travelling]
 
     def prefetch(self, consumed_samples: int, global_batch: int) -> None:
         """Start preparing a global batch; asking past the dataset's end is no error until `micro_batches` does."""
@@ -103,17 +110,30 @@ class TrainLoader:
         return [range(first, first + size) for first in firsts]
 
     def _make(self, numbers: range) -> MicroBatch:
-        text: NDArray[np.int64] = np.stack([self.dataset[number] for number in numbers])
+        samples = [self.dataset[number] for number in numbers]
+        text = np.stack([sample.tokens if isinstance(sample, PackedSample) else sample for sample in samples])
         if text.shape[1] != self.seq_length + 1:
             raise DataError(f"samples have {text.shape[1]} tokens, but --seq-length {self.seq_length} needs {self.seq_length + 1}")
-        inputs = text[:, :-1]
-        mask = documents = None
-        if self.eod_mask_loss or self.document_mask:
-            ends = inputs == self.eod_id
-            mask = self._tensor(~ends) if self.eod_mask_loss else None
-            documents = self._tensor(np.cumsum(ends, axis=1) - ends) if self.document_mask else None
-        samples = self._tensor(np.arange(numbers.start, numbers.stop, dtype=np.int64))
-        return MicroBatch(self._tensor(inputs), self._tensor(text[:, 1:]), mask, samples, documents)
+        packed = [sample for sample in samples if isinstance(sample, PackedSample)]
+        assert len(packed) in (0, len(samples)), "a data set is packed or it is not"
+        mask, documents, positions = self._packed(packed) if packed else self._separated(text[:, :-1])
+        return MicroBatch(
+            tokens=self._tensor(text[:, :-1]),
+            labels=self._tensor(text[:, 1:]),
+            loss_mask=None if mask is None else self._tensor(mask),
+            samples=self._tensor(np.arange(numbers.start, numbers.stop, dtype=np.int64)),
+            documents=None if documents is None else self._tensor(documents),
+            positions=None if positions is None else self._tensor(positions),
+        )
+
+    def _packed(self, samples: Sequence[PackedSample]) -> _Marks:
+        documents = np.stack([sample.documents for sample in samples])
+        positions = within_documents(documents) if self.restart_positions else None
+        return np.stack([sample.counts for sample in samples]), documents, positions
+
+    def _separated(self, inputs: NDArray[np.int64]) -> _Marks:
+        ends = inputs == self.eod_id
+        return ~ends if self.eod_mask_loss else None, np.cumsum(ends, axis=1) - ends if self.document_mask else None, None
 
     def _tensor(self, values: NDArray) -> Tensor:
         """Contiguous; pinned when it will travel to a device, so that the copy does not hold up the step."""
@@ -121,4 +141,13 @@ class TrainLoader:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
     def _send(self, batch: MicroBatch) -> _Travelling:
-        return self._copies.start((batch.tokens, batch.labels, batch.loss_mask, batch.samples, batch.documents))
+        take = self._copies.start([getattr(batch, name) for name in TRAVELS])
+        return lambda: MicroBatch(**dict(zip(TRAVELS, take(), strict=True)))  # type: ignore[arg-type]
+
+
+def within_documents(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each token stands in its document: [b, s] -> the same; a document is a run of one number."""
+    places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
+    begins = np.ones(documents.shape, dtype=np.bool_)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fused_ops.embedding import embedding
 from megazero.batch import MicroBatch, Past
 from megazero.config.derive import padded_vocab, position_rows
 from megazero.model.dropout import HiddenDropout, Site
@@ -46,7 +47,7 @@ class Embedding(nn.Module):
         """tokens int64 [b, s] -> [s(/t), b, h]. The word embedding all-reduces over tp, or reduce-scatters along s."""
         hidden: Tensor = self.word(batch.tokens)
         if self.position is not None:
-            hidden = self.position(hidden, batch.past)
+            hidden = self.position(hidden, batch.past, batch.positions)
         if self.norm is not None:
             hidden = self.norm(hidden)
         return self.dropout(hidden, batch.samples)
@@ -70,8 +71,11 @@ class LearnedPositions(nn.Module):
         )
         self.weight = Parameter(place, layout.dtype, layout.device)
 
-    def forward(self, hidden: Tensor, past: Past | None = None) -> Tensor:
-        """[s(/t), b, h] plus the positions' vectors. Raises ValueError when the sequence is longer than the table."""
+    def forward(self, hidden: Tensor, past: Past | None = None, positions: Tensor | None = None) -> Tensor:
+        """[s(/t), b, h] plus the positions' vectors; positions int64 [b, s], where they are not those of the sample.
+
+        Raises ValueError when the sequence is longer than the table.
+        """
         length = hidden.shape[0]
         offset = self.layout.model.position_offset
         if past is not None and past.positions is not None:
@@ -81,4 +85,7 @@ class LearnedPositions(nn.Module):
         if start + length > self.weight.shape[0]:
             learned = self.weight.shape[0] - offset
             raise ValueError(f"position {start + length - offset} is beyond the {learned} learned positions (--max-position-embeddings)")
+        if positions is not None:
+            first = start - offset
+            return hidden + embedding(positions[:, first : first + length].t() + offset, self.weight)
         return hidden + self.weight[start : start + length].unsqueeze(1)

@@ -145,4 +145,4 @@ def _each(act: Callable[..., Tensor], *batches: MicroBatch) -> MicroBatch:
         assert all(missing) or not any(missing), f"only some micro-batches have {name}"
         return None if values[0] is None else act(*values)
 
-    return MicroBatch(of("tokens"), of("labels"), of("loss_mask"), of("samples"), of("documents"))
+    return MicroBatch(of("tokens"), of("labels"), of("loss_mask"), of("samples"), of("documents"), of("positions"))

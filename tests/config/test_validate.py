@@ -189,10 +189,29 @@ def test_numbers_without_a_bound_are_known() -> None:
 @pytest.mark.parametrize("name", sorted(EFFECT))
 def test_a_flag_without_effect_is_refused_on_the_command_line(name: str) -> None:
     known = run_options()[name]
-    value = "" if known.kind is bool else " 1"
+    value = "" if known.kind is bool else f" {known.choices[-1]}" if known.choices else " 1"
     style = " --optimizer sgd" if name.startswith("adam") else ""
     found = problems(f"{known.flag}{value.replace('1', '0.5') if known.kind is float else value}{style}")
     assert any(f"{known.flag} has no effect without" in text for text in found), found
+
+
+INSTRUCTIONS = "--instruction-data x.jsonl --tokenizer byte"
+
+
+def test_instruction_data_is_the_only_data() -> None:
+    assert problems(INSTRUCTIONS) == ()
+    wrong = {
+        "--instruction-data x.jsonl": "needs --tokenizer",
+        f"{INSTRUCTIONS} --data-path y": "x.jsonl and --data-path y: a run has one kind of data",
+        f"{INSTRUCTIONS} --valid-data-path a y": "not on --valid-data-path a y",
+        f"{INSTRUCTIONS} --no-document-mask": "--no-document-mask would let conversations",
+        f"{INSTRUCTIONS} --eod-mask-loss": "--eod-mask-loss has no effect",
+        f"{INSTRUCTIONS} --split 90,10": "--split 90,10 has no effect",
+        f"{INSTRUCTIONS} --attention flash": "--document-mask",
+    }
+    for line, part in wrong.items():
+        (found,) = problems(line)
+        assert part in found, found
 
 
 def test_every_size_of_the_ramp_is_whole_micro_batches_on_every_rank() -> None:

@@ -70,7 +70,8 @@ def test_samples_are_the_tokens_in_document_order(tmp_path):
 def test_a_weight_makes_a_blend_of_one(tmp_path):
     data = write_pair(tmp_path / "p", [40] * 20)
     plain, weighed = _build(tmp_path, [data.prefix]), _build(tmp_path, [0.3, data.prefix])
-    assert isinstance(weighed.train, BlendedDataset) and len(weighed.train) == 10 < len(plain.train)
+    assert isinstance(plain.train, GPTDataset) and isinstance(weighed.train, BlendedDataset)
+    assert len(weighed.train) == 10 < len(plain.train)
     assert all(np.array_equal(weighed.train[number], plain.train[number]) for number in range(10))
     assert len(weighed.valid) == 0
     with pytest.raises(DataError, match="number of train samples"):

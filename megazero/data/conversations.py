@@ -1,0 +1,171 @@
+"""Instruction data: jsonl with a prompt and a completion, or the turns of a chat, to token ids and which of them are learned.
+
+    {"prompt": "2 + 2 = ", "completion": "4"}
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+A completion is followed by the tokenizer's separator, which is learned too. Chats are written by the tokenizer's chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.chat import CLOSE, CUT, OPEN, ROLES, ChatTemplate, Rendered, read_template
+from megazero.data.documents import Raw, documents, opened
+from megazero.data.indexed import DataError
+from megazero.data.libraries import Encoded, HuggingFaceTokenizer
+from megazero.data.progress import Progress, Report
+from megazero.data.tokenizer import Tokenizer
+
+STRANGE = re.compile(f"[{OPEN}{CLOSE}{CUT}\ud800-\udfff]")
+"""Lone surrogates, and the marks of `chat`."""
+AT_ONCE = 512
+"""Lines that are tokenized together, on all cores."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """ids: its tokens. learned: which of them the loss is taken on; the first token follows nothing, so it never is."""
+
+    ids: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+
+
+@dataclass
+class Encoder:
+    """Lines to conversations. eod_id: what ends a completion. vocab_size: of the model."""
+
+    tokenizer: Tokenizer
+    eod_id: int | None
+    vocab_size: int
+    template: ChatTemplate | None = field(default=None, init=False)
+
+    def encode(self, lines: Sequence[Raw]) -> list[Conversation]:
+        """Raises DataError naming file and line."""
+        records = [(raw, _record(raw)) for raw in lines]
+        found: list[Conversation | None] = [None if "messages" in record else self._completed(raw, record) for raw, record in records]
+        chats = [number for number, conversation in enumerate(found) if conversation is None]
+        if chats:
+            rendered = [self._rendered(*records[number]) for number in chats]
+            for number, text, encoded in zip(chats, rendered, self._chat_encode([each.text for each in rendered]), strict=True):
+                found[number] = self._learned_spans(records[number][0], text, encoded)
+        return [conversation for conversation in found if conversation is not None]
+
+    def _completed(self, raw: Raw, record: dict[str, Any]) -> Conversation:
+        prompt, completion = (_text(raw, record, key) for key in ("prompt", "completion"))
+        if not completion:
+            raise _wrong(raw, "the completion is empty, so there is nothing to learn")
+        if self.eod_id is None:
+            raise _wrong(raw, "a completion has to end with a separator, and the tokenizer names none: give --eod-id")
+        before, after = self.tokenizer.encode(prompt), [*self.tokenizer.encode(completion), self.eod_id]
+        return self._conversation(raw, [*before, *after], [False] * len(before) + [True] * len(after))
+
+    def _rendered(self, raw: Raw, record: dict[str, Any]) -> Rendered:
+        try:
+            more = {key: record[key] for key in ("tools", "documents") if key in record}
+            return self._chat_template(raw).render(_messages(raw, record["messages"]), **more)
+        except DataError as error:
+            raise error if str(error).startswith(raw.path) else _wrong(raw, str(error)) from error
+
+    def _chat_template(self, raw: Raw) -> ChatTemplate:
+        if self.template is None:
+            if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+                raise _wrong(raw, "turns of a chat need a chat template, which comes with --tokenizer hf")
+            self.template = read_template(self.tokenizer.path.parent, self.tokenizer.special_tokens)
+        return self.template
+
+    @cached_property
+    def _chat_encode(self) -> Callable[[list[str]], list[Encoded]]:
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer), "there was a template"
+        return self.tokenizer.with_special_tokens(CUT)
+
+    def _learned_spans(self, raw: Raw, rendered: Rendered, encoded: Encoded) -> Conversation:
+        """A token is learned when a character of it was written by an assistant, and when it lies between such tokens."""
+        starts, stops = (np.array([token[part] for token in encoded], dtype=np.int64) for part in (1, 2))
+        learned = np.zeros(len(encoded), dtype=np.bool_)
+        for start, stop in rendered.spans:
+            inside = np.flatnonzero((starts < stop) & (stops > start))
+            if len(inside):
+                learned[inside[0] : inside[-1] + 1] = True
+        return self._conversation(raw, [token[0] for token in encoded], learned)
+
+    def _conversation(self, raw: Raw, ids: list[int], learned: Any) -> Conversation:
+        wrong = [number for number in ids if not 0 <= number < self.vocab_size]
+        if wrong:
+            raise _wrong(
+                raw,
+                f"token id {wrong[0]} of the tokenizer is outside the model's vocabulary of {self.vocab_size}; to add tokens to a model: "
+                "--vocab-size and --extend-vocabulary",
+            )
+        marks = np.array(learned, dtype=np.bool_)
+        marks[:1] = False
+        if not marks.any():
+            raise _wrong(raw, "no token of it is learned: the chat template says of none that an assistant wrote it")
+        return Conversation(np.array(ids, dtype=np.int32), marks)
+
+
+def read_conversations(paths: Sequence[Path], encoder: Encoder, report: Report) -> Iterator[Conversation]:
+    """All conversations of jsonl files, in order. Raises DataError naming file and line."""
+    for path in paths:
+        size = path.stat().st_size
+        progress = Progress(report, f"tokenizing {path}", size / 1e6, "MB")
+        with opened(path) as reading:
+            lines = documents(reading, path, True, "line")
+            while batch := list(islice(lines, AT_ONCE)):
+                yield from encoder.encode(batch)
+                progress.reach(reading.raw.tell() / 1e6)
+
+
+def _wrong(raw: Raw, what: str) -> DataError:
+    return DataError(f"{raw.path}, line {raw.line}: {what}")
+
+
+def _record(raw: Raw) -> dict[str, Any]:
+    try:
+        text = raw.data.decode("utf-8")
+        record = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise _wrong(raw, f"byte {error.start} is no UTF-8 ({error.reason})") from None
+    except (ValueError, RecursionError) as error:
+        raise _wrong(raw, f"no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise _wrong(raw, f"no record, but {type(record).__name__}")
+    if ("messages" in record) == ("prompt" in record or "completion" in record):
+        raise _wrong(raw, f"either prompt and completion, or messages; it holds {', '.join(record) or 'nothing'}")
+    strange = STRANGE.search(json.dumps(record, ensure_ascii=False))
+    if strange:
+        raise _wrong(raw, f"holds U+{ord(strange[0]):04X}, which is no character")
+    return record
+
+
+def _text(raw: Raw, record: dict[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise _wrong(raw, f"{key} is {'missing' if key not in record else 'no text, but ' + type(value).__name__}")
+    return value
+
+
+def _messages(raw: Raw, messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise _wrong(raw, "messages is no list of turns, each with role and content")
+    for number, message in enumerate(messages, start=1):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise _wrong(raw, f"turn {number} has the role {role!r}, which is none of {', '.join(ROLES)}")
+        if not isinstance(content, str) and not (role == "assistant" and message.get("tool_calls")):
+            raise _wrong(raw, f"turn {number} ({role}) has no text as its content")
+        if role == "assistant" and not content and not message.get("tool_calls"):
+            raise _wrong(raw, f"turn {number} (assistant) is empty, so there is nothing to learn")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise _wrong(raw, "no turn is an assistant's, so there is nothing to learn")
+    return messages
