@@ -93,5 +93,6 @@ class Background:
 def _stand_back() -> None:
     """Let the threads that train have the cores first. On Linux a priority is a thread's own; elsewhere it is the whole process's."""
     if sys.platform.startswith("linux"):
+        thread = threading.get_native_id()
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + NICE, 19))

@@ -186,6 +186,8 @@ def _checkpoint(f: Facts) -> Found:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
     if c.save_retain_interval is not None and c.save and c.keep_last == 0:
         yield f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last-k 0, which keeps all: drop one of them"
+    if c.async_save and f.run.parallel.backend == "mpi":
+        yield "--async-save sends its messages over gloo, a group of which cannot be made beside --distributed-backend mpi; nearest: --backend gloo"
     if c.init_from is not None and c.finetune:
         yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
     if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data):
@@ -287,7 +289,7 @@ TRAINING_CHECKS = (
     ),
     check(
         _checkpoint,
-        *("save_retain_interval", "keep_last", "save", "finetune", "no_load_optim"),
+        *("save_retain_interval", "keep_last", "save", "async_save", "backend", "finetune", "no_load_optim"),
         *("load", "init_from", "data_path", "instruction_data"),
     ),
     check(

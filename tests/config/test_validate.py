@@ -144,6 +144,7 @@ REFUSED = [
     ("--valid-data-path a p a q", 1, "a name of its own", "--valid-data-path a p b q"),
     ("--save d --keep-last-k 0 --save-retain-interval 9", 1, "has no effect with --keep-last-k 0", "--save d --keep-last-k 1"),
     ("--save d --save-retain-interval 0", 1, "--save-retain-interval 0", "--save d --save-retain-interval 1"),
+    ("--save d --async-save --backend mpi", 1, "cannot be made beside --distributed-backend mpi", "--save d --async-save --backend gloo"),
     ("--async-save", 1, "--async-save has no effect without --save DIR", "--save d --async-save"),
     ("--split 0,0,0", 1, "--split 0,0,0", "--split 0,1,0"),
     ("--split 1,2,3,4", 1, "up to three shares", "--split 1"),
