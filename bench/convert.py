@@ -40,10 +40,10 @@ CHAIN = (
 SPARE = 500_000_000
 
 
-def tensors(hidden: int, layers: int) -> Iterator[tuple[str, list[int]]]:
+def tensors(hidden: int, layers: int, vocabulary: int) -> Iterator[tuple[str, list[int]]]:
     """BLOOM's keys and shapes."""
     wide = 4 * hidden
-    yield "word_embeddings.weight", [VOCABULARY, hidden]
+    yield "word_embeddings.weight", [vocabulary, hidden]
     for name in ("word_embeddings_layernorm", "ln_f"):
         yield from ((f"{name}.{part}", [hidden]) for part in ("weight", "bias"))
     for i in range(layers):
@@ -59,15 +59,15 @@ def tensors(hidden: int, layers: int) -> Iterator[tuple[str, list[int]]]:
             yield from ((f"h.{i}.{name}.{part}", [hidden]) for part in ("weight", "bias"))
 
 
-def hollow(folder: Path, hidden: int, heads: int, layers: int) -> int:
+def hollow(folder: Path, hidden: int, heads: int, layers: int, vocabulary: int = VOCABULARY) -> int:
     """A bf16 checkpoint of zeros that takes no room on disk; bytes of its largest tensor."""
     folder.mkdir()
     config = {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_layer": layers, "hidden_size": hidden, "n_head": heads}
-    config |= {"vocab_size": VOCABULARY, "dtype": "bfloat16", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    config |= {"vocab_size": vocabulary, "dtype": "bfloat16", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = largest = 0
-    for name, shape in tensors(hidden, layers):
+    for name, shape in tensors(hidden, layers, vocabulary):
         size = 2
         for extent in shape:
             size *= extent

@@ -16,6 +16,7 @@ from megazero.checkpoint.agreement import agree, share
 from megazero.checkpoint.background import Background, Outcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, Held, Manifest, columns_of
+from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.places import find_places, host_name
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
 from megazero.checkpoint.saving import Saved, Saving
@@ -234,7 +235,8 @@ class Checkpoints:
             check_inventory(found.manifest, every, columns)
 
         def read() -> None:
-            amount.fill_(read_fragments(found.path, found.manifest, fragments, columns))
+            with OpenFiles(found.path, found.manifest) as files:
+                amount.fill_(read_fragments(files, fragments, columns))
 
         self._together(check if self._grid.rank == 0 else None, found.path)
         self._together(read, found.path)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import find
+from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import read_fragments
 from megazero.checkpoint.window import Shape
 from megazero.mpu.place import Box, Kind, Place
@@ -73,5 +74,6 @@ class Checkpoint:
         values = torch.empty(extents, dtype=shape.columns[column])
         part = _Part(Place(name, shape.shape, box, extents, Kind.MATRIX), 0, values.numel())
         setattr(part, column, values.view(-1))
-        read_fragments(self.path, self._manifest, [part], [column])
+        with OpenFiles(self.path, self._manifest) as files:
+            read_fragments(files, [part], [column])
         return values

@@ -15,8 +15,8 @@ from pathlib import Path
 from torch import Tensor
 
 from megazero.checkpoint.blocks import BlockFile
-from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, Held, Manifest, StoredFile, columns_of, decode, key_of, span_of
-from megazero.checkpoint.places import host_name
+from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, Held, Manifest, columns_of, decode, key_of, span_of
+from megazero.checkpoint.open_files import OpenFiles, check_header
 from megazero.checkpoint.reshard import Overlap, Span, overlaps
 
 THREADS = 2
@@ -42,18 +42,11 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     for stored in manifest.files:
         try:
             with BlockFile(folder / stored.name) as file:
-                _check_header(file, stored)
+                check_header(file, stored)
         except Damaged as error:
             wrong.append(str(error))
     if wrong:
         raise Damaged("; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more files" if len(wrong) > _SHOWN else ""))
-
-
-def _check_header(file: BlockFile, stored: StoredFile) -> None:
-    if file.size != stored.size:
-        raise Damaged(f"{stored.name} has {file.size} bytes instead of {stored.size}")
-    if file.header_sha256 != stored.header_sha256:
-        raise Damaged(f"{stored.name} is altered: the sha256 of its header is not the recorded one")
 
 
 def check_inventory(manifest: Manifest, model: Iterable[Held], columns: Sequence[str]) -> None:
@@ -84,24 +77,19 @@ def check_inventory(manifest: Manifest, model: Iterable[Held], columns: Sequence
         raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(problems))
 
 
-def read_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment], columns: Sequence[str]) -> int:
-    """Fill these columns of the targets, in place, from the checkpoint; the bytes that were read for it.
+def read_fragments(files: OpenFiles, targets: Iterable[Fragment], columns: Sequence[str]) -> int:
+    """Fill these columns of the targets, in place, from the checkpoint whose files these are; the bytes that were read for it.
 
     Communicates nothing: each rank reads for itself. Threads read blocks and check them while others are copied; memory: two blocks per
     thread. Raises Damaged when a file that is needed is not as it was written, or the checkpoint lacks elements.
     """
-    plan = _plan(manifest, targets)
-    opened: deque[BlockFile] = deque()
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            return _read_all(_reads(folder, manifest, plan, columns, opened), opened, pool)
-    finally:
-        for file in opened:
-            file.close()
+    plan = _plan(files.manifest, targets)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return _read_all(_reads(files, plan, columns), pool)
 
 
-def _read_all(reads: Iterator[_Read], opened: deque[BlockFile], pool: ThreadPoolExecutor) -> int:
-    """Read ahead by a few blocks, copy in order, close files that are done with; the bytes read."""
+def _read_all(reads: Iterator[_Read], pool: ThreadPoolExecutor) -> int:
+    """Read ahead by a few blocks, copy in order; the bytes read."""
     total = 0
     under_way: deque[tuple[Future[Tensor], _Read]] = deque()
 
@@ -110,8 +98,6 @@ def _read_all(reads: Iterator[_Read], opened: deque[BlockFile], pool: ThreadPool
         tensor = values.result()
         for target, overlap in read.copies:
             overlap.copy(tensor, target)
-        while opened and not (under_way and opened[0] is under_way[0][1].file):
-            opened.popleft().close()
         return tensor.nbytes
 
     try:
@@ -156,29 +142,12 @@ class _Read:
     copies: Sequence[tuple[Tensor, Overlap]]
 
 
-def _reads(folder: Path, manifest: Manifest, plan: _Plan, columns: Sequence[str], opened: deque[BlockFile]) -> Iterator[_Read]:
-    """All blocks that are needed, file after file. The files are added to `opened`, for whoever reads them to close."""
+def _reads(files: OpenFiles, plan: _Plan, columns: Sequence[str]) -> Iterator[_Read]:
+    """All blocks that are needed, file after file."""
     for number in sorted(plan):
-        stored = manifest.files[number]
-        file = _open(folder, manifest, stored)
-        opened.append(file)
-        _check_header(file, stored)
         for (name, span), targets in plan[number].items():
             for column in columns:
-                yield from _blocks(file, name, column, span, targets)
-
-
-def _open(folder: Path, manifest: Manifest, stored: StoredFile) -> BlockFile:
-    try:
-        return BlockFile(folder / stored.name)
-    except Damaged as error:
-        if manifest.is_scattered and not (folder / stored.name).exists():
-            raise Damaged(
-                f"{stored.name} is not in {folder} on {host_name()}: this checkpoint was saved on the local disks of"
-                f" {manifest.layout['places']} nodes, and other ranks or another layout need files of other nodes; bring the folders of all"
-                " of them together"
-            ) from error
-        raise
+                yield from _blocks(files[number], name, column, span, targets)
 
 
 def _blocks(file: BlockFile, name: str, column: str, span: Span, targets: Sequence[Fragment]) -> Iterator[_Read]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,11 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.blocks import DTYPES, BlockFile
+from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import Damaged, Manifest, key_of
+from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reshard import Span, overlaps
-
-_OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -53,22 +50,18 @@ class StoredTensors:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.manifest, self.files = manifest, OpenFiles(folder, manifest)
         self.shapes = {
             name: Shape(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
             for name, stored in manifest.tensors.items()
         }
-        self._open: OrderedDict[int, BlockFile] = OrderedDict()
         self._kept: tuple[tuple[int, str, int], Tensor] | None = None
 
     def __enter__(self) -> StoredTensors:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with ExitStack() as stack:
-            for file in self._open.values():
-                stack.enter_context(file)
-        self._open.clear()
+        self.files.__exit__(*error)
 
     def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
         shape = self.shapes[name]
@@ -79,7 +72,7 @@ class StoredTensors:
             if not overlaps(span, wanted):
                 continue
             key = key_of(name, column, span)
-            for block, (first, last) in enumerate(self._file(number).block_ranges(key)):
+            for block, (first, last) in enumerate(self.files[number].block_ranges(key)):
                 piece = Span(span.box, span.start + first, span.start + last)
                 shared = overlaps(piece, wanted)
                 if shared:
@@ -91,25 +84,10 @@ class StoredTensors:
             raise Damaged(f"the manifest lists {found} of the {stop - start} elements {start}:{stop} of {name}")
         return values
 
-    def _file(self, number: int) -> BlockFile:
-        """A fragment file, of which the ones used last stay open."""
-        file = self._open.pop(number, None)
-        if file is None:
-            stored = self.manifest.files[number]
-            file = BlockFile(self.folder / stored.name)
-            if file.header_sha256 != stored.header_sha256:
-                with file:
-                    raise Damaged(f"{stored.name} is altered: the sha256 of its header is not the recorded one")
-        self._open[number] = file
-        if len(self._open) > _OPEN_FILES:
-            with self._open.popitem(last=False)[1]:
-                pass
-        return file
-
     def _block(self, number: int, key: str, block: int) -> Tensor:
         asked = number, key, block
         if self._kept is None or self._kept[0] != asked:
-            self._kept = asked, self._file(number).read(key, block)
+            self._kept = asked, self.files[number].read(key, block)
         return self._kept[1]
 
 

@@ -20,6 +20,7 @@ from megazero.checkpoint import folder as folders
 from megazero.checkpoint.blocks import DTYPES, Later
 from megazero.checkpoint.compat import record_of, run_from
 from megazero.checkpoint.format import MANIFEST, CheckpointError, Held, Manifest
+from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
@@ -64,6 +65,7 @@ class NativeSource(Source):
         there = sorted((path / COMPANIONS).iterdir()) if (path / COMPANIONS).is_dir() else []
         super().__init__("megazero", path, run, entries, position, {file.name: file for file in there})
         self.manifest, self._places = manifest, wanted
+        self._files = self.closing.enter_context(OpenFiles(path, manifest))
         self.report.mapped += [f"{name} {column}" for name, entry in entries.items() for column in entry.columns]
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
@@ -72,7 +74,7 @@ class NativeSource(Source):
         whole = _Whole(self._places[name], 0, entry.numel)
         setattr(whole, column, values)
         try:
-            read_fragments(self.path, self.manifest, [whole], [column])
+            read_fragments(self._files, [whole], [column])
         except CheckpointError as error:
             raise ConversionError(f"{self.path}: {error}") from error
         return values.view(entry.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class Source:
     def model(self) -> ModelConfig:
         return self.run.model
 
-    @property
+    @cached_property
     def columns(self) -> tuple[str, ...]:
         """What every tensor has: weights alone, or the optimizer's moments too."""
         return tuple(c for c in (WEIGHT, *MOMENTS) if all(c in entry.columns for entry in self.entries.values()))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import COLUMNS, Manifest
+from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
 from megazero.checkpoint.shares import shares, shares_of_values
 from megazero.checkpoint.writer import write_fragments, write_manifest
@@ -152,7 +153,7 @@ def load(folder: Path, layout: Layout, dtype: torch.dtype, columns: Sequence[str
     check_inventory(manifest, [piece for pieces in layout.all_fragments() for piece in pieces], columns)
     for rank in range(layout.axes.world_size):
         targets = fragments_of(layout, rank, None, dtype)
-        read_fragments(folder, manifest, targets, columns)
+        read_fragments(OpenFiles(folder, manifest), targets, columns)
         yield targets
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.format import CheckpointError, Damaged
+from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_inventory, read_fragments, read_manifest
 from megazero.checkpoint.reshard import Span
 from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, load, save
@@ -109,7 +110,7 @@ def test_a_manifest_with_a_hole_is_damage(saved):
     tensor.fragments.pop()
     with pytest.raises(Damaged, match=r"lists .* of the .* elements of blocks\.3\.up\.weight"):
         for rank in range(3):
-            read_fragments(saved[1], manifest, fragments_of(LAYOUTS[2], rank, None, torch.float32), ("weight",))
+            read_fragments(OpenFiles(saved[1], manifest), fragments_of(LAYOUTS[2], rank, None, torch.float32), ("weight",))
 
 
 def test_files_that_disagree_with_the_layout_are_refused(tmp_path, monkeypatch):
@@ -138,7 +139,7 @@ def test_only_blocks_that_intersect_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(BlockFile, "read", counted)
     small = Layout(tp=1, dp=12)
     targets = fragments_of(small, 5, None, torch.float32)
-    read_fragments(tmp_path / "c", read_manifest(tmp_path / "c"), targets, ("weight", "exp_avg", "exp_avg_sq"))
+    read_fragments(OpenFiles(tmp_path / "c", read_manifest(tmp_path / "c")), targets, ("weight", "exp_avg", "exp_avg_sq"))
     needed = 3 * sum(fragment.weight.nbytes for fragment in targets)
     assert max(sizes) <= 64
     assert needed <= sum(sizes) <= needed + 3 * 2 * 64 * len(targets)

@@ -17,7 +17,7 @@ from megazero.convert.report import Disagreement, Report
 from megazero.convert.source import ConversionError
 from megazero.data.progress import silent
 from megazero.verification import verify
-from tests.convert.sources import made
+from tests.convert.sources import Made, made
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_whole_or_not_at_all(tmp_path):
     source = made()
 
-    class Breaks(type(source)):
+    class Breaks(Made):
         def read(self, name, column="weight"):
             if name == "head.norm.bias":
                 raise OSError(5, "the disk is gone")
@@ -70,16 +70,16 @@ def test_verification_sees_one_wrong_bit(tmp_path):
     convert(source, FORMAT, tmp_path / "out", Wanted(), silent)
     good = verify(source, tmp_path / "out", "megazero", silent)
     assert good.holds and "87 tensors bit-equal" in good.lines[0] and "logits of 32 positions" in good.lines[1]
-    read = type(source).read
 
-    def wrong(self, name, column="weight"):
-        values = read(self, name, column)
-        if (name, column) == ("head.norm.bias", "exp_avg"):
-            values.view(torch.uint8)[0] ^= 1
-        return values
+    class Wrong(Made):
+        def read(self, name, column="weight"):
+            values = super().read(name, column)
+            if (name, column) == ("head.norm.bias", "exp_avg"):
+                values.view(torch.uint8)[0] ^= 1
+            return values
 
-    source.read = wrong.__get__(source)
-    bad = verify(source, tmp_path / "out", "megazero", silent)
+    other = Wrong(source.format, source.path, source.run, source.entries, source.position)
+    bad = verify(other, tmp_path / "out", "megazero", silent)
     assert not bad.holds and "head.norm.bias exp_avg" in bad.lines[0]
 
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_follows_the_largest_tensor(tmp_path):
-    """1.2 GB in all, 257 MB in the largest tensor: a converter that held the model would take more than is allowed."""
-    largest = hollow(tmp_path / "hf", 512, 8, 300)
+    """0.9 GB in all, 102 MB in the largest tensor: a converter that held the model would take more than is allowed."""
+    largest = hollow(tmp_path / "hf", 1024, 16, 32, vocabulary=50_000)
     total = (tmp_path / "hf" / "model.safetensors").stat().st_size
     assert total > 3 * largest + SPARE
     last = "hf"

@@ -1,0 +1,64 @@
+"""A checkpoint's fragment files while they are read: opened when they are needed, of which those used last stay open."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+from megazero.checkpoint.blocks import BlockFile
+from megazero.checkpoint.format import Damaged, Manifest, StoredFile
+from megazero.checkpoint.places import host_name
+
+MOST = 64
+"""Files that are open at once; far more than any reader has reads under way in."""
+
+
+class OpenFiles:
+    """Files of a checkpoint by their number in the manifest, their headers checked. A context manager that closes them."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._open: OrderedDict[int, BlockFile] = OrderedDict()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __getitem__(self, number: int) -> BlockFile:
+        """Raises Damaged when the file is not there, or not as it was written."""
+        file = self._open.pop(number, None)
+        if file is None:
+            file = self._opened(self.manifest.files[number])
+        self._open[number] = file
+        if len(self._open) > MOST:
+            self._open.popitem(last=False)[1].close()
+        return file
+
+    def _opened(self, stored: StoredFile) -> BlockFile:
+        try:
+            file = BlockFile(self.folder / stored.name)
+        except Damaged as error:
+            if self.manifest.is_scattered and not (self.folder / stored.name).exists():
+                raise Damaged(
+                    f"{stored.name} is not in {self.folder} on {host_name()}: this checkpoint was saved on the local disks of"
+                    f" {self.manifest.layout['places']} nodes, and other ranks or another layout need files of other nodes; bring the folders"
+                    " of all of them together"
+                ) from error
+            raise
+        try:
+            check_header(file, stored)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+
+def check_header(file: BlockFile, stored: StoredFile) -> None:
+    """Raise Damaged unless the file has the size and the header that it was written with."""
+    if file.size != stored.size:
+        raise Damaged(f"{stored.name} has {file.size} bytes instead of {stored.size}")
+    if file.header_sha256 != stored.header_sha256:
+        raise Damaged(f"{stored.name} is altered: the sha256 of its header is not the recorded one")
