@@ -70,7 +70,8 @@ def test_surplus_and_several_dtypes_are_told(tmp_path: Path) -> None:
         assert source.report.unused == {"model.layers.4.mlp.up_proj.weight": "the model that config.json describes has no such tensor"}
         assert source.run.optimizer.precision == "fp32", "what holds both halves"
         assert source.read("blocks.0.mlp.up.weight").dtype == torch.bfloat16
-        (several, named) = source.report.notes
+        (strange, several, named) = source.report.notes
+    assert "1 tensors are no part of the model" in strange and "model.layers.4.mlp.up_proj.weight" in strange
     assert "1 of torch.bfloat16" in several and "config.json says float16, the tensors are torch.float32" in named
 
 

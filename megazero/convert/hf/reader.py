@@ -30,6 +30,7 @@ _BUFFERS = (
     (re.compile(r"\.attn\.(bias|masked_bias)$"), "the causal mask, which follows from nothing but positions"),
     (re.compile(r"rotary_emb\.inv_freq$"), "rotary angles, which follow from rope_theta"),
 )
+_STRANGE = "the model that config.json describes has no such tensor"
 _SHOWN = 20
 _ROWS = 1 << 14
 
@@ -60,6 +61,9 @@ class HfSource(Source):
         self.report.mapped += [key for key in self._stored if key in used]
         self.report.unused |= {key: self._reason(key) for key in self._stored if key not in used}
         self.report.notes += notes
+        strange = [key for key, why in self.report.unused.items() if why == _STRANGE]
+        if strange:
+            self.report.notes.append(f"{len(strange)} tensors are no part of the model that {CONFIG} describes ({strange[0]}), and are left out")
         dtypes = Counter(entry.columns[WEIGHT] for entry in self.entries.values())
         stored = compute_dtype(self.run.optimizer.precision)
         if len(dtypes) > 1:
@@ -73,7 +77,7 @@ class HfSource(Source):
     def _reason(self, key: str) -> str:
         if key in self.tied:
             return "tied to the embedding, and compared with it when that is read"
-        return next((why for pattern, why in _BUFFERS if pattern.search(key)), "the model that config.json describes has no such tensor")
+        return next((why for pattern, why in _BUFFERS if pattern.search(key)), _STRANGE)
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         if column != WEIGHT:
