@@ -63,7 +63,9 @@ class HfSource(Source):
         self.report.notes += notes
         strange = [key for key, why in self.report.unused.items() if why == _STRANGE]
         if strange:
-            self.report.notes.append(f"{len(strange)} tensors are no part of the model that {CONFIG} describes ({strange[0]}), and are left out")
+            self.report.notes.append(
+                f"{len(strange)} tensors are no part of the model that {CONFIG} describes ({strange[0]}), and are left out"
+            )
         dtypes = Counter(entry.columns[WEIGHT] for entry in self.entries.values())
         stored = compute_dtype(self.run.optimizer.precision)
         if len(dtypes) > 1:
