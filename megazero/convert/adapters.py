@@ -45,6 +45,27 @@ class AdaptedSource(Source):
         return merged(weight, a, b, scale(self.adapters.run.lora))
 
 
+class AdaptersAlone(Source):
+    """The adapters of an `AdaptedSource`, unmerged and without moments; `base` is the model beneath."""
+
+    def __init__(self, both: AdaptedSource) -> None:
+        under = both.adapters
+        entries = {name: Entry(entry.shape, {WEIGHT: entry.columns[WEIGHT]}) for name, entry in under.entries.items()}
+        super().__init__(both.format, both.path, under.run, entries, both.position, both.companions, both.report)
+        self.base, self._under = both.base, under
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        return self._under.read(name, column)
+
+
+class UnboundAdapters(Source):
+    """Adapters under another program's names. Which of ours these are depends on the model."""
+
+    def on(self, base: Source) -> Source:
+        """The adapters by our names. Raises ConversionError where they are not of this model."""
+        raise NotImplementedError
+
+
 def weight_of(name: str) -> str:
     """The matrix that an adapter's factor belongs to: "blocks.3.mlp.up.lora_a" -> "blocks.3.mlp.up.weight"."""
     layer, _, factor = name.rpartition(".")
@@ -75,6 +96,8 @@ def adapted_source(adapters: Source, open_base: Callable[[Path], Source]) -> Ada
     if not Path(where).exists():
         raise ConversionError(f"{adapters.path} holds adapters of the model in {where}, which is not there")
     base = open_base(Path(where))
+    if isinstance(adapters, UnboundAdapters):
+        adapters = adapters.on(base)
     names = sorted(weight_of(name) for name in adapters.entries)
     unknown = [name for name in names if name not in base.entries]
     unknown += [name for name in names if name in base.entries and base.entries[name].shape != _shape(adapters, name)]

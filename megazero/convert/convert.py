@@ -26,6 +26,7 @@ def convert(source: Source, target: Format, output: Path, wanted: Wanted, report
     report: told the progress. Memory: a few tensors. Raises ConversionError before anything is written where the target cannot hold the
     model, the output exists, or the disk is too small; OSError when it fails on the way, and nothing is left then.
     """
+    source = source if target.part is None else target.part(source)
     refuse(source, target, output, wanted)
     began, total = time.monotonic(), _bytes_read(source, target)
     size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")

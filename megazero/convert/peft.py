@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megazero.config.lora import adapted, alpha, layers_of
 from megazero.config.schema import LoraConfig, ModelConfig
-from megazero.convert.adapters import FACTORS, AdaptedSource
+from megazero.convert.adapters import FACTORS, AdaptedSource, AdaptersAlone
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.hf.config import family_for, read_json
 from megazero.convert.hf.rearrange import TRANSPOSED, TRANSPOSED_THIRDS
@@ -57,23 +57,29 @@ def _transposed(rule: Rule) -> bool:
     return rule.how in (TRANSPOSED, TRANSPOSED_THIRDS)
 
 
-def _pairs_of_block(names: Names, number: int, layers: tuple[str, ...]) -> Iterator[Pair]:
+def pairs_of_block(names: Names, number: int, layers: tuple[str, ...]) -> Iterator[Pair]:
+    """Of these linear layers of a block."""
     for layer in layers:
         ours = f"blocks.{number}.{ROOM[layer]}.{layer}"
         rule = names.rule(f"{ours}.weight")
         yield Pair(ours, tuple(key.removesuffix(".weight") for key in names.written(rule)), rule)
 
 
+def key_of(module: str, factor: str) -> str:
+    """Of A or B of a module, in adapter_model.safetensors."""
+    return f"base_model.model.{module}.lora_{factor}.weight"
+
+
 def pairs(names: Names, model: ModelConfig, lora: LoraConfig) -> list[Pair]:
     """All adapters of a run, in the model's order. Raises ValueError where the family has no tensor for a layer."""
     layers = adapted(lora, model)
-    return [pair for number in range(model.num_layers) for pair in _pairs_of_block(names, number, layers)]
+    return [pair for number in range(model.num_layers) for pair in pairs_of_block(names, number, layers)]
 
 
 def target_modules(names: Names, model: ModelConfig, lora: LoraConfig) -> list[str]:
     """The ends of module names that PEFT matches: the last part, two parts where another layer has the same."""
-    every = [module for pair in _pairs_of_block(names, 0, layers_of(model)) for module in pair.modules]
-    wanted = [module for pair in _pairs_of_block(names, 0, adapted(lora, model)) for module in pair.modules]
+    every = [module for pair in pairs_of_block(names, 0, layers_of(model)) for module in pair.modules]
+    wanted = [module for pair in pairs_of_block(names, 0, adapted(lora, model)) for module in pair.modules]
 
     def end(module: str, parts: int) -> str:
         return ".".join(module.split(".")[-parts:])
@@ -93,7 +99,7 @@ def config_of(names: Names, model: ModelConfig, lora: LoraConfig, base: str) -> 
         "lora_alpha": int(number) if number == int(number) else number,
         "lora_dropout": lora.lora_dropout,
         "target_modules": target_modules(names, model, lora),
-        "fan_in_fan_out": any(_transposed(pair.rule) for pair in _pairs_of_block(names, 0, adapted(lora, model))),
+        "fan_in_fan_out": any(_transposed(pair.rule) for pair in pairs_of_block(names, 0, adapted(lora, model))),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
@@ -103,8 +109,10 @@ def config_of(names: Names, model: ModelConfig, lora: LoraConfig, base: str) -> 
     }
 
 
-def write_adapters(adapters: Source, names: Names, base: str, folder: Path, advance: Advance = lambda _: None) -> None:
-    """Write both files into an existing folder. adapters: a checkpoint's, unmerged; their dtype is kept. Raises OSError."""
+def write_adapters(
+    adapters: Source, names: Names, base: str, folder: Path, advance: Advance = lambda _: None, dtype: torch.dtype | None = None
+) -> None:
+    """Write both files into an existing folder. adapters: a checkpoint's, unmerged. dtype: None keeps theirs. Raises OSError."""
     model, lora = adapters.model, adapters.run.lora
     found = pairs(names, model, lora)
 
@@ -115,7 +123,7 @@ def write_adapters(adapters: Source, names: Names, base: str, folder: Path, adva
                 yield from (a, rows)
             advance(a.nbytes + b.nbytes)
 
-    slots = [slot for pair in found for slot in _slots(pair, adapters)]
+    slots = [slot for pair in found for slot in _slots(pair, adapters, dtype)]
     write_safetensors(folder / TENSORS, slots, tensors(), {"format": "pt"})
     with open(folder / CONFIG, "x") as file:
         json.dump(config_of(names, model, lora, base), file, indent=2)
@@ -123,12 +131,12 @@ def write_adapters(adapters: Source, names: Names, base: str, folder: Path, adva
         os.fsync(file.fileno())
 
 
-def _slots(pair: Pair, adapters: Source) -> Iterator[Slot]:
+def _slots(pair: Pair, adapters: Source, wanted: torch.dtype | None) -> Iterator[Slot]:
     a, b = (adapters.entries[f"{pair.layer}.{factor}"] for factor in FACTORS)
     rows = pair.parts(adapters.model, torch.empty(b.shape, device="meta"))
     for module, part in zip(pair.modules, rows, strict=True):
         for factor, shape, dtype in (("A", a.shape, a.columns[WEIGHT]), ("B", tuple(part.shape), b.columns[WEIGHT])):
-            yield Slot(f"base_model.model.{module}.lora_{factor}.weight", dtype, shape)
+            yield Slot(key_of(module, factor), wanted or dtype, shape)
 
 
 def names_for(model: ModelConfig, base: Source) -> Names:
@@ -137,8 +145,14 @@ def names_for(model: ModelConfig, base: Source) -> Names:
     return family_for(model, read_json(own).get("model_type") if own else None).names
 
 
-def write_peft(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
-    """The adapters of a checkpoint alone, unmerged: `Format.write` of a format that is only written. Raises ConversionError."""
+def adapters_of(source: Source) -> Source:
+    """What of a source is written (`Format.part`). Raises ConversionError where it has no adapters."""
     if not isinstance(source, AdaptedSource):
-        raise ConversionError(f"{source.path} holds no adapters: --to peft writes those of a run with --lora-rank")
-    write_adapters(source.adapters, names_for(source.model, source.base), str(source.base.path), folder, advance)
+        raise ConversionError(f"{source.path} holds no adapters as they were trained; --to peft writes those of a run with --lora-rank")
+    return AdaptersAlone(source)
+
+
+def write_peft(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+    """`Format.write`. source: by `adapters_of`. Weights keep the dtype that they were trained in, unless `wanted.dtype` rounds them."""
+    assert isinstance(source, AdaptersAlone)
+    write_adapters(source, names_for(source.model, source.base), str(source.base.path), folder, advance, wanted.dtype)

@@ -11,13 +11,14 @@ from megazero.convert.formats import Format
 from megazero.convert.hf import FORMAT as HF
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.megatron_deepspeed import FORMAT as MEGATRON_DEEPSPEED
+from megazero.convert.peft_format import FORMAT as PEFT
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
 
 
 def format_table() -> Mapping[str, Format]:
     """By name. In the order in which a folder is looked at."""
-    found: list[Format] = [MEGATRON, MEGATRON_DEEPSPEED, native.FORMAT, HF, *UNIVERSAL]
+    found: list[Format] = [MEGATRON, MEGATRON_DEEPSPEED, native.FORMAT, PEFT, HF, *UNIVERSAL]
     return {known.name: known for known in found}
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 import megazero
 from megazero.convert.adapters import AdaptedSource
+from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.hf.families import from_transformers
 from megazero.convert.native import open_native
-from megazero.convert.peft import write_peft
-from megazero.convert.registry import open_source
+from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError
+from megazero.verification import verify
 from tests.lora.families import CONFIGS, saved_base, their_base
 from tests.parity.float64 import in_float64
 from tests.parity.training import data_flags, job_on_rank, train
@@ -91,14 +92,28 @@ def test_checkpoint_holds_adapters_and_nothing_else(trained: tuple[str, Path, Pa
 
 def test_written_by_the_tool_they_are_the_same_files(trained: tuple[str, Path, Path], tmp_path: Path) -> None:
     _, base, checkpoint = trained
-    told: list[int] = []
+    lines: list[str] = []
     with open_source(checkpoint) as source:
-        write_peft(source, tmp_path, Wanted(), told.append)
-        assert isinstance(source, AdaptedSource) and sum(told) == sum(entry.nbytes() for entry in source.adapters.entries.values())
+        convert(source, format_table()["peft"], tmp_path / "adapter", Wanted(), lines.append)
+        assert verify(source, tmp_path / "adapter", "peft", lines.append).holds
+        assert isinstance(source, AdaptedSource)
+        size = sum(entry.nbytes() for entry in source.adapters.entries.values())
+    assert any(f"megazero -> peft: {size / 1e6:,.1f} MB in" in line for line in lines), "what is told is the adapters' size"
     for path in beside(checkpoint).iterdir():
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+        assert path.read_bytes() == (tmp_path / "adapter" / path.name).read_bytes()
     with open_source(base) as source, pytest.raises(ConversionError, match="holds no adapters"):
-        write_peft(source, tmp_path, Wanted(), told.append)
+        convert(source, format_table()["peft"], tmp_path / "none", Wanted(), lines.append)
+
+
+def test_the_merged_model_is_exported(trained: tuple[str, Path, Path], tmp_path: Path) -> None:
+    """As a Hugging Face folder, which is what PEFT's own merge is."""
+    _, base, checkpoint = trained
+    with open_source(checkpoint) as source:
+        convert(source, format_table()["hf"], tmp_path / "merged", Wanted(), lambda _: None)
+    with in_float64(), torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()(tokens()).logits
+        ours = their_base(tmp_path / "merged")(tokens()).logits
+    assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
 
 
 def peft_steps(model: Any, batches_of: Any, steps: int) -> list[tuple[float, float]]:

@@ -63,14 +63,15 @@ def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, Stored]:
         raise ConversionError(f"{folder} lacks {len(missing)} of its {len(files)} files: {', '.join(missing)}")
     found: dict[str, Stored] = {}
     for file in files:
-        for key, stored in _of_safetensors(file, closing) if file.suffix == ".safetensors" else _of_torch(file):
+        for key, stored in safetensors_of(file, closing) if file.suffix == ".safetensors" else _of_torch(file):
             if key in found:
                 raise ConversionError(f"{file}: {key} is in another file too")
             found[key] = stored
     return found
 
 
-def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, Stored]]:
+def safetensors_of(path: Path, closing: ExitStack) -> Iterator[tuple[str, Stored]]:
+    """The tensors of one file by key. It stays open until `closing` closes. Raises ConversionError."""
     try:
         file: Any = closing.enter_context(safe_open(path, "pt"))
         for key in file.keys():  # noqa: SIM118 - no mapping

@@ -1,0 +1,9 @@
+"""PEFT's adapters as a format: read with the model beneath and merged, written alone."""
+
+from __future__ import annotations
+
+from megazero.convert.formats import Format
+from megazero.convert.peft import adapters_of, write_peft
+from megazero.convert.peft_reader import open_peft, recognises
+
+FORMAT = Format("peft", recognises, open_peft, write_peft, part=adapters_of)

@@ -1,0 +1,159 @@
+"""Adapters that PEFT has written, on the model that they belong to.
+
+Over there query, key and value may have adapters of their own, or only some of them one. Ours is one layer: adapters that share A become
+one of the same rank, others one whose A has all of theirs above each other, and whose B has zeros where a part has nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.config.lora import layers_of, scale
+from megazero.config.schema import CheckpointConfig, LoraConfig, ModelConfig, Run
+from megazero.convert.adapters import FACTORS, UnboundAdapters
+from megazero.convert.hf.config import read_json
+from megazero.convert.hf.files import Stored, safetensors_of
+from megazero.convert.peft import CONFIG, TENSORS, Pair, key_of, names_for, pairs_of_block
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
+
+_NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
+_DEMANDS: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern"), _NOTHING),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices", "target_parameters", "arrow_config", "velora_config"), _NOTHING),
+}
+"""Keys of adapter_config.json and the values that leave an adapter W + scale B A."""
+
+
+def recognises(path: Path) -> bool:
+    """The two files of PEFT."""
+    return (path / CONFIG).is_file() and (path / TENSORS).is_file()
+
+
+def open_peft(path: Path) -> PeftAdapters:
+    """Adapters whose names follow once the model is known (`PeftAdapters.on`). Raises ConversionError."""
+    config = read_json(path / CONFIG)
+    wrong = [f"{key} {config[key]!r}" for key, allowed in _DEMANDS.items() if key in config and config[key] not in allowed]
+    if wrong:
+        raise ConversionError(f"{path / CONFIG}: {', '.join(wrong)}; what is read is plain LoRA, W + scale B A")
+    with ExitStack() as stack:
+        source = PeftAdapters(path, config, dict(safetensors_of(path / TENSORS, stack)))
+        source.closing = stack.pop_all()
+    return source
+
+
+class PeftAdapters(UnboundAdapters):
+    """The files, of which model ever."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+        base = config.get("base_model_name_or_path")
+        lora = LoraConfig(lora_rank=int(config["r"]), lora_alpha=float(config["lora_alpha"]))
+        super().__init__("peft", path, Run(checkpoint=CheckpointConfig(init_from=base), lora=lora), {})
+        self.stored, self.by_root = stored, bool(config.get("use_rslora"))
+
+    def on(self, base: Source) -> Source:
+        return BoundAdapters(self, base)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of their layers within one of ours: its adapter, if it has one, and what its B is multiplied by."""
+
+    a: Stored | None = None
+    b: Stored | None = None
+    factor: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else self.a.shape[0]
+
+
+class BoundAdapters(Source):
+    """The adapters under our names."""
+
+    def __init__(self, files: PeftAdapters, base: Source) -> None:
+        run = replace(base.run, lora=files.run.lora, checkpoint=replace(base.run.checkpoint, init_from=files.run.checkpoint.init_from))
+        super().__init__("peft", files.path, run, {}, closing=files.closing)
+        names, left = names_for(base.model, base), set(files.stored)
+        self._layers: dict[str, tuple[Pair, list[_Part], bool]] = {}
+        entries: dict[str, Entry] = {}
+        for number in range(base.model.num_layers):
+            for pair in pairs_of_block(names, number, layers_of(base.model)):
+                keys = [(key_of(module, "A"), key_of(module, "B")) for module in pair.modules]
+                parts = [self._part(files, a, b) for a, b in keys]
+                left -= {key for both in keys for key in both}
+                if any(part.rank for part in parts):
+                    self._layers[pair.layer] = pair, parts, _share_a(parts)
+                    entries |= dict(self._entries(base, pair, parts))
+        if left:
+            raise ConversionError(f"{files.path} has adapters of what the model has not: {', '.join(sorted(left)[:20])}")
+        self.entries = entries
+
+    def _part(self, files: PeftAdapters, a: str, b: str) -> _Part:
+        if a not in files.stored and b not in files.stored:
+            return _Part()
+        if a not in files.stored or b not in files.stored or files.stored[a].shape[0] != files.stored[b].shape[1]:
+            raise ConversionError(f"{files.path}: {a} and {b} do not belong together")
+        lora, rank = self.run.lora, files.stored[a].shape[0]
+        assert lora.lora_alpha is not None
+        own = lora.lora_alpha / (math.sqrt(rank) if files.by_root else rank)
+        return _Part(files.stored[a], files.stored[b], own / scale(lora))
+
+    def _entries(self, base: Source, pair: Pair, parts: list[_Part]) -> Iterator[tuple[str, Entry]]:
+        weight = base.entries[f"{pair.layer}.weight"].shape
+        theirs = pair.parts(base.model, torch.empty(weight, device="meta"))
+        for module, part, whole in zip(pair.modules, parts, theirs, strict=True):
+            if part.a is not None and part.b is not None and (part.b.shape[0], part.a.shape[1]) != tuple(whole.shape):
+                raise ConversionError(
+                    f"{self.path}: the adapter of {module} is for {part.b.shape[0]} x {part.a.shape[1]}, not {list(whole.shape)}"
+                )
+        rank = parts[0].rank if self._layers[pair.layer][2] else sum(part.rank for part in parts)
+        (dtype, *_) = (part.a.dtype for part in parts if part.a is not None)
+        assert dtype is not None
+        a, b = (f"{pair.layer}.{factor}" for factor in FACTORS)
+        yield a, Entry((rank, weight[1]), {WEIGHT: dtype})
+        yield b, Entry((weight[0], rank), {WEIGHT: dtype})
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        layer, _, factor = name.rpartition(".")
+        pair, parts, shared = self._layers[layer]
+        if factor == FACTORS[0]:
+            found = [part.a.read() for part in parts if part.a is not None]
+            return found[0] if shared else torch.cat(found)
+        return pair.whole(self.model, list(_rows(self.model, pair, parts, shared, self.entries[name])))
+
+
+def _rows(model: ModelConfig, pair: Pair, parts: list[_Part], shared: bool, entry: Entry) -> Iterator[Tensor]:
+    """B of each part, in the columns that are its own."""
+    start = 0
+    for part, whole in zip(parts, pair.parts(model, torch.empty(entry.shape, device="meta")), strict=True):
+        if shared:
+            assert part.b is not None
+            yield _times(part.b.read(), part.factor)
+            continue
+        rows = torch.zeros(tuple(whole.shape), dtype=entry.columns[WEIGHT])
+        if part.b is not None:
+            rows[:, start : start + part.rank] = _times(part.b.read(), part.factor)
+        start += part.rank
+        yield rows
+
+
+def _times(b: Tensor, factor: float) -> Tensor:
+    return b if factor == 1.0 else b * factor
+
+
+def _share_a(parts: list[_Part]) -> bool:
+    """Whether all parts have an adapter, with the same A."""
+    first = parts[0].a
+    if first is None or any(part.a is None or part.a.shape != first.shape for part in parts):
+        return False
+    return all(part.a is not None and torch.equal(part.a.read(), first.read()) for part in parts[1:])
