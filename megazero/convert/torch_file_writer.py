@@ -62,12 +62,10 @@ class TorchFileWriter:
             opened.pop_all()
 
     def feed(self, piece: Tensor) -> None:
-        """The next elements of the current tensor, in its dtype, [any]. A piece ends where a tensor ends, or before."""
-        assert self._entry is not None and piece.dtype == self._hollow.dtype, (
-            f"{self._path}: {piece.dtype} where none or another is expected"
-        )
+        """The next elements of the current tensor, [any], rounded to its dtype. A piece ends where a tensor ends, or before."""
+        assert self._entry is not None, f"{self._path}: all tensors are full"
         assert piece.numel() <= self._missing, f"{self._path}: {piece.numel()} elements where {self._missing} are missing"
-        _pour(piece, self._entry)
+        _pour(piece, self._entry, self._hollow.dtype)
         self._missing -= piece.numel()
         if not self._missing:
             self._next()
@@ -95,7 +93,7 @@ class TorchFileWriter:
                 return
             with entry:
                 if isinstance(tensor, Tensor):
-                    _pour(tensor.detach().cpu(), entry)
+                    _pour(tensor.detach().cpu(), entry, tensor.dtype)
 
     def _open(self, name: str, size: int) -> IO[bytes]:
         """An entry whose bytes begin at a multiple of 64, as torch's do."""
@@ -119,17 +117,12 @@ def write_torch_file(path: Path, structure: Any) -> None:
         pass
 
 
-def _pour(tensor: Tensor, entry: IO[bytes]) -> None:
-    """A tensor's elements, a few MiB at a time: a view that is not contiguous is never copied whole."""
-    if tensor.is_contiguous() or tensor.dim() < 2:
-        flat = tensor.reshape(-1)
-        step = max(1, _PIECE // max(1, tensor.dtype.itemsize))
-        for start in range(0, flat.numel(), step):
-            entry.write(flat[start : start + step].view(torch.uint8).numpy().data)
-        return
-    rows = max(1, _PIECE // max(1, tensor[0].numel() * tensor.dtype.itemsize))
-    for start in range(0, tensor.shape[0], rows):
-        entry.write(tensor[start : start + rows].contiguous().view(-1).view(torch.uint8).numpy().data)
+def _pour(tensor: Tensor, entry: IO[bytes], dtype: torch.dtype) -> None:
+    """A tensor's elements, a few MiB at a time: one that is not contiguous or of another dtype is never copied whole."""
+    parts = tensor.reshape(-1) if tensor.is_contiguous() or tensor.dim() < 2 else tensor
+    step = max(1, _PIECE // max(1, parts[:1].numel() * dtype.itemsize))
+    for start in range(0, parts.shape[0], step):
+        entry.write(parts[start : start + step].to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class _Pickle:

@@ -218,12 +218,14 @@ def save_bloom(
     mappings: bool = True,
     args: bool | dict[str, Any] = True,
     spoil: dict[tuple[str, int], float] | None = None,
+    behind: float = 0.0,
     steps: Any = 4,
     **more: Any,
 ) -> Path:
     """A folder with `latest`; returns the checkpoint's own. Without moments in `values` there are no optimizer files.
 
-    spoil: (our name, tp rank) -> what is added to that rank's replica, in every column. args: False for none, a dictionary instead of a namespace
+    spoil: (our name, tp rank) -> what is added to that rank's replica, in every column. behind: what is added to the last stage's copy of the
+    tied embedding's optimizer columns. args: False for none, a dictionary instead of a namespace
     """
     inside = folder / "global_step4"
     inside.mkdir(parents=True)
@@ -246,6 +248,9 @@ def save_bloom(
                     for column in ("exp_avg", "exp_avg_sq"):
                         moved = {name: value + (spoil or {}).get((name, t), 0.0) for name, value in values[column].items()}
                         columns[column] = stage_parameters(layer_tensors(moved, model, layout, t), model, layout, stage)
+                    if behind and stage == len(layout.stages) - 1:
+                        for named in columns.values():
+                            named |= {name: tensor + behind for name, tensor in named.items() if name.startswith("tied")}
                     _save_optimizer(inside, columns, layout, rank, classes, dtype, mappings, steps)
     return inside
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,24 +41,35 @@ class Columns:
         self._account()
 
     def read(self, name: str, column: str) -> Tensor:
-        """A global tensor of one column, vocabulary padding cut off."""
-        where = self.weights.theirs[name]
+        """A global tensor of one column, vocabulary padding cut off. Memory: the tensor, and where columns are split as much again."""
+        where, axis = self.weights.theirs[name], split_axis(name)
+        key = f"{label(where)} {column}"
+        if axis == 0 and where.half is None:
+            slices = [piece for t in range(self.tp) for piece in self._slices(*self.held[t][where.layer, where.key], column)]
+            flat = slices[0] if len(slices) == 1 else torch.cat(slices)
+            whole = self._like_copies(name, where, column, flat.view(-1, *self.weights.stored[where.layer][0][where.key].shape[1:]))
+            rows = self.weights.rows(name)
+            return whole if rows is None else whole[:rows]
         pieces = [halved(self._of_rank(t, where, column), where) for t in range(self.tp)]
-        whole = join(f"{label(where)} {column}", pieces, split_axis(name), self.report, self.weights.rows(name))
-        copies = self._copies(name, where)
-        if not copies:
-            return whole
-        others = [join(f"{label(where)} {column}", [self._flat(rank, parts, column, where, t) for t, (rank, parts) in enumerate(copy)], split_axis(name), self.report, self.weights.rows(name)) for copy in copies]  # fmt: skip
-        return agree(f"{label(where)} {column} (first and last stage)", [whole, *others], self.report)
+        return join(key, pieces, axis, self.report, self.weights.rows(name))
+
+    def _slices(self, rank: int, parts: Sequence[Slice], column: str) -> list[Tensor]:
+        return pieces_of(self.files, self.listing, rank, parts, column)
 
     def _of_rank(self, t: int, where: Theirs, column: str) -> Tensor:
-        rank, parts = self.held[t][where.layer, where.key]
-        return self._flat(rank, parts, column, where, t)
-
-    def _flat(self, rank: int, parts: Sequence[Slice], column: str, where: Theirs, t: int) -> Tensor:
-        pieces = pieces_of(self.files, self.listing, rank, parts, column)
+        pieces = self._slices(*self.held[t][where.layer, where.key], column)
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return flat.view(self.weights.stored[where.layer][t][where.key].shape)
+
+    def _like_copies(self, name: str, where: Theirs, column: str, whole: Tensor) -> Tensor:
+        """The table itself where every stage's copy of it is the same, compared slice by slice; else their mean."""
+        others = []
+        for copy in self._copies(name, where):
+            slices = [piece for rank, parts in copy for piece in self._slices(rank, parts, column)]
+            ends = list(accumulate((piece.numel() for piece in slices), initial=0))
+            if not all(torch.equal(piece, whole.view(-1)[a:b]) for piece, a, b in zip(slices, ends[:-1], ends[1:], strict=True)):
+                others.append(torch.cat(slices).view_as(whole))
+        return agree(f"{label(where)} {column} (first and last stage)", [whole, *others], self.report) if others else whole
 
     def _held(self, t: int) -> Held:
         """A parameter of the tied embedding is in the first and in the last stage; the first one's counts."""

@@ -46,16 +46,22 @@ class MegatronDeepSpeedSource(Source):
 
     def _compare(self, name: str, master: Tensor) -> None:
         """Counts where the layer files' weight is not the master rounded: the files are not of one step, or one of them was changed."""
-        rounded = self.weights.read(name)
+        pairs = self.weights.beside(name, master)
         self._off[name] = sum(
-            int((row != kept).logical_and(~(row.isnan() & kept.isnan())).sum())
-            for row, kept in (
-                (part.to(rounded.dtype), other) for part, other in zip(master.split(1 << 12), rounded.split(1 << 12), strict=True)
-            )
+            _unequal(mine, theirs) for whole, kept in pairs for mine, theirs in zip(whole.split(_ROWS), kept.split(_ROWS), strict=True)
         )
         if self._off[name]:
             note = f"{name}: {self._off[name]} of {master.numel()} master weights, rounded, are not what the layer files hold; the masters are taken"
             self.report.notes.append(note)
+
+
+_ROWS = 1 << 10
+"""Rows of a table that are compared at once."""
+
+
+def _unequal(master: Tensor, stored: Tensor) -> int:
+    rounded = master.to(stored.dtype)
+    return int((rounded != stored).logical_and(~(rounded.isnan() & stored.isnan())).sum())
 
 
 def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:

@@ -65,6 +65,20 @@ class Weights:
         pieces = [halved(self.files[path][where.key], where) for path in self.listing.layers[where.layer]]
         return join(label(where), pieces, split_axis(name), self.report, self.rows(name))
 
+    def beside(self, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Parts of another column's global tensor, each with what the layer files hold for it; views, unless replicas differ."""
+        where, axis = self.theirs[name], split_axis(name)
+        if axis is None:
+            return [(whole, self.read(name))]
+        pieces = [halved(self.files[path][where.key], where) for path in self.listing.layers[where.layer]]
+        size = pieces[0].shape[axis]
+        found = []
+        for t, piece in enumerate(pieces):
+            length = max(0, min(size, whole.shape[axis] - t * size))
+            if length:
+                found.append((whole.narrow(axis, t * size, length), piece.narrow(axis, 0, length)))
+        return found
+
     def dtype(self, name: str) -> torch.dtype:
         where = self.theirs[name]
         return self.stored[where.layer][0][where.key].dtype

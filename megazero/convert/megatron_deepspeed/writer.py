@@ -59,7 +59,7 @@ def _write_layer(source: Source, inside: Path, planned: Plan, layer: int, tp: in
                 whole = source.read(name, WEIGHT)
                 for file, pieces in zip(files, rank_pieces(name, whole, tp, planned.rows), strict=True):
                     for piece in pieces:
-                        file.feed(piece.to(dtype))
+                        file.feed(piece)
                 advance(source.entries[name].nbytes())
 
 

@@ -91,7 +91,7 @@ def _fill(source: Source, planned: Plan, group: Cut, column: str, files: Sequenc
             whole = source.read(name, column)
             for t, pieces in enumerate(rank_pieces(name, whole, len(files), planned.rows)):
                 for piece in pieces:
-                    at[t] = _pour(piece.reshape(-1).to(dtype), at[t], group.size, files[t])
+                    at[t] = _pour(piece.reshape(-1), at[t], group.size, files[t])
     for t, ranks in enumerate(files):
         assert at[t] + group.padding == group.size * len(ranks), (
             f"{at[t]} elements and {group.padding} of padding for {len(ranks)} x {group.size}"
