@@ -21,7 +21,14 @@ torchrun --standalone --nproc-per-node 4 pretrain_gpt.py \
     "$@" 2>&1 | tee "$run/log.txt"
 
 echo
+echo "The trained model in Hugging Face's format, compared tensor by tensor, and a text from it:"
+python tools/convert_checkpoint.py --input "$run/checkpoints" --to hf --output "$run/hf" --verify
+echo
+python tools/generate_text.py --load "$run/hf" --prompt "def __init__(self" --max-new-tokens 64 --temperature 0.7 --top-k 20
+
+echo
 echo "This log:  $run/log.txt"
+echo "The model: $run/hf (transformers opens it: AutoModelForCausalLM.from_pretrained)"
 echo "Resume on any layout, for example 2 ranks with tp 1 and pp 2, and train on:"
 echo "  torchrun --nproc-per-node 2 pretrain_gpt.py --config $run/checkpoints/run.yaml \\"
 echo "      --tp 1 --load $run/checkpoints --train-iters 400 --override-opt-param-scheduler"
