@@ -1,0 +1,192 @@
+"""tools/evaluate.py against `transformers` in float64: every document's loss, their sum, perplexity and bits per byte, on any layout."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megazero.config.level import ConfigError
+from megazero.data.indexed import DataError
+from megazero.mpu.grid import Axes, build_grid, single_process_grid
+from tests.convert.hf_models import in_double
+from tests.evaluation.hf_folder import CASES, CONTEXT, VOCABULARY, folder_of, text
+from tests.parity.float64 import in_float64
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+utils = pytest.importorskip("lm_eval.utils")
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "evaluate.py"
+tool = importlib.import_module("tools.evaluate")  # a folder of programs, which is no package
+TEXTS = [text(words, words) for words in (1, 5, 200, 17, 60, 2, 33)] + ["", "Größe: 5 µm\n"]
+END = 1
+
+
+LENGTHS = ([3], [60, 20, 41], [1], [], [49], [48])
+"""Of the sequences of each document of a pair: there are such of several, and of none."""
+PAIR = [[np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in lengths] for lengths in LENGTHS]
+
+
+def write_pair(prefix: Path, documents: list[list[list[int]]]) -> None:
+    """As the format's description has it: sequences back to back, and which of them begin a document."""
+    sequences = [ids for document in documents for ids in document]
+    lengths = np.array([len(ids) for ids in sequences], dtype="<i4")
+    pointers = 2 * (np.cumsum(lengths, dtype="<i8") - lengths)
+    bounds = np.cumsum([0, *(len(document) for document in documents)]).astype("<i8")
+    prefix.with_suffix(".bin").write_bytes(np.concatenate([np.array(ids, dtype="<u2") for ids in sequences]).tobytes())
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(bounds))
+    prefix.with_suffix(".idx").write_bytes(head + lengths.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its texts as jsonl, and token ids in a pair."""
+    made = folder_of("gpt2", tmp_path_factory.mktemp("evaluate"))
+    (made / "texts.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in TEXTS))
+    write_pair(made / "pair", PAIR)
+    return made
+
+
+def arguments(folder: Path, *words: object) -> Any:
+    return tool.parser().parse_args([str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)])
+
+
+def evaluated(folder: Path, capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(what is printed, the lines of --output)."""
+    output = folder / "scores.jsonl"
+    tool.evaluate(arguments(folder, "--json", "--output", output, *words), single_process_grid())
+    return json.loads(capsys.readouterr().out), [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def their_losses(ids: list[list[int]], stride: int, prefix: int | None) -> list[tuple[int, float]]:
+    """(tokens, sum of losses in nats) of documents, window by window, one at a time."""
+    found, model = [], in_double(CASES["gpt2"])
+    with in_float64(), torch.no_grad():
+        for document in ids:
+            known, rest = (prefix, document) if prefix is not None else (document[0] if document else 0, document[1:])
+            total, count = 0.0, 0
+            for before, after in utils.get_rolling_token_windows(rest, known, CONTEXT, CONTEXT - stride + 1):
+                logits = model(torch.tensor([before])).logits[0, -len(after) :]
+                total += float(F.cross_entropy(logits, torch.tensor(after), reduction="sum"))
+                count += len(after)
+            found.append((count, total))
+    return found
+
+
+def check(record: dict[str, Any], lines: list[dict[str, Any]], wanted: list[tuple[int, float]]) -> None:
+    assert [line["tokens"] for line in lines] == [count for count, _ in wanted]
+    for line, (count, total) in zip(lines, wanted, strict=True):
+        assert line["total_loss"] == pytest.approx(total, rel=1e-11)
+        assert line["loss"] == (pytest.approx(total / count, rel=1e-11) if count else None)
+        assert line["perplexity"] == (pytest.approx(math.exp(total / count), rel=1e-10) if count else None)
+    count, total = (sum(column) for column in zip(*wanted, strict=True))
+    assert (record["documents"], record["tokens"]) == (len(wanted), count)
+    assert record["total_loss"] == pytest.approx(total, rel=1e-12)
+    assert record["loss"] == pytest.approx(total / count, rel=1e-12) and record["perplexity"] == pytest.approx(
+        math.exp(total / count), rel=1e-11
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stride", "batch"), [(CONTEXT, 8), (16, 3), (1, 64)])
+def test_text(stride: int, batch: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = [tokenizer.encode(words, add_special_tokens=False) for words in TEXTS]
+    limit = 2 if stride == 1 else len(TEXTS)
+    words = ("--input", folder / "texts.jsonl", "--stride", stride, "--micro-batch-size", batch, "--limit", limit)
+    record, lines = evaluated(folder, capsys, *words)
+    check(record, lines, their_losses(ids[:limit], stride, END))
+    assert max(len(document) for document in ids) > 3 * CONTEXT, "some document takes several windows"
+    sizes = [len(words.encode()) for words in TEXTS[:limit]]
+    assert [line["bytes"] for line in lines] == sizes and record["bytes"] == sum(sizes)
+    assert record["bits_per_byte"] == pytest.approx(record["total_loss"] / math.log(2) / sum(sizes))
+    assert (record["context"], record["stride"], record["prefix_id"]) == (CONTEXT, stride, END)
+    assert [line["document"] for line in lines] == list(range(limit))
+
+
+def test_pairs_and_prefixes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [[token for sequence in document for token in sequence] for document in PAIR]
+    record, lines = evaluated(folder, capsys, "--data-path", folder / "pair", "--no-prefix")
+    check(record, lines, their_losses(ids, CONTEXT, None))
+    assert record["bits_per_byte"] is None and record["bytes"] is None and record["prefix_id"] is None and "bytes" not in lines[0]
+    record, lines = evaluated(folder, capsys, "--data-path", folder / "pair", "--prefix-id", 9, "--context", 20)
+    assert record["tokens"] == sum(map(len, ids)) and record["context"] == record["stride"] == 20
+    both, _ = evaluated(folder, capsys, "--data-path", folder / "pair", "--input", folder / "texts.jsonl", "--append-eod")
+    plain, _ = evaluated(folder, capsys, "--input", folder / "texts.jsonl")
+    assert both["tokens"] == sum(map(len, ids)) + plain["tokens"] + len(TEXTS), "each text ends with its separator"
+    assert both["bits_per_byte"] is None, "where the bytes of some are not known"
+
+
+def test_first_tokens_that_are_not_scored_give_no_bits_per_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, lines = evaluated(folder, capsys, "--input", folder / "texts.jsonl", "--no-prefix")
+    assert record["bits_per_byte"] is None and record["bytes"] == sum(line["bytes"] for line in lines)
+
+
+def on_rank(rank: int, size: int, tp: int, pp: int, folder: Path, words: list[object]) -> None:
+    tool.evaluate(arguments(folder, "--tp", tp, "--pp", pp, *words), build_grid(Axes(pp, size // (tp * pp), 1, tp)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "tp", "pp", "batch"), [(2, 2, 1, 1), (2, 1, 2, 5), (2, 1, 1, 2)])
+def test_layouts(size: int, tp: int, pp: int, batch: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--input", folder / "texts.jsonl", "--data-path", folder / "pair", "--stride", 30]
+    _, wanted = evaluated(folder, capsys, *words)
+    output = folder / f"scores-{size}-{tp}-{pp}.jsonl"
+    run_ranks(size, on_rank, size, tp, pp, folder, [*words, "--micro-batch-size", batch, "--output", output])
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(found) == len(wanted)
+    for line, right in zip(found, wanted, strict=True):
+        assert {**line, "loss": 0, "total_loss": 0, "perplexity": 0} == {**right, "loss": 0, "total_loss": 0, "perplexity": 0}
+        assert line["total_loss"] == pytest.approx(right["total_loss"], rel=1e-12)
+
+
+def test_mistakes(folder: Path, tmp_path: Path) -> None:
+    wrong: tuple[tuple[tuple[object, ...], list[str]], ...] = (
+        ((), ["there is nothing to score"]),
+        (("--data-path", "x", "--tp", 2), ["--tp 2 x --pp 1 = 2 does not divide the 1 processes"]),
+        (("--data-path", "x", "--stride", 0, "--limit", -1), ["--stride 0: must be at least 1", "--limit -1"]),
+        (("--data-path", "x", "--no-prefix", "--prefix-id", 3), ["exclude each other"]),
+        (("--data-path", "x", "--output", tmp_path / "no" / "file"), ["there is no folder"]),
+    )
+    for words, problems in wrong:
+        with pytest.raises(ConfigError) as caught:
+            tool.check(arguments(folder, *words), 1)
+        assert all(problem in str(caught.value) for problem in problems)
+    grid = single_process_grid()
+    refused: tuple[tuple[tuple[object, ...], type[Exception], str], ...] = (
+        (("--data-path", folder / "pair", "--context", 49), ConfigError, "the model has 48 learned positions"),
+        (("--data-path", folder / "pair", "--context", 8, "--stride", 9), ConfigError, "tokens would be left out"),
+        (("--data-path", folder / "pair", "--prefix-id", VOCABULARY), ConfigError, "vocabulary has 320 tokens"),
+        (("--data-path", folder / "nothing"), DataError, "no file"),
+    )
+    for words, error, problem in refused:
+        with pytest.raises(error, match=problem):
+            tool.evaluate(arguments(folder, *words), grid)
+    write_pair(tmp_path / "large", [[[1, VOCABULARY]]])
+    with pytest.raises(DataError, match=f"token {VOCABULARY} is not in the model's vocabulary"):
+        tool.evaluate(arguments(folder, "--data-path", tmp_path / "large"), grid)
+
+
+@pytest.mark.slow
+def test_the_command(folder: Path) -> None:
+    """As a program: text, and status 2 with one message for a mistake."""
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(TOOL), str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run("--input", folder / "texts.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "9 documents, " in done.stdout and "perplexity" in done.stdout and "bits per byte" in done.stdout
+    done = run("--data-path", folder / "nothing")
+    assert done.returncode == 2 and "1 problem" in done.stderr and "no file" in done.stderr and "Traceback" not in done.stderr
