@@ -41,6 +41,8 @@ class MegazeroLM(HarnessModel):
     tp, pp           ranks that share the model; what they leave of the processes are replicas that share the requests
     precision        to compute in: fp64, fp32, bf16, fp16; None: the checkpoint's
     batch_size       rows of one forward pass
+    device           auto, cpu or cuda, of which a rank takes the card of its local rank. lm_eval's command line says cuda:0 where its
+                     user says nothing: that is auto
     max_length       tokens that the model reads at once; None: its sequence length or position table
     tokenizer, tokenizer_path    None: the checkpoint's own
     prefix_token_id  stands before texts without context; None: the tokenizer's begin token if it has one, else its end token
@@ -70,6 +72,7 @@ class MegazeroLM(HarnessModel):
     ) -> None:
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size {batch_size}: must be a whole number from 1 on")
+        device = "auto" if device == "cuda:0" else device
         environment = Environment.read()
         if grid is None and (min(tp, pp) < 1 or environment.world_size % (tp * pp)):
             raise ValueError(f"tp {tp} x pp {pp} does not divide the {environment.world_size} processes that were started")
