@@ -143,6 +143,11 @@ def test_a_model_of_our_own_in_transformers(name: str, tmp_path: Path) -> None:
     assert ((ours - expected).abs().max() / expected.abs().max()).item() < (1e-9 if name.startswith("bloom") else 1e-12)
 
 
+def test_what_a_config_has_no_key_for_is_told(tmp_path: Path) -> None:
+    source = written(replace(FRESH["llama"], hidden_dropout=0.1), tmp_path / "x")
+    assert any("has no key for it: --hidden-dropout is 0.1, not 0.0" in note for note in source.report.notes)
+
+
 TEXT = "def f(x):\n    return x + 1  # naïve 数 \U0001f600 it's\n\n"
 
 

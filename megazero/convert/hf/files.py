@@ -95,4 +95,4 @@ def _of_torch(path: Path) -> Iterator[tuple[str, Stored]]:
     for key, value in state.items():
         if isinstance(value, Tensor):
             dtype = value.dtype if value.dtype in CODES else None
-            yield str(key), Stored(tuple(value.shape), dtype, str(value.dtype).removeprefix("torch."), partial(_itself, value))
+            yield str(key), Stored(tuple(value.shape), dtype, str(value.dtype).removeprefix("torch."), partial(_itself, value.detach()))

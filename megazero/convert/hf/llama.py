@@ -110,4 +110,5 @@ FAMILY = Family(
     ),
     eos=2,
     further=_problems,
+    unsaid=(Need("--hidden-dropout", lambda model: model.hidden_dropout, (0.0,)),),
 )

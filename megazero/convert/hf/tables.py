@@ -83,6 +83,7 @@ class Family:
     further       what speaks against a config.json beside the demands
     written       keys of a new config.json beside the settings'
     notes         what of a config.json is not carried over and decides nothing but training
+    unsaid        what of ours its config.json has no key for, and decides nothing but training
     """
 
     model_type: str
@@ -96,6 +97,7 @@ class Family:
     further: Callable[[Config], Iterator[str]] = lambda config: iter(())
     written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     notes: Callable[[Config], Iterator[str]] = lambda config: iter(())
+    unsaid: tuple[Need, ...] = ()
 
 
 def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None) -> Setting:

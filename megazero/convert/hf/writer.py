@@ -45,6 +45,8 @@ def write_hf(source: Source, folder: Path, wanted: Wanted, advance: Advance, *, 
     where = source.companions.get(CONFIG)
     original = None if where is None else read_json(where)
     family = family_for(source.model, None if original is None else original.get("model_type"))
+    lost = [problem for need in family.unsaid for problem in need.problems(source.model)]
+    source.report.notes += [f"{CONFIG} of a {family.model_type} model has no key for it: {problem}" for problem in lost]
     slots = _slots(source, family.names, dtype)
     shards = _shards(slots, shard_bytes)
     tensors = _tensors(source, family.names, dtype, advance)
