@@ -43,6 +43,34 @@ def read_torch_file(path: Path, known: Iterable[str] = (), offset: int = 0, leng
     return unpickle(archive.pickle, str(path), torch_table(), known, partial(_storage, archive, {}))
 
 
+def read_torch_rows(path: Path, start: int, stop: int, offset: int = 0, length: int | None = None) -> Tensor:
+    """Indices start .. stop of the first axis of the only tensor in a file, or in an archive inside it: [stop - start, ...].
+
+    Of a tensor that lies in the file contiguously nothing else is touched, aligned or not. Raises ConversionError as `read_torch_file`.
+    """
+    archive = _Archive(path, offset, length)
+    keys: list[str] = []
+    hollow = unpickle(archive.pickle, str(path), torch_table(), (), partial(_hollow, archive, keys))
+    if not isinstance(hollow, Tensor) or len(keys) != 1 or not hollow.dim() or not 0 <= start <= stop <= hollow.shape[0]:
+        raise ConversionError(f"{path} holds no one tensor with indices {start} to {stop} at {offset}")
+    if not hollow.is_contiguous():
+        whole: Tensor = read_torch_file(path, (), offset, length)
+        return whole[start:stop]
+    row, size = hollow[0].numel() if hollow.shape[0] else 0, hollow.dtype.itemsize
+    first = hollow.storage_offset()
+    data = archive.data(f"data/{keys[0]}")[(first + start * row) * size : (first + stop * row) * size]
+    if len(data) != (stop - start) * row * size:
+        raise ConversionError(f"{path}: storage {keys[0]} has too few bytes for a tensor of {list(hollow.shape)}")
+    return _flat(data, hollow.dtype).view(stop - start, *hollow.shape[1:])
+
+
+def _hollow(archive: _Archive, keys: list[str], pid: Any) -> Storage:
+    """A storage without elements, to learn a tensor's shape by; its name is put into `keys`."""
+    kind, key, numel = _described(archive, pid)
+    keys.append(key)
+    return Storage(torch.empty(numel, dtype=kind.dtype or torch.uint8, device="meta"), kind)
+
+
 class _Archive:
     """A zip archive in a mapped file. Entries by their name without the archive's own folder."""
 
@@ -101,13 +129,18 @@ def _mapped(path: Path) -> mmap.mmap:
         raise ConversionError(f"{path} cannot be read: {error}") from error
 
 
-def _storage(archive: _Archive, done: dict[tuple[str, StorageKind], Storage], pid: Any) -> Storage:
+def _described(archive: _Archive, pid: Any) -> tuple[StorageKind, str, int]:
     """torch's persistent id: ("storage", type, key, location, number of elements)."""
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], StorageKind)):
         raise ConversionError(f"{archive.path}: a storage is described as {pid!r}")
     _, kind, key, _, numel = pid
     if not isinstance(key, str) or type(numel) is not int or numel < 0:
         raise ConversionError(f"{archive.path}: a storage is described as {pid!r}")
+    return kind, key, numel
+
+
+def _storage(archive: _Archive, done: dict[tuple[str, StorageKind], Storage], pid: Any) -> Storage:
+    kind, key, numel = _described(archive, pid)
     if (key, kind) not in done:
         dtype = kind.dtype or torch.uint8
         data = archive.data(f"data/{key}")

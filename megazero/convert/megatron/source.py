@@ -128,13 +128,17 @@ _REST: Mapping[str, str] = {
     "rerun_state_machine": "Megatron's own bookkeeping",
     "num_floating_point_operations_so_far": "Megatron's own bookkeeping",
 }
-_TAKEN = ("args", "iteration", "checkpoint_version", "tokens", "model")
+_TAKEN = ("args", "iteration", "checkpoint_version", "tokens", "model", "optimizer")
 
 
 def _account_for_the_rest(report: Report, state: Mapping[str, Any], optimizer: State) -> None:
+    unused_of_common(report, state)
+    if "optimizer" in state and optimizer.why_not is not None:
+        report.unused["optimizer"] = f"not carried over: {optimizer.why_not}"
+
+
+def unused_of_common(report: Report, state: Mapping[str, Any]) -> None:
+    """Say why what stands beside the model is not used."""
     for key in state:
-        if key == "optimizer":
-            if optimizer.why_not is not None:
-                report.unused[key] = f"not carried over: {optimizer.why_not}"
-        elif key not in _TAKEN and not key.startswith("model"):
+        if key not in _TAKEN and not key.startswith("model"):
             report.unused[key] = _REST.get(key, "nothing in a checkpoint of ours")

@@ -1,0 +1,182 @@
+"""Reading checkpoints of torch.distributed.checkpoint: a pickle `.metadata` that says which pieces a tensor has and where they lie.
+
+A piece is a file of torch.save in itself, at an offset of a `.distcp` file. Facts: torch/distributed/checkpoint/{metadata,filesystem}.py.
+Only what is asked for is read, and only from the pieces that it touches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.convert.source import ConversionError
+from megazero.convert.torch_file import read_torch_file, read_torch_rows
+from megazero.convert.torch_globals import torch_table
+from megazero.convert.unpickle import Record, unpickle
+from megazero.mpu.place import Box
+
+METADATA = ".metadata"
+KNOWN = ("torch.distributed.checkpoint.*", "megatron.core.dist_checkpointing.*", "megatron.core.*", "pathlib.*")
+"""Classes in `.metadata`; they are read as records."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and the bytes of its file that hold it."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+class DistributedCheckpoint:
+    """tensors: name -> what is known of it. objects: names of what are no tensors.
+
+    Raises ConversionError, naming all of them, for tensors whose pieces are not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            data = (folder / METADATA).read_bytes()
+        except OSError as error:
+            raise ConversionError(f"{folder / METADATA} cannot be read: {error}") from error
+        metadata = unpickle(data, str(folder / METADATA), torch_table(), KNOWN)
+        described = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
+        places = metadata.get("storage_data") if isinstance(metadata, Record) else None
+        if not isinstance(described, dict) or not isinstance(places, dict):
+            raise ConversionError(f"{folder / METADATA} does not describe a checkpoint of torch.distributed")
+        infos = {(key.get("fqn"), tuple(key.get("offset") or ())): info for key, info in places.items() if isinstance(key, Record)}
+        self.tensors: dict[str, Stored] = {}
+        self.objects: list[str] = []
+        problems: list[str] = []
+        for name, record in described.items():
+            if record.name.endswith(".TensorStorageMetadata"):
+                try:
+                    self.tensors[name] = _stored(name, record, infos)
+                except ConversionError as error:
+                    problems.append(str(error))
+            else:
+                self.objects.append(name)
+        files = sorted({piece.file for stored in self.tensors.values() for piece in stored.pieces})
+        problems += [f"{file} is missing" for file in files if not (folder / file).is_file()]
+        if problems:
+            more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+            raise ConversionError(f"{folder} is not whole: " + "; ".join(problems[:20] + more))
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A box of a tensor, or all of it: [the box's shape]. Raises ConversionError where pieces do not cover it."""
+        stored = self.tensors[name]
+        wanted = box or tuple((0, n) for n in stored.shape)
+        touched = [(piece, common) for piece in stored.pieces if (common := _common(piece.box, wanted)) is not None]
+        if sum(_numel(common) for _, common in touched) != _numel(wanted):
+            raise ConversionError(f"{self.folder}: the pieces of {name} do not cover {_words(wanted)} of {list(stored.shape)} just once")
+        if len(touched) == 1:
+            return self._part(name, *touched[0], stored.dtype)
+        whole = torch.empty([stop - start for start, stop in wanted], dtype=stored.dtype)
+        for piece, common in touched:
+            whole[_within(common, wanted)] = self._part(name, piece, common, stored.dtype)
+        return whole
+
+    def _part(self, name: str, piece: Piece, common: Box, dtype: torch.dtype) -> Tensor:
+        """What a box has in common with a piece; other indices of the piece's first axis stay untouched."""
+        sizes = [stop - start for start, stop in piece.box]
+        inside = _within(common, piece.box)
+        where = self.folder / piece.file
+        if not sizes:
+            value = read_torch_file(where, offset=piece.offset, length=piece.length)
+        else:
+            value = read_torch_rows(where, inside[0].start, inside[0].stop, piece.offset, piece.length)
+            sizes, inside = [inside[0].stop - inside[0].start, *sizes[1:]], (slice(None), *inside[1:])
+        if not isinstance(value, Tensor) or list(value.shape) != sizes or value.dtype != dtype:
+            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConversionError(f"{where}: the piece of {name} at {piece.offset} is {found}, not {dtype} {sizes}")
+        return value[inside]
+
+
+def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]], Record]) -> Stored:
+    shape, dtype = tuple(record.get("size")), _dtype(record.get("properties"))
+    if dtype is None:
+        raise ConversionError(f"{name} has no dtype")
+    pieces = []
+    for chunk in record.get("chunks"):
+        offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+        info = infos.get((name, offsets))
+        if info is None:
+            raise ConversionError(f"the piece of {name} at {list(offsets)} is in no file")
+        if info.get("transform_descriptors"):
+            raise ConversionError(f"{name} is stored through {', '.join(map(str, info.get('transform_descriptors')))}, which is not read")
+        file = str(info.get("relative_path"))
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise ConversionError(f"{name} is said to be in {file!r}, outside of the checkpoint")
+        box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if any(stop > n for (_, stop), n in zip(box, shape, strict=True)):
+            raise ConversionError(f"a piece of {name} reaches beyond its shape {list(shape)}")
+        pieces.append(Piece(box, file, int(info.get("offset")), int(info.get("length"))))
+    return Stored(shape, dtype, tuple(pieces))
+
+
+def _dtype(properties: Any) -> torch.dtype | None:
+    """The first of what TensorProperties keeps, by position or by name."""
+    state = properties.get("", properties.get("dtype")) if isinstance(properties, Record) else None
+    found = state[0] if isinstance(state, tuple) and state else state
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """Where two boxes overlap. One without axes holds its one element."""
+    found = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return found if all(start < stop for start, stop in found) else None
+
+
+def _numel(box: Sequence[tuple[int, int]]) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(start - begin, stop - begin) for (start, stop), (begin, _) in zip(inner, outer, strict=True))
+
+
+def _words(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def fragments(stored: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """How Megatron-core has cut a tensor of this shape whose shards it stores flat: along each axis into so many; None where it is no such tensor.
+
+    A tensor [X, Y] in shards [x, y] is stored as [X/x, Y/y, x y].
+    """
+    cuts = stored[:-1]
+    if len(stored) != len(shape) + 1 or any(not cut or n % cut for n, cut in zip(shape, cuts, strict=True)):
+        return None
+    return cuts if stored[-1] == math.prod(n // cut for n, cut in zip(shape, cuts, strict=True)) else None
+
+
+def unflattened(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor of flat shards: [cuts of each axis, elements of a shard] -> [shape]."""
+    cuts = value.shape[:-1]
+    inside = [n // cut for n, cut in zip(shape, cuts, strict=True)]
+    axes = len(inside)
+    order = [axis for pair in zip(range(axes), range(axes, 2 * axes), strict=True) for axis in pair]
+    return value.reshape(*cuts, *inside).permute(order).reshape(*shape)
+
+
+def rows_of(shape: Sequence[int], start: int, stop: int) -> Box:
+    """The box of some rows of a tensor."""
+    return ((start, stop), *((0, n) for n in shape[1:]))
