@@ -32,7 +32,7 @@ TEXTS = [text(words, words) for words in (1, 5, 200, 17, 60, 2, 33)] + ["", "Gr√
 END = 1
 
 
-LENGTHS = ([3], [60, 20, 41], [1], [], [49], [48])
+LENGTHS: tuple[list[int], ...] = ([3], [60, 20, 41], [1], [], [49], [48])
 """Of the sequences of each document of a pair: there are such of several, and of none."""
 PAIR = [[np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in lengths] for lengths in LENGTHS]
 
