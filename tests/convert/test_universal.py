@@ -183,7 +183,12 @@ def test_blooms_own_kept_the_padding(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_names_of_the_model_without_a_pipeline_and_rows_of_two_ranks(tmp_path, ranks):
     source = made(LLAMA, moments=True)
-    llama: dict[str, Any] = {"swiglu": True, "add_bias_linear": False, "normalization": "rmsnorm", "untie_embeddings_and_output_weights": True}
+    llama: dict[str, Any] = {
+        "swiglu": True,
+        "add_bias_linear": False,
+        "normalization": "rmsnorm",
+        "untie_embeddings_and_output_weights": True,
+    }
     by_hand(tmp_path, source, plain=True, ranks=ranks, use_rotary_position_embeddings=True, num_key_value_heads=2, **llama)
     with open_source(tmp_path) as opened:
         same(opened, source)
