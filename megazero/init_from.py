@@ -23,7 +23,7 @@ from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import tokenizer_files
 from megazero.model.embedding import WORD_EMBEDDING
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.place import Place
+from megazero.mpu.place import Box, Place
 from megazero.zero.optimizer import Fragment, ShardedOptimizer
 
 TABLES = (f"{WORD_EMBEDDING}.weight", "head.weight")
@@ -93,7 +93,7 @@ def _fill(source: Source, fragments: list[Fragment]) -> None:
     if problems:
         raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
     for fragment in fragments:
-        _copy(source.read(fragment.place.name), fragment)
+        _copy(source, fragment)
 
 
 def _misfit(source: Source, place: Place) -> str | None:
@@ -105,17 +105,27 @@ def _misfit(source: Source, place: Place) -> str | None:
 
 
 @torch.no_grad()
-def _copy(values: Tensor, fragment: Fragment) -> None:
-    """values: the whole tensor, which may have fewer rows than ours; those missing get the mean of the rows that are there."""
-    mean: Tensor | None = None
-    for part in rectangles(span_of(fragment)):
+def _copy(source: Source, fragment: Fragment) -> None:
+    """What the fragment covers, by one read of the rows that it reaches into."""
+    parts, (_, *columns) = rectangles(span_of(fragment)), fragment.place.box
+    first, last = min(part.box[0][0] for part in parts), max(part.box[0][1] for part in parts)
+    rows = _rows(source, fragment.place.name, ((first, last), *columns))
+    origins = (first, *(start for start, _ in columns))
+    for part in parts:
         into = fragment.weight[part.offset : part.offset + part.numel].view(part.shape)
-        (start, stop), columns = part.box[0], tuple(slice(*bounds) for bounds in part.box[1:])
-        known = max(start, min(stop, values.shape[0]))
-        into[: known - start].copy_(values[(slice(start, known), *columns)])
-        if known < stop:
-            mean = _mean_row(values) if mean is None else mean
-            into[known - start :] = mean[columns].to(into.device)
+        into.copy_(rows[tuple(slice(i - origin, j - origin) for (i, j), origin in zip(part.box, origins, strict=True))])
+
+
+def _rows(source: Source, name: str, box: Box) -> Tensor:
+    """This box of a tensor that may have fewer rows than ours; those missing are the mean of the rows that are there."""
+    (first, last), *columns = box
+    known = max(first, min(last, source.entries[name].shape[0]))
+    if known == last:
+        return source.read_box(name, box)
+    there = source.read(name)
+    inside = tuple(slice(*bounds) for bounds in columns)
+    mean = _mean_row(there)[inside].to(there.dtype)
+    return torch.cat([there[(slice(first, known), *inside)], mean.expand(last - known, *mean.shape)])
 
 
 def _mean_row(values: Tensor) -> Tensor:

@@ -190,6 +190,8 @@ def _checkpoint(f: Facts) -> Found:
         yield "--async-save sends its messages over gloo, a group of which cannot be made beside --distributed-backend mpi; nearest: --backend gloo"
     if c.init_from is not None and c.finetune:
         yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
+    if c.extend_vocabulary and f.run.lora.lora_rank is not None:
+        yield "--extend-vocabulary with --lora-rank: adapters train no embedding, so what is added would stay what it starts as"
     if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data):
         yield (
             f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of its own, not that of "
@@ -290,7 +292,7 @@ TRAINING_CHECKS = (
     check(
         _checkpoint,
         *("save_retain_interval", "keep_last", "save", "async_save", "backend", "finetune", "no_load_optim"),
-        *("load", "init_from", "data_path", "instruction_data"),
+        *("load", "init_from", "extend_vocabulary", "lora_rank", "data_path", "instruction_data"),
     ),
     check(
         _effect,

@@ -6,6 +6,7 @@ tokenizer) goes into a folder beside the manifest.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
 from megazero.convert.formats import Advance, Format, Wanted
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
-from megazero.mpu.place import Place
+from megazero.mpu.place import Box, Place
 
 COMPANIONS = "model_files"
 FILE_BYTES = 4 << 30
@@ -36,7 +37,7 @@ FILE_BYTES = 4 << 30
 
 @dataclass
 class _Whole:
-    """A fragment that is a whole tensor, to be filled or written."""
+    """A fragment that is a whole tensor, or a whole box of one, to be filled or written."""
 
     place: Place
     start: int
@@ -69,15 +70,19 @@ class NativeSource(Source):
         self.report.mapped += [f"{name} {column}" for name, entry in entries.items() for column in entry.columns]
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
-        entry = self.entries[name]
-        values = torch.empty(entry.numel, dtype=entry.columns[column])
-        whole = _Whole(self._places[name], 0, entry.numel)
-        setattr(whole, column, values)
+        return self.read_box(name, tuple((0, size) for size in self.entries[name].shape), column)
+
+    def read_box(self, name: str, box: Box, column: str = WEIGHT) -> Tensor:
+        """Of the files only those blocks that hold some of it."""
+        shape = tuple(stop - start for start, stop in box)
+        values = torch.empty(math.prod(shape), dtype=self.entries[name].columns[column])
+        part = _Whole(replace(self._places[name], box=box, local_shape=shape), 0, values.numel())
+        setattr(part, column, values)
         try:
-            read_fragments(self._files, [whole], [column])
+            read_fragments(self._files, [part], [column])
         except CheckpointError as error:
             raise ConversionError(f"{self.path}: {error}") from error
-        return values.view(entry.shape)
+        return values.view(shape)
 
 
 def _entry(manifest: Manifest, name: str) -> Entry:

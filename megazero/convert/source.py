@@ -21,7 +21,7 @@ from megazero.convert.report import Report
 from megazero.model.stage import build_stage, whole_model
 from megazero.mpu.grid import Group
 from megazero.mpu.lora import low_rank
-from megazero.mpu.place import Place, place_of
+from megazero.mpu.place import Box, Place, place_of
 
 WEIGHT, EXP_AVG, EXP_AVG_SQ = "weight", "exp_avg", "exp_avg_sq"
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
@@ -86,6 +86,10 @@ class Source:
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         """The whole global tensor on the CPU, in its stored dtype: [shape of the entry]. It may be a view of a mapped file: do not write into it."""
         raise NotImplementedError
+
+    def read_box(self, name: str, box: Box, column: str = WEIGHT) -> Tensor:
+        """This part of the tensor, as `read` gives the whole. A reader that can leave the rest of its files alone has its own."""
+        return self.read(name, column)[tuple(slice(start, stop) for start, stop in box)]
 
     @property
     def model(self) -> ModelConfig:
