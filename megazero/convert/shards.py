@@ -28,6 +28,9 @@ SPLIT: Mapping[str, int] = {
 """Last words of one of our names -> the axis that tensor-parallel ranks divide. What is not here they hold alike."""
 
 
+_BLOCK = 1 << 22
+
+
 def split_axis(name: str) -> int | None:
     """The axis along which tp ranks divide one of our tensors; None: each has a replica."""
     return SPLIT.get(name.split(".", 2)[2] if name.startswith("blocks.") else name)
@@ -56,10 +59,15 @@ def agree(key: str, copies: Sequence[Tensor], report: Report) -> Tensor:
     first = copies[0]
     if all(_same_bits(first, copy) for copy in copies[1:]):
         return first
-    wide = [copy.to(torch.float64) for copy in copies]
-    mean = torch.stack(wide).mean(dim=0)
-    report.replicas.append(Disagreement(key, len(copies), max(float((copy - mean).abs().max()) for copy in wide)))
-    return mean.to(first.dtype)
+    mean, largest = torch.empty_like(first, memory_format=torch.contiguous_format), 0.0
+    blocks = zip(mean.view(-1).split(_BLOCK), *(copy.reshape(-1).split(_BLOCK) for copy in copies), strict=True)
+    for target, *parts in blocks:  # the copies may be of the largest tensor: in float64 not all of it at once
+        wide = torch.stack(parts).to(torch.float64)
+        middle = wide.mean(dim=0)
+        largest = max(largest, float((wide - middle).abs().max()))
+        target.copy_(middle)
+    report.replicas.append(Disagreement(key, len(copies), largest))
+    return mean
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

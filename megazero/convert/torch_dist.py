@@ -22,7 +22,7 @@ from megazero.convert.unpickle import Record, unpickle
 from megazero.mpu.place import Box
 
 METADATA = ".metadata"
-KNOWN = ("torch.distributed.checkpoint.*", "megatron.core.dist_checkpointing.*", "megatron.core.*", "pathlib.*")
+KNOWN = ("torch.distributed.*", "megatron.*", "pathlib.*")
 """Classes in `.metadata`; they are read as records."""
 
 

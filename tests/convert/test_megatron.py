@@ -12,7 +12,7 @@ from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.megatron.registered import FORMAT, open_megatron
-from megazero.convert.registry import recognise
+from megazero.convert.registry import format_table, recognise
 from megazero.convert.shards import split_axis
 from megazero.convert.source import ConversionError, places
 from megazero.data.progress import silent
@@ -180,6 +180,31 @@ def test_a_release(tmp_path):
         same(opened, source)
     with open_megatron(tmp_path / "release") as opened:
         same(opened, source)
+
+
+def test_a_folder_without_a_tracker_has_its_newest(tmp_path):
+    source = made(GPT)
+    inside = save_megatron(source, tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "iter_0000100").mkdir()  # empty
+    assert recognise(tmp_path) == recognise(inside) == "megatron"
+    with open_megatron(tmp_path) as opened:
+        assert opened.path == inside
+        same(opened, source)
+
+
+def test_the_tracker_of_another_program(tmp_path):
+    """Megatron-DeepSpeed writes Megatron's tracker beside its own `latest`."""
+    convert(made(GPT), format_table()["megatron-deepspeed"], tmp_path / "out", Wanted(), silent)
+    (tmp_path / "out" / "latest_checkpointed_iteration.txt").write_text("7")
+    assert recognise(tmp_path / "out") == "megatron-deepspeed"
+
+
+def test_a_distributed_optimizers_file_is_reported(tmp_path):
+    inside = save_megatron(made(GPT), tmp_path, dtype=torch.bfloat16)
+    torch.save({0: torch.zeros(4)}, inside / "mp_rank_00" / "distrib_optim.pt")
+    with open_megatron(tmp_path) as opened:
+        assert opened.columns == ("weight",) and "distrib_optim.pt" in opened.report.unused["optimizer"]
 
 
 REFUSED = {

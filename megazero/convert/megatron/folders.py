@@ -21,9 +21,10 @@ def iteration_folder(name: str) -> str:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder of the checkpoint: `path` itself, or the one that its tracker names. Raises ConversionError."""
+    """The folder of the checkpoint: `path` itself, the one that its tracker names, or without a tracker its newest. Raises ConversionError."""
     if not (path / TRACKER).is_file():
-        return path
+        newest = [inside for inside in path.glob("iter_*") if inside.name[5:].isdecimal() and _is_one(inside)]
+        return path if _is_one(path) else max(newest, key=lambda inside: int(inside.name[5:]), default=path)
     word = (path / TRACKER).read_text().strip()
     if word != "release" and not word.isdecimal():
         raise ConversionError(f"{path / TRACKER} holds {word!r}, neither a number nor 'release'")
@@ -36,8 +37,17 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def recognises(path: Path) -> bool:
-    """A folder with Megatron's tracker, or the checkpoint's own."""
-    return (path / TRACKER).is_file() or is_torch_dist(path) or any(True for name in FILES for _ in path.glob(f"mp_rank_*/{name}"))
+    """A checkpoint's own folder, or one that leads to it. Megatron-DeepSpeed writes the tracker too, beside a `latest` of its own."""
+    try:
+        if _is_one(checkpoint_folder(path)):
+            return True
+    except ConversionError:
+        pass
+    return (path / TRACKER).is_file() and not any((path / other).is_file() for other in ("latest", "latest_universal"))
+
+
+def _is_one(folder: Path) -> bool:
+    return is_torch_dist(folder) or any(True for name in FILES for _ in folder.glob(f"mp_rank_*/{name}"))
 
 
 def rank_files(folder: Path) -> Mapping[tuple[int, int], Path]:
@@ -53,7 +63,9 @@ def rank_files(folder: Path) -> Mapping[tuple[int, int], Path]:
             problems.append(f"{inside.name} is of an expert-parallel rank: models with experts are not supported")
         else:
             found[int(match[1]), int(match[2] or 0)] = path
-    tp, pp = (1 + max((rank[axis] for rank in found), default=0) for axis in (0, 1))
+    if not found and not problems:
+        problems.append(f"there are no files mp_rank_*/{FILES[0]}")
+    tp, pp = (1 + max((rank[axis] for rank in found), default=-1) for axis in (0, 1))
     missing = [f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") for p in range(pp) for t in range(tp) if (t, p) not in found]
     if missing:
         problems.append(f"of {tp} tensor-parallel ranks x {pp} stages {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")

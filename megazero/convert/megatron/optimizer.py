@@ -48,9 +48,11 @@ def optimizer_state(
     folder: Path,
 ) -> State:
     """The state of all ranks, (tp rank, stage) -> file; or why there is none."""
+    beside = [path for name in ("distrib_optim.pt", "optim.pt") for path in folder.glob(f"mp_rank_*/{name}")]
+    if beside:
+        return State(why_not=f"it is a distributed optimizer's ({beside[0].name}), whose buffers say nothing of their parameters")
     if not any("optimizer" in state for state in states.values()):
-        beside = sorted(path.name for name in ("distrib_optim.pt", "optim.pt") for path in folder.glob(f"mp_rank_*/{name}"))
-        return State(why_not="of a distributed optimizer, whose buffers say nothing of their parameters" if beside else None)
+        return State()
     named = {}
     try:
         for rank, state in states.items():

@@ -20,7 +20,7 @@ from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, So
 from megazero.convert.torch_file import read_torch_file
 from megazero.convert.unpickle import Record
 
-KNOWN = ("megatron.*", "apex.*", "transformer_engine.*", "signal.*", "enum.*")
+KNOWN = ("megatron.*", "apex.*", "transformer_engine.*", "signal.*", "enum.*", "torch.distributed.*", "torch.nn.*", "torch.optim.*")
 """Classes whose objects stand among a checkpoint's arguments; they are read as records."""
 VERSION = 3.0
 
@@ -133,7 +133,7 @@ _TAKEN = ("args", "iteration", "checkpoint_version", "tokens", "model", "optimiz
 
 def _account_for_the_rest(report: Report, state: Mapping[str, Any], optimizer: State) -> None:
     unused_of_common(report, state)
-    if "optimizer" in state and optimizer.why_not is not None:
+    if optimizer.why_not is not None:
         report.unused["optimizer"] = f"not carried over: {optimizer.why_not}"
 
 
