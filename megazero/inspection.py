@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megazero.checkpoint.format import MANIFEST, Damaged, Manifest
 from megazero.checkpoint.manager import open_checkpoint
 from megazero.checkpoint.reader import check_files, read_manifest
 from megazero.checkpoint.statistics import difference, statistics
-from megazero.checkpoint.verify import verify
+from megazero.checkpoint.verify import elsewhere, verify
 from megazero.checkpoint.window import Shape, StoredTensors, Tensors
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
@@ -138,8 +138,9 @@ def checkpoints_in(root: Path) -> list[Record]:
         problem, size = None, 0
         try:
             manifest = read_manifest(path)
+            absent = elsewhere(path, manifest)
             size = sum(stored.size for stored in manifest.files)
-            check_files(path, manifest)
+            check_files(path, replace(manifest, files=[stored for stored in manifest.files if stored.name not in absent]))
         except (Damaged, ValueError) as error:
             problem = str(error)
         is_latest = path.name.removesuffix(".replaced") == named
@@ -148,7 +149,7 @@ def checkpoints_in(root: Path) -> list[Record]:
 
 
 def contents(inspected: Inspected) -> Record:
-    """Everything but values. config: every field, by section; defaults: what the fields are where nobody sets them."""
+    """Everything but values. config: every field, by section. elsewhere: files that other nodes have on their own disks."""
     tensors = {
         name: {
             "shape": list(shape.shape),
@@ -172,6 +173,7 @@ def contents(inspected: Inspected) -> Record:
             "file_bytes": sum(inspected.files.values()),
         },
         "files": inspected.files,
+        "elsewhere": [] if inspected.manifest is None else elsewhere(inspected.path, inspected.manifest),
     }
 
 

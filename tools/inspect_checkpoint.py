@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -84,7 +83,7 @@ class Counter:
         self.progress.reach(self.done / 1e6)
 
 
-def counting(what: str, total: int) -> Callable[[int], None]:
+def counting(what: str, total: int) -> Counter:
     return Counter(Progress(to_stderr, what, total / 1e6, "MB"))
 
 
@@ -115,8 +114,9 @@ def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
                 raise Mistake(f"--tensor {args.tensor}: no tensor is called so; there are {', '.join(inspected.tensors.shapes)}")
             record["statistics"] = {name: tensor_statistics(inspected, name) for name in names}
         if args.verify:
-            found = inspected.verify(args.threads, counting(f"reading {inspected.path}", inspected.nbytes))
-            record["verified"] = {"bytes": inspected.nbytes, "hashes": inspected.manifest is not None, "problems": found}
+            reading = counting(f"reading {inspected.path}", inspected.nbytes)
+            found = inspected.verify(args.threads, reading)
+            record["verified"] = {"bytes": reading.done, "hashes": inspected.manifest is not None, "problems": found}
             problems += found
             if inspected.source is not None:
                 record["report"] = inspected.source.report.lines()
@@ -134,6 +134,11 @@ def shown(record: Record, everything: bool) -> str:
         parts.append(table(["checkpoint", "", "bytes", "manifest and headers"], rows, left=2))
     if "path" in record:
         parts += [_summary(record), _config(record["config"], everything), _tensors(record["tensors"]), _files(record["files"], everything)]
+        if record["elsewhere"]:
+            parts.append(
+                f"{len(record['elsewhere'])} of these files are not here: the checkpoint was saved on the local disks of"
+                f" {record['layout']['places']} nodes, each of which has its own"
+            )
     if "statistics" in record:
         parts.append(_statistics(record["statistics"]))
     if "verified" in record:

@@ -27,12 +27,14 @@ def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[in
 
     Checked are, in this order: that fragments make up whole tensors; that every file is there, of its size, with its header; that it holds
     the fragments that the manifest says, and nothing else; every block. advance is told the bytes read since its last call. Memory: a few
-    blocks per thread.
+    blocks per thread. What is `elsewhere` is passed over.
     """
     gaps = manifest.missing_elements().items()
     problems = [f"{name}: {abs(gap)} elements are {'in no fragment' if gap > 0 else 'in two fragments'}" for name, gap in gaps]
     expected = _expected_keys(manifest)
-    tasks = (task for number in range(len(manifest.files)) for task in _tasks(folder, manifest, number, expected[number], problems))
+    absent = set(elsewhere(folder, manifest))
+    here = [number for number, stored in enumerate(manifest.files) if stored.name not in absent]
+    tasks = (task for number in here for task in _tasks(folder, manifest, number, expected[number], problems))
     with ThreadPoolExecutor(threads) as pool:
         under_way: set[Future[tuple[int, list[str]]]] = set()
         for task in tasks:
@@ -42,6 +44,11 @@ def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[in
         while under_way:
             under_way = _collect(under_way, problems, advance)
     return problems
+
+
+def elsewhere(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are not in this folder and need not be: of a checkpoint that was saved on nodes' own disks each node has its own."""
+    return [stored.name for stored in manifest.files if not (folder / stored.name).exists()] if manifest.is_scattered else []
 
 
 def _collect(

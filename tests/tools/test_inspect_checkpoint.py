@@ -163,6 +163,23 @@ def test_damage_has_status_1(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert status == 1 and "names the checkpoint 'iter_0000007', which is not there" in err
 
 
+def test_a_node_has_its_own_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a checkpoint that was saved on local disks the others' files are no damage; what is here is checked all the same."""
+    folder = root / "iter_0000007"
+    manifest = read_manifest(folder)
+    manifest.layout["places"] = 2
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    gone, kept = folder / manifest.files[1].name, folder / manifest.files[2].name
+    gone.unlink()
+    status, record = as_json(capsys, root, "--verify")
+    assert status == 0 and record["elsewhere"] == [gone.name] and record["checkpoints"][1]["problem"] is None
+    assert 0 < record["verified"]["bytes"] < record["totals"]["bytes"]
+    assert "1 of these files are not here" in inspect(capsys, root)[1]
+    flip(kept, kept.stat().st_size - 1)
+    status, record = as_json(capsys, root, "--verify")
+    assert status == 1 and len(record["problems"]) == 1 and kept.name in record["problems"][0]
+
+
 def test_files_that_hold_other_fragments(root: Path) -> None:
     folder = root / "iter_0000005"
     manifest = read_manifest(folder)
