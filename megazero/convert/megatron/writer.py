@@ -19,6 +19,7 @@ from megazero.convert.megatron.assembly import WORD
 from megazero.convert.megatron.folders import FILES, TRACKER, iteration_folder, rank_folder
 from megazero.convert.megatron.names import core_name
 from megazero.convert.megatron_args import args_of
+from megazero.convert.safetensors_file import flat_pieces
 from megazero.convert.shards import cut, split_axis
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
@@ -107,10 +108,24 @@ def _write_stage(
             files.append(opened.enter_context(TorchFileWriter(path, structure)))
         for _, names in slots:
             for name in names:
-                whole = _padded(source, name, source.read(name).to(dtype), wanted.tp)
-                for file, piece in zip(files, cut(name, whole, wanted.tp), strict=True):
-                    file.feed(piece)
+                whole = source.read(name)
+                for rank, file in enumerate(files):
+                    _feed(file, whole, name, _rows(source, name, wanted.tp), rank, wanted.tp, dtype)
                 advance(source.entries[name].nbytes())
+
+
+def _feed(file: TorchFileWriter, whole: Tensor, name: str, rows: int, rank: int, tp: int, dtype: torch.dtype) -> None:
+    """A rank's part of a tensor that has `rows` rows with its padding, which is zeros; converted a few million elements at a time."""
+    if rows == whole.shape[0]:
+        part, missing = cut(name, whole, tp)[rank], 0
+    else:
+        own = rows // tp
+        part = whole[rank * own : (rank + 1) * own]
+        missing = own - part.shape[0]
+    for piece in flat_pieces(part, dtype) if part.numel() else ():
+        file.feed(piece)
+    if missing:
+        file.feed(torch.zeros(missing, *whole.shape[1:], dtype=dtype))
 
 
 def _rows(source: Source, name: str, tp: int) -> int:
@@ -127,8 +142,3 @@ def _local_shape(source: Source, names: Sequence[str], tp: int) -> tuple[int, ..
             raise ConversionError(f"--tp {tp}: {first} of shape {list(source.entries[first].shape)} cannot be divided")
         shape[axis] //= tp
     return tuple(shape)
-
-
-def _padded(source: Source, name: str, whole: Tensor, tp: int) -> Tensor:
-    rows = _rows(source, name, tp)
-    return whole if rows == whole.shape[0] else torch.cat([whole, whole.new_zeros(rows - whole.shape[0], *whole.shape[1:])])

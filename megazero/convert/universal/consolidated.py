@@ -23,7 +23,7 @@ from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import KNOWN
 from megazero.convert.report import Report
-from megazero.convert.safetensors_file import Slot, write_safetensors
+from megazero.convert.safetensors_file import Slot, flat_pieces, write_safetensors
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.convert.torch_file import read_torch_file
 from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
@@ -116,7 +116,8 @@ def write_torch(source: Source, folder: Path, wanted: Wanted, advance: Advance) 
     with TorchFileWriter(folder / TORCH_FILE, {slot.key: Hollow(slot.shape, slot.dtype) for slot in slots}) as file:
         for slot, made_of in zip(slots, written_names(source.model).values(), strict=True):
             for value in _read(source, made_of, advance):
-                file.feed(value.to(slot.dtype))
+                for piece in flat_pieces(value, slot.dtype):
+                    file.feed(piece)
     _write_args(args, folder)
 
 

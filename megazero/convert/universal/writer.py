@@ -12,6 +12,7 @@ from torch import Tensor
 from megazero.config.schema import OptimizerConfig
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.megatron_args import args_of
+from megazero.convert.safetensors_file import flat_pieces
 from megazero.convert.shards import split_axis
 from megazero.convert.source import Source
 from megazero.convert.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
@@ -79,8 +80,9 @@ def _parameter(source: Source, made_of: Sequence[str]) -> dict[str, Any]:
 
 
 def _values(source: Source, made_of: Sequence[str], column: str, advance: Advance) -> Iterator[Tensor]:
+    """In order, a few million elements at a time."""
     for name in made_of:
-        yield source.read(name, column).to(torch.float32)
+        yield from flat_pieces(source.read(name, column), torch.float32)
         advance(source.entries[name].nbytes(column))
 
 
