@@ -97,6 +97,10 @@ class MegazeroLM(HarnessModel):
             max_length or longest_context(model) or model.seq_length,
         )
 
+    def close(self) -> None:
+        """End the process groups that this model made. Every rank calls it; a program that ends by itself need not."""
+        self._closing.close()
+
 
 def begin_token(source: Source, tokenizer: Tokenizer) -> int | None:
     """The token that Hugging Face's files beside a model call its first (`bos_token`), None where they name none."""

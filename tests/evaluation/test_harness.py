@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,3 +212,14 @@ def test_what_it_has_not_is_refused(folders: dict[str, Path]) -> None:
         ours(folders["gpt2"]).__class__(folders["gpt2"], batch_size="auto")
     with pytest.raises(ValueError, match="does not divide the 1 process"):
         lm.__class__(folders["gpt2"], tp=2)
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "lm_eval" or name in ("megazero.harness", "megazero.evaluation.harness")
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match="pip install 'lm_eval"):
+        importlib.import_module("megazero.harness")
+    assert importlib.import_module("megazero.evaluation").__name__, "the rest needs it not"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -177,16 +178,19 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         tool.evaluate(arguments(folder, "--data-path", tmp_path / "large"), grid)
 
 
+def test_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool.evaluate(arguments(folder, "--input", folder / "texts.jsonl"), single_process_grid())
+    out = capsys.readouterr().out
+    assert "9 documents, " in out and f"context {CONTEXT}, stride {CONTEXT}, after token {END}" in out
+    assert all(re.search(rf"{name} +[0-9.]+", out) for name in ("loss", "perplexity", "bits per byte", "total loss"))
+
+
 @pytest.mark.slow
 def test_the_command(folder: Path) -> None:
-    """As a program: text, and status 2 with one message for a mistake."""
-
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(TOOL), str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    done = run("--input", folder / "texts.jsonl")
-    assert done.returncode == 0, done.stderr
-    assert "9 documents, " in done.stdout and "perplexity" in done.stdout and "bits per byte" in done.stdout
-    done = run("--data-path", folder / "nothing")
+    """A mistake that shows only once the model is open has status 2 and one message too, and leaves no file that looks whole."""
+    output = folder / "never.jsonl"
+    words = ["--data-path", folder / "pair", folder / "nothing", "--output", output, "--precision", "fp64", "--device", "cpu"]
+    command = [sys.executable, str(TOOL), str(folder), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "1 problem" in done.stderr and "no file" in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == "" and not output.exists()
