@@ -178,6 +178,25 @@ def test_what_no_family_expresses(model: ModelConfig, words: str) -> None:
     assert words in str(error.value)
 
 
+def test_a_file_of_an_old_version_stays_as_it_is() -> None:
+    """BigScience's own names, and a GPT-2 that names no dtype."""
+    bloom = {
+        "model_type": "bloom",
+        "n_embed": 48,
+        "n_layer": 2,
+        "num_attention_heads": 6,
+        "n_inner": None,
+        "vocab_size": 90,
+        "offset_alibi": 100,
+    }
+    for config in (bloom, GPT2 | {"n_ctx": 1024}):
+        run = run_of(config, WHERE, torch.float32)
+        assert run.model.hidden_size == 48 and run.model.num_attention_heads == 6
+        assert kept_config(config, WHERE, FAMILIES[config["model_type"]], run, torch.float32) == config
+        narrow = kept_config(config, WHERE, FAMILIES[config["model_type"]], run, torch.float16)
+        assert narrow == config | {"torch_dtype": "float16"}
+
+
 def test_kept_but_for_what_changed() -> None:
     """Keys that mean nothing here stay; a table that grew, another base and another dtype are written under the names that were there."""
     original = LLAMA | {"rope_theta": 1e4, "dtype": "float32", "max_position_embeddings": 4096, "eos_token_id": [5, 6], "task": {"x": 1}}

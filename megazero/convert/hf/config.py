@@ -137,7 +137,9 @@ def kept_config(original: Config, where: Path, family: Family, run: Run, dtype: 
     assert run.model.vocab_size is not None
     if run.data.eod_id is not None and end_of_text(original, family, run.model.vocab_size) != run.data.eod_id:
         made["eos_token_id"] = run.data.eod_id
-    return made | {key: _word(dtype) for key in _DTYPE_KEYS if key in made} | ({} if named_dtype(made) else {"torch_dtype": _word(dtype)})
+    if named_dtype(made) is None and dtype != torch.float32:  # what a file that names none means
+        made["torch_dtype"] = _word(dtype)
+    return made | {key: _word(dtype) for key in _DTYPE_KEYS if key in made}
 
 
 def generation_config(config: Config) -> dict[str, Any]:
