@@ -6,12 +6,14 @@ import os
 import resource
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import command, environment, metrics
+from megazero.checkpoint.fence import Fence
+from tests.e2e.command import command, environment, metrics, start
 
 MODEL = [
     "--num-layers",
@@ -59,6 +61,20 @@ def test_a_full_disk_is_told_and_only_the_last_save_fails_the_run(flags: list[ob
         assert f"WARNING: the checkpoint of iteration {iteration} could not be written: [Errno 27] File too large" in done.stdout
     assert "OSError: [Errno 27] File too large" in done.stdout.split("failed:")[-1], "and the last one's failure is the run's"
     assert not [path.name for path in (tmp_path / "saved").iterdir() if path.name.startswith(("iter_", ".tmp", "latest"))]
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_another_took_over_stops(flags: list[object], tmp_path: Path) -> None:
+    saves = ["--save", tmp_path / "saved", "--save-interval", 1, "--async-save", "--train-iters", 1_000_000]
+    process = start(1, [*flags, *saves], tmp_path / "output")
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "saved" / "latest").exists():
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+        time.sleep(0.1)
+    Fence(tmp_path / "saved" / "run_token").claim("newer")
+    assert process.wait(timeout=300) == 1
+    told = (tmp_path / "output").read_text()
+    assert "belongs to run newer" in told and "FenceLost" in told
 
 
 def on_nodes(nodes: Sequence[Path], flags: Sequence[object]) -> list[tuple[int, str]]:
