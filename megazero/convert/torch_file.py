@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import reprlib
 import struct
 import zipfile
 from collections.abc import Iterable
@@ -132,10 +133,10 @@ def _mapped(path: Path) -> mmap.mmap:
 def _described(archive: _Archive, pid: Any) -> tuple[StorageKind, str, int]:
     """torch's persistent id: ("storage", type, key, location, number of elements)."""
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], StorageKind)):
-        raise ConversionError(f"{archive.path}: a storage is described as {pid!r}")
+        raise ConversionError(f"{archive.path}: a storage is described as {reprlib.repr(pid)}")
     _, kind, key, _, numel = pid
     if not isinstance(key, str) or type(numel) is not int or numel < 0:
-        raise ConversionError(f"{archive.path}: a storage is described as {pid!r}")
+        raise ConversionError(f"{archive.path}: a storage is described as {reprlib.repr(pid)}")
     return kind, key, numel
 
 

@@ -99,8 +99,8 @@ def unpickle(
     machine = _Machine(io.BytesIO(data), where, table, tuple(known), storage)
     try:
         return machine.load()
-    except ConversionError:
-        raise
+    except ConversionError as error:
+        raise error if where in str(error) else ConversionError(f"{where}: {error}") from error
     except (pickle.UnpicklingError, EOFError, MemoryError, RecursionError, *_BROKEN) as error:
         raise ConversionError(f"{where}: the pickle inside is broken ({type(error).__name__}: {error})") from error
 

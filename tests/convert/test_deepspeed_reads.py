@@ -15,6 +15,7 @@ from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
 from megazero.convert.source import MOMENTS, WEIGHT
 from tests.convert.bloom_files import BLOCK, EMBEDDING, FINAL
 from tests.convert.sources import BLOOM, made
+from tests.convert.test_megatron_deepspeed import LLAMA
 
 MODEL = replace(BLOOM, num_layers=3, hidden_size=16, num_attention_heads=4)
 NAMES = {f"tied_modules.embed.{key}": name for key, name, _ in EMBEDDING if "position" not in key}
@@ -26,7 +27,7 @@ import argparse, os, sys, torch
 from deepspeed.checkpoint import DeepSpeedCheckpoint, ds_to_universal
 from deepspeed.utils import zero_to_fp32
 
-parallel, universal, single = sys.argv[1:]
+parallel, universal, single, gated = sys.argv[1:]
 view = DeepSpeedCheckpoint(parallel)
 facts = {
     "degrees": (view.tp_degree, view.pp_degree, view.dp_degree), "iteration": view.get_iteration(), "args": vars(view.get_args()),
@@ -36,6 +37,7 @@ facts = {
 }
 arguments = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False)
 ds_to_universal.main(argparse.Namespace(input_folder=parallel, output_folder=universal, **arguments))
+ds_to_universal.main(argparse.Namespace(input_folder=gated, output_folder=gated + "_universal", **arguments))
 
 # zero_to_fp32 knows no pipeline: the model's files are one per tp rank, and have the (here empty) buffers in them
 for file in os.listdir(single):
@@ -56,10 +58,12 @@ def test_deepspeed_reads_what_is_written(tmp_path: Path) -> None:
     source = made(MODEL, moments=True, precision="bf16")
     write_megatron_deepspeed(source, tmp_path / "parallel", Wanted(tp=2, pp=2, dp=2), lambda count: None)
     write_megatron_deepspeed(source, tmp_path / "single", Wanted(dp=3), lambda count: None)
-    parallel, single = (tmp_path / name / "global_step7" for name in ("parallel", "single"))
+    llama = made(LLAMA, moments=True, precision="bf16")
+    write_megatron_deepspeed(llama, tmp_path / "gated", Wanted(tp=2, pp=2, dp=2), lambda count: None)
+    parallel, single, gated = (tmp_path / name / "global_step7" for name in ("parallel", "single", "gated"))
     universal = tmp_path / "parallel" / "global_step7_universal"
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(parallel), str(universal), str(single)],
+        [sys.executable, "-c", SCRIPT, str(parallel), str(universal), str(single), str(gated)],
         capture_output=True,
         text=True,
         check=False,
@@ -84,3 +88,9 @@ def test_deepspeed_reads_what_is_written(tmp_path: Path) -> None:
             assert torch.equal(held["param"], source.read(name, column)), (theirs, column)
         assert torch.load(universal / "zero" / theirs / "step.pt", weights_only=False) == 7
     assert (tmp_path / "parallel" / "latest_universal").read_text() == "global_step7_universal"
+
+    zero = tmp_path / "gated" / "global_step7_universal" / "zero"
+    held = torch.load(zero / "4.mlp.dense_h_to_4h.weight" / "exp_avg.pt", weights_only=False)
+    assert torch.equal(held["param"], torch.cat([llama.read(f"blocks.1.mlp.{half}.weight", "exp_avg") for half in ("gate", "up")]))
+    held = torch.load(zero / "8.lm_head.weight" / "fp32.pt", weights_only=False)
+    assert torch.equal(held["param"], llama.read("head.weight"))

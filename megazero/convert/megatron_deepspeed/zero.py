@@ -14,6 +14,7 @@ Files without slice mappings are read in the order of `param_shapes` in the mp_r
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,7 +192,7 @@ def _address(address: Any) -> tuple[int, int]:
     if isinstance(address, dict):
         address = (address.get("numel"), address.get("start"))
     if not (isinstance(address, tuple | list) and len(address) == 2 and all(type(n) is int and n >= 0 for n in address)):
-        raise ConversionError(f"param_slice_mappings hold {address!r}, which is no (numel, start)")
+        raise ConversionError(f"param_slice_mappings hold {reprlib.repr(address)}, which is no (numel, start)")
     return address[0], address[1]
 
 
