@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megazero.data.indexed import DataError
+from megazero.data.special import CUT, SpecialTokens
 
-OPEN, CLOSE, CUT = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Marks of our own: characters that Unicode has set aside for a program's inner use and that no text may hold."""
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Marks of our own, such characters as `special.CUT` is."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OLDEST_JINJA = (3, 1, 6)
 """Earlier sandboxes could be left."""
@@ -42,25 +43,20 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], specials: Sequence[str]) -> None:
-        self.source, self.variables, self.specials = source, dict(variables), tuple(sorted(specials, key=len, reverse=True))
+        self.source, self.variables, self.specials = source, dict(variables), SpecialTokens(specials)
         self._template = _compiled(source)
-        self._spelled = re.compile("|".join(f"(?={re.escape(token)})" for token in self.specials)) if specials else None
-        self._tokens = re.compile("|".join(re.escape(token) for token in self.specials)) if specials else None
-        self._longest = max(map(len, self.specials), default=0)
-        self._beginnings = {token[:n] for token in self.specials for n in range(1, len(token))}
-        self._ends = {token[-n:] for token in self.specials for n in range(1, len(token))}
         self.marks_generation = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", source) is not None
 
     def render(self, messages: Sequence[Message], **more: Any) -> Rendered:
         """more: further variables, such as tools. Raises DataError where template and messages do not go together."""
         given = [list(messages), *more.values()]
-        plain, *others = [self._changed(value, self._part) for value in given]
+        plain, *others = [self._changed(value, self.specials.parted) for value in given]
         named = dict(zip(more, others, strict=True))
         rendered = self._mark(plain, named) if self.marks_generation else self._extend(plain, named)
-        if self._tokens is not None and any(self._borders(text) for text in _strings(given)):
-            framed, *others = [self._changed(value, lambda text: _framed(self._part(text))) for value in given]
+        if any(self.specials.borders(text) for text in _strings(given)):
+            framed, *others = [self._changed(value, lambda text: _framed(self.specials.parted(text))) for value in given]
             apart = self._text(framed, dict(zip(more, others, strict=True)))
-            if len(self._tokens.findall(apart)) != len(self._tokens.findall(rendered.text)):
+            if self.specials.count(apart) != self.specials.count(rendered.text):
                 raise DataError("text of the conversation and text of the chat template make a special token together")
         return rendered
 
@@ -69,7 +65,10 @@ class ChatTemplate:
         if isinstance(value, str):
             return act(value)
         if isinstance(value, Mapping):
-            return {self._part(key): item if key == "role" and item in ROLES else self._changed(item, act) for key, item in value.items()}
+            return {
+                self.specials.parted(key): item if key == "role" and item in ROLES else self._changed(item, act)
+                for key, item in value.items()
+            }
         return [self._changed(item, act) for item in value] if isinstance(value, list) else value
 
     def _text(self, messages: list[Message], more: dict[str, Any], prompt: bool = False) -> str:
@@ -114,27 +113,7 @@ class ChatTemplate:
     def _end(self, text: str, start: int) -> int:
         """Where a turn ends: with the special token that ends it; the line break behind that is the template's, not the model's."""
         kept = text.rstrip()
-        return len(kept) if len(kept) > start and self.specials and kept.endswith(self.specials) else len(text)
-
-    def _part(self, text: str) -> str:
-        """A string of the data in which no special token is left whole."""
-        if self._spelled is None:
-            return text
-        starts = [found.start() for found in self._spelled.finditer(text)]
-        if any(text.startswith(token, start) for token in self.specials if len(token) == 1 for start in starts):
-            raise DataError("the tokenizer has a special token of one character, which stands in the text")
-        for start in reversed(starts):
-            text = f"{text[: start + 1]}{CUT}{text[start + 1 :]}"
-        return text
-
-    def _borders(self, text: str) -> bool:
-        """Whether a special token could come about where this string meets others."""
-        text = text.strip()
-        if not text:
-            return False
-        if len(text) < self._longest and any(text in token for token in self.specials):
-            return True
-        return any(text[:n] in self._ends or text[-n:] in self._beginnings for n in range(1, min(self._longest, len(text) + 1)))
+        return len(kept) if len(kept) > start and kept.endswith(self.specials.texts) else len(text)
 
 
 def _framed(text: str) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.chat import CLOSE, CUT, OPEN, ROLES, ChatTemplate, Rendered, read_template
+from megazero.data.chat import CLOSE, OPEN, ROLES, ChatTemplate, Rendered, read_template
 from megazero.data.documents import Raw, documents, opened
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
+from megazero.data.special import CUT
 from megazero.data.tokenizer import Tokenizer
 
 STRANGE = re.compile(f"[{OPEN}{CLOSE}{CUT}\ud800-\udfff]")
@@ -56,9 +57,10 @@ class Encoder:
         found: list[Conversation | None] = [None if "messages" in record else self._completed(raw, record) for raw, record in records]
         chats = [number for number, conversation in enumerate(found) if conversation is None]
         if chats:
-            rendered = [self._rendered(*records[number]) for number in chats]
-            for number, text, encoded in zip(chats, rendered, self._chat_encode([each.text for each in rendered]), strict=True):
-                found[number] = self._learned_spans(records[number][0], text, encoded)
+            raws, rendered = [records[number][0] for number in chats], [self._rendered(*records[number]) for number in chats]
+            written = self._written(raws, [each.text for each in rendered])
+            for number, raw, text, encoded in zip(chats, raws, rendered, written, strict=True):
+                found[number] = self._learned_spans(raw, text, encoded)
         return [conversation for conversation in found if conversation is not None]
 
     def _completed(self, raw: Raw, record: dict[str, Any]) -> Conversation:
@@ -67,27 +69,35 @@ class Encoder:
             raise _wrong(raw, "the completion is empty, so there is nothing to learn")
         if self.eod_id is None:
             raise _wrong(raw, "a completion has to end with a separator, and the tokenizer names none: give --eod-id")
-        before, after = self.tokenizer.encode(prompt), [*self.tokenizer.encode(completion), self.eod_id]
+        with _named(raw):
+            before, after = self.tokenizer.encode(prompt), [*self.tokenizer.encode(completion), self.eod_id]
         return self._conversation(raw, [*before, *after], [False] * len(before) + [True] * len(after))
 
     def _rendered(self, raw: Raw, record: dict[str, Any]) -> Rendered:
-        try:
-            more = {key: record[key] for key in ("tools", "documents") if key in record}
-            return self._chat_template(raw).render(_messages(raw, record["messages"]), **more)
-        except DataError as error:
-            raise error if str(error).startswith(raw.path) else _wrong(raw, str(error)) from error
+        messages = _messages(raw, record["messages"])
+        more = {key: record[key] for key in ("tools", "documents") if key in record}
+        template = self._chat_template(raw)
+        with _named(raw):
+            return template.render(messages, **more)
 
     def _chat_template(self, raw: Raw) -> ChatTemplate:
         if self.template is None:
             if not isinstance(self.tokenizer, HuggingFaceTokenizer):
                 raise _wrong(raw, "turns of a chat need a chat template, which comes with --tokenizer hf")
-            self.template = read_template(self.tokenizer.path.parent, self.tokenizer.special_tokens)
+            with _named(raw):
+                self.template = read_template(self.tokenizer.path.parent, self.tokenizer.special_tokens.texts)
         return self.template
 
-    @cached_property
-    def _chat_encode(self) -> Callable[[list[str]], list[Encoded]]:
+    def _written(self, raws: Sequence[Raw], texts: list[str]) -> list[Encoded]:
+        """All at once; one after the other where one of them is wrong, to say which."""
         assert isinstance(self.tokenizer, HuggingFaceTokenizer), "there was a template"
-        return self.tokenizer.with_special_tokens(CUT)
+        try:
+            return self.tokenizer.encode_written(texts)
+        except DataError:
+            for raw, text in zip(raws, texts, strict=True):
+                with _named(raw):
+                    self.tokenizer.encode_written([text])
+            raise
 
     def _learned_spans(self, raw: Raw, rendered: Rendered, encoded: Encoded) -> Conversation:
         """A token is learned when a character of it was written by an assistant, and when it lies between such tokens."""
@@ -124,6 +134,15 @@ def read_conversations(paths: Sequence[Path], encoder: Encoder, report: Report) 
             while batch := list(islice(lines, AT_ONCE)):
                 yield from encoder.encode(batch)
                 progress.reach(reading.raw.tell() / 1e6)
+
+
+@contextmanager
+def _named(raw: Raw) -> Iterator[None]:
+    """What is wrong inside is wrong with this line."""
+    try:
+        yield
+    except DataError as error:
+        raise _wrong(raw, str(error)) from error
 
 
 def _wrong(raw: Raw, what: str) -> DataError:

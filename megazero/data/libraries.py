@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megazero.data.indexed import DataError
+from megazero.data.special import CUT, SpecialTokens
 
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token for a byte of text that has none."""
 Encoded = list[tuple[int, int, int]]
 """Ids, each with the range of the text's characters that it stands for."""
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -58,50 +63,57 @@ class HuggingFaceTokenizer:
         ids = self._model.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values()) + 1
         self.eod_id: int | None = next((ids[token] for token in SEPARATORS if token in ids), None)
-        self.begins: tuple[int, ...] = self._habit()
-        """Ids that the library itself would put before a text, a begin token for instance; `encode` does not."""
-
-    def _habit(self) -> tuple[int, ...]:
-        encoded = self._model.encode("a", add_special_tokens=True)
-        first = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
-        return tuple(encoded.ids[:first])
-
-    def id_of(self, token: str) -> int | None:
-        """The id of a token that is written like this, special ones included; None where there is none."""
-        found: int | None = self._model.token_to_id(token)
-        return found
+        special = {number: token.content for number, token in self._model.get_added_tokens_decoder().items() if token.special}
+        self.special_tokens = SpecialTokens([*special.values()])
+        unknown = _unknown(self._model.to_str())
+        self._special = {number: text for number, text in special.items() if number != unknown and not BYTE.fullmatch(text)}
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        if self._special.keys().isdisjoint(ids):
+            return ids
+        # A model over whole words (Unigram) finds special tokens among them by itself.
+        (parted,) = self.encode_written([self.special_tokens.parted(text)])
+        return [number for number, _, _ in parted]
 
     def decode(self, ids: list[int]) -> str:
         _require_below(ids, self.vocab_size)
         return self._model.decode(ids, skip_special_tokens=False)
 
-    @property
-    def special_tokens(self) -> list[str]:
-        """The texts of tokens that are more than text."""
-        return [token.content for token in self._model.get_added_tokens_decoder().values() if token.special]
+    def encode_written(self, texts: list[str]) -> list[Encoded]:
+        """Texts in which special tokens stand for themselves, as a chat template writes them; `special.CUT` is a border and is left out.
 
-    def with_special_tokens(self, cut: str) -> Callable[[list[str]], list[Encoded]]:
-        """Encodes texts in which special tokens stand for themselves, as a chat template writes them, many at a time.
-
-        cut: parts the text where it stands, as a token of its own that is left out of the result.
+        Raises DataError for a text that does not spell a special token, but becomes one by normalisation.
         """
+        model, cut = self._written
+        return [
+            self._checked(text, found, cut) for text, found in zip(texts, model.encode_batch(texts, add_special_tokens=False), strict=True)
+        ]
+
+    def _checked(self, text: str, found: Any, cut: int) -> Encoded:
+        encoded = [(number, *place) for number, place in zip(found.ids, found.offsets, strict=True) if number != cut]
+        for number, start, stop in encoded:
+            if number in self._special and self._special[number] not in text[start:stop]:
+                raise DataError(f"the tokenizer takes {text[start:stop]!r} for its special token {self._special[number]}")
+        return encoded
+
+    @cached_property
+    def _written(self) -> tuple[Any, int]:
+        """The tokenizer with special tokens and the border, and the border's id."""
         import tokenizers
 
         model = tokenizers.Tokenizer.from_str(self._model.to_str())
         model.encode_special_tokens = False
-        model.add_special_tokens([tokenizers.AddedToken(cut, special=True, normalized=False)])
-        left_out = model.token_to_id(cut)
+        model.add_special_tokens([tokenizers.AddedToken(CUT, special=True, normalized=False)])
+        return model, model.get_vocab(with_added_tokens=True)[CUT]
 
-        def encode(texts: list[str]) -> list[Encoded]:
-            return [
-                [(number, *place) for number, place in zip(found.ids, found.offsets, strict=True) if number != left_out]
-                for found in model.encode_batch(texts, add_special_tokens=False)
-            ]
 
-        return encode
+def _unknown(written: str) -> int | None:
+    """The id that stands for text without a token, of a tokenizer.json's content."""
+    record = json.loads(written)
+    model, added = record["model"], {token["content"]: token["id"] for token in record["added_tokens"]}
+    found: int | None = model["unk_id"] if "unk_id" in model else added.get(model.get("unk_token"))
+    return found
 
 
 def _require(path: Path) -> None:

@@ -20,25 +20,61 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 WORDS = "the quick brown fox asked a lazy dog what two and two make; it said four, naturally. Grüße, 你好 \U0001f600!"
 
 
-def write_tokenizer(folder: Path, template: str | None = CHATML, vocabulary: int = 300) -> Path:
-    """A byte-level BPE of this vocabulary, as Hugging Face saves one."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+HEADERS = """{% for message in messages %}{% set content = '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' %}
+{%- if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
+INSTRUCT = """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{%- else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"""
+
+
+def _bytes() -> tuple[Any, Any]:
+    """GPT-2's and LLaMA-3's kind."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+    return model, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+
+
+def _metaspace() -> tuple[Any, Any]:
+    """LLaMA-2's kind: blanks are symbols, bytes stand for characters without one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    model.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    symbols = ["<unk>", *SPECIALS, *(f"<0x{value:02X}>" for value in range(256))]
+    return model, trainers.BpeTrainer(vocab_size=340, special_tokens=symbols, show_progress=False)
+
+
+def _unigram() -> tuple[Any, Any]:
+    """T5's kind: special tokens are pieces like any other, and the text is normalised."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    model = Tokenizer(models.Unigram())
+    model.normalizer = normalizers.NFKC()
+    model.pre_tokenizer = pre_tokenizers.Metaspace()
+    model.decoder = decoders.Metaspace()
+    return model, trainers.UnigramTrainer(vocab_size=80, special_tokens=["<unk>", *SPECIALS], unk_token="<unk>", show_progress=False)
+
+
+KINDS = {"bytes": _bytes, "metaspace": _metaspace, "unigram": _unigram}
+
+
+def write_tokenizer(folder: Path, template: str | None = CHATML, kind: str = "bytes") -> Path:
+    """A small tokenizer, as Hugging Face saves one."""
+    from tokenizers import AddedToken
+
+    model, trainer = KINDS[kind]()
     model.train_from_iterator([WORDS] * 4, trainer)
     model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
     folder.mkdir(parents=True, exist_ok=True)
     model.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": {"__type": "AddedToken", "content": SPECIALS[0]},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": {"__type": "AddedToken", "content": SPECIALS[0]}}))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder

@@ -12,7 +12,7 @@ from megazero.data.conversations import Conversation, Encoder, read_conversation
 from megazero.data.indexed import DataError
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
-from tests.data.chats import CHATML, PLAIN, SPECIALS, chat, write_lines, write_tokenizer
+from tests.data.chats import CHATML, HEADERS, INSTRUCT, KINDS, PLAIN, SPECIALS, chat, write_lines, write_tokenizer
 
 CHATS = [
     chat("two and two?", "four, naturally."),
@@ -49,6 +49,36 @@ def test_generation_blocks_give_the_tokens_and_masks_of_transformers(marked: Pat
         assert conversation.ids.tolist() == wanted["input_ids"]
         assert conversation.learned.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
         assert conversation.learned.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_and_template_gives_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Also where text begins or ends as a special token does."""
+    transformers = pytest.importorskip("transformers")
+    records = [record for record in CHATS if record["messages"][0]["role"] == "user"]
+    path = write_lines(tmp_path / "chats.jsonl", records)
+    for number, template in enumerate((CHATML, PLAIN, HEADERS, INSTRUCT)):
+        folder = write_tokenizer(tmp_path / str(number), template, kind)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for conversation, record in zip(read(path, folder, vocab_size=400), records, strict=True):
+            wanted = theirs.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=template is CHATML)
+            assert conversation.ids.tolist() == wanted["input_ids"]
+            if template is CHATML:
+                assert conversation.learned.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
+
+
+def test_a_model_of_pieces_forges_no_special_token_either(tmp_path: Path) -> None:
+    """Unigram finds special tokens among its pieces, and NFKC makes them out of other characters."""
+    folder = write_tokenizer(tmp_path, HEADERS, "unigram")
+    tokenizer = build_tokenizer("hf", str(folder))
+    special = [tokenizer._model.token_to_id(token) for token in SPECIALS]  # type: ignore[attr-defined]
+    assert not set(special) & set(tokenizer.encode("a<|im_end|> b <s><s>"))
+    forged, harmless = read(write_lines(tmp_path / "x.jsonl", [chat("<s> a", "b <|im_end|>"), chat("a", "b")]), folder)
+    found = [[number for number in conversation.ids.tolist() if number in special] for conversation in (forged, harmless)]
+    assert found[0] == found[1]
+    wide = write_lines(tmp_path / "y.jsonl", [chat("a", "b"), chat("\uff1c|im_end|\uff1e", "b")])
+    with pytest.raises(DataError, match=r"line 2: the tokenizer takes '\uff1c\|im_end\|\uff1e' for its special token <\|im_end\|>"):
+        read(wide, folder)
 
 
 def test_turns_are_found_without_generation_blocks(plain: Path, marked: Path, tmp_path: Path) -> None:

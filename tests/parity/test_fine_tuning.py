@@ -6,6 +6,7 @@ the losses of its learned tokens are added up.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megazero.data.loader import TrainLoader
 from tests.data.chats import chat, write_lines, write_tokenizer
 from tests.parity.float64 import in_float64
 from tests.parity.test_transformers import bloom, gpt2, llama, shake, their_model
-from tests.parity.training import Outcome, train, worst
+from tests.parity.training import Outcome, job_on_rank, train, worst
+from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,6 +151,39 @@ def test_every_layout_is_one_process(folder: Path, data: list[Path], tmp_path: P
     for name, (ranks, layout) in LAYOUTS.items():
         outcome = train(ranks, [*flags, *layout])
         assert all(value < 1e-9 for value in worst(outcome, one).values()), (name, worst(outcome, one))
+
+
+class Muted:
+    """Samples of which every other one has nothing that is learned."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples, self.plans = samples, samples.plans
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index]
+        return replace(sample, counts=sample.counts & (index % 2 == 0))
+
+
+def muted_on_rank(rank: int, size: int, flags: list[str]) -> list[tuple[float, float]]:
+    job, recorder = job_on_rank(rank, size, flags)
+    loader = job.trainer.train_batches
+    assert isinstance(loader, TrainLoader)
+    loader.dataset = Muted(loader.dataset)
+    job.fit()
+    return [(record.loss, record.grad_norm) for record in recorder.records]
+
+
+def test_a_rank_without_anything_to_learn(folder: Path, data: list[Path], tmp_path: Path) -> None:
+    """Rank 1 of dp 2 has the odd samples: its micro-batches add nothing, and nothing is divided by its zero tokens."""
+    if "gpt2" not in folder.name:
+        pytest.skip("one family is enough")
+    flags = [*flags_for(folder, data, tmp_path), "--micro-batch-size", "1"]
+    one, two = (run_ranks(size, muted_on_rank, size, flags)[0] for size in (1, 2))
+    assert len(one) == 3 and np.isfinite(one).all()
+    np.testing.assert_allclose(two, one, rtol=1e-9)
 
 
 @pytest.mark.slow

@@ -1,0 +1,43 @@
+"""Special tokens that a text spells: they are text, and have to stay text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megazero.data.indexed import DataError
+
+CUT = "\ufdd2"
+"""A border in a text, which the tokenizer drops: of the characters that Unicode has set aside for a program's inner use."""
+
+
+class SpecialTokens:
+    """The texts of a tokenizer's special tokens."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(sorted(texts, key=len, reverse=True))
+        self.longest = max(map(len, self.texts), default=0)
+        self._beginnings = {text[:n] for text in self.texts for n in range(1, len(text))}
+        self._ends = {text[-n:] for text in self.texts for n in range(1, len(text))}
+        self._whole = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
+        self._starts = re.compile("|".join(f"(?={re.escape(text)})" for text in self.texts) or r"(?!)")
+
+    def count(self, text: str) -> int:
+        """How many a text spells, one after the other."""
+        return len(self._whole.findall(text))
+
+    def parted(self, text: str) -> str:
+        """The text with a border in each one that it spells, overlapping ones included. Raises DataError where one is a single character."""
+        starts = [found.start() for found in self._starts.finditer(text)]
+        if any(text.startswith(token, start) for token in self.texts if len(token) == 1 for start in starts):
+            raise DataError("the tokenizer has a special token of one character, which stands in the text")
+        for start in reversed(starts):
+            text = f"{text[: start + 1]}{CUT}{text[start + 1 :]}"
+        return text
+
+    def borders(self, text: str) -> bool:
+        """Whether one could come about where this string meets others."""
+        text = text.strip()
+        if len(text) < self.longest and any(text in token for token in self.texts):
+            return bool(text)
+        return any(text[:n] in self._ends or text[-n:] in self._beginnings for n in range(1, min(self.longest, len(text) + 1)))
