@@ -44,11 +44,13 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def saved_base(family: str, folder: Path) -> Path:
-    """A folder as `save_pretrained` writes it."""
+def saved_base(family: str, folder: Path, **changes: Any) -> Path:
+    """A folder as `save_pretrained` writes it. changes: of the configuration."""
     with in_float64():
         torch.manual_seed(5)
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).double()
+        config = CONFIGS[family]()
+        config.update(changes)
+        model = transformers.AutoModelForCausalLM.from_config(config).double()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.1)

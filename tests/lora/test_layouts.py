@@ -19,14 +19,11 @@ SHAPES = {
 MODEL = "--num-layers 4 --hidden-size 24 --seq-length 12 --vocab-size 1003 --init-method-std 0.1 --make-vocab-size-divisible-by 1"
 NUMBERS = "--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3 --lora-dropout 0.2 --hidden-dropout 0.1"
 LAYOUTS: dict[str, tuple[str, int, str]] = {
-    "tp2": ("tied", 2, "--tp 2"),
-    "tp4-sp-zb": ("gated", 4, "--tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full"),
+    "tp4-sp": ("gated", 4, "--tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full"),
     "tp2-sp-pp2-zb-h1": ("tied", 4, "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --recompute-granularity full"),
     "tp2-dp2-z2": ("gated", 4, "--tp 2 --zero-stage 2 --bucket-size 300"),
     "pp2-dp2-z1-interleaved": ("tied", 4, "--pp 2 --zero-stage 1 --virtual-stages 2 --micro-batch-size 1 --bucket-size 500"),
     "pp2-dp2-zb-v-z2": ("tied", 4, "--pp 2 --zero-stage 2 --pipeline-schedule zb-v --virtual-stages 2 --recompute-granularity selective"),
-    "dp3-accumulated": ("gated", 3, "--micro-batch-size 1 --no-overlap --zero-stage 1"),
-    "ends-alone": ("gated", 4, "--pp 4 --partition 0 2 2 0 --micro-batch-size 4"),
     "ends-alone-zb-h1": ("tied", 4, "--pp 4 --partition 0 2 2 0 --micro-batch-size 4 --pipeline-schedule zb-h1"),
 }
 
