@@ -59,10 +59,16 @@ def same(opened, source, *columns: str, dtype: torch.dtype = torch.float32) -> N
             assert torch.equal(found, expected), (name, column)
 
 
-@pytest.mark.parametrize("style", ["te", "local", "legacy"])
-@pytest.mark.parametrize(("tp", "pp", "virtual"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_files_are_read(tmp_path, model, tp, pp, virtual, style):
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
+READ = [
+    *((name, *layout, style) for name in ("gpt", "llama") for layout in LAYOUTS for style in ("te", "local", "legacy")),
+    *((name, 2, 2, 1, "te") for name in ("untied", "gated-biases")),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp", "virtual", "style"), READ)
+def test_files_are_read(tmp_path, name, tp, pp, virtual, style):
+    model = MODELS[name]
     source = made(model)
     save_megatron(source, tmp_path, tp=tp, pp=pp, virtual=virtual, style=style)
     assert recognise(tmp_path) == "megatron"
@@ -77,7 +83,7 @@ def test_files_are_read(tmp_path, model, tp, pp, virtual, style):
             assert any("_extra_state" in key for key in opened.report.unused)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_what_is_written_is_what_megatron_writes(tmp_path, model, tp, pp):
     """Key for key, against files that the converters had no part in."""
@@ -234,6 +240,17 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
     for rank in ("mp_rank_00_001", "mp_rank_01_000"):
         (inside / rank / "model_optim_rng.pt").unlink()
     with pytest.raises(ConversionError, match=r"mp_rank_00_001 holds no .*mp_rank_01_000 holds no .* are missing"):
+        open_megatron(tmp_path)
+
+
+def test_another_kind_of_model_is_not_taken_for_a_gpt(tmp_path):
+    """BERT's files have the same names for the most part."""
+    inside = save_megatron(made(GPT), tmp_path, style="legacy")
+    (file,) = inside.rglob("*.pt")
+    state = torch.load(file, weights_only=False)
+    state["model"]["lm_head"] = {"dense.weight": torch.zeros(24, 24)}
+    torch.save(state, file)
+    with pytest.raises(ConversionError, match=r"lm_head\.dense\.weight is a weight that"):
         open_megatron(tmp_path)
 
 

@@ -196,9 +196,11 @@ def test_weights(tmp_path: Path, model: ModelConfig, stacked: bool, fused: bool,
         assert any("_extra_state" in key for key in opened.report.unused) and "rng_state/shard_0.0_1.1" in opened.report.unused
 
 
-@pytest.mark.parametrize("optimizer", ["whole", "flat"])
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("model", "stacked", "optimizer"),
+    [(GPT, True, "flat"), (LLAMA, True, "whole"), (LLAMA, True, "flat"), (GPT, False, "flat")],
+    ids=["gpt-flat", "llama-whole", "llama-flat", "gpt-apart-flat"],
+)
 def test_the_optimizers_state_by_name(tmp_path: Path, model: ModelConfig, stacked: bool, optimizer: str) -> None:
     source = made(model, moments=True)
     save_dist(source, tmp_path, stacked=stacked, optimizer=optimizer, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.schema import ModelConfig
-from megazero.convert.megatron.names import BLOCKS, TIED_COPIES, Theirs, theirs, why_ignored
+from megazero.convert.megatron.names import TIED_COPIES, Theirs, theirs, why_ignored
 from megazero.convert.report import Report
 from megazero.convert.shards import agree, join, split_axis
 from megazero.convert.source import ConversionError, places
@@ -31,7 +31,7 @@ class Found:
 class Assembly:
     """The tensors of a model among those of a checkpoint. Nothing is read before `tensor` is called.
 
-    Raises ConversionError with every name that is missing, every tensor inside a layer that the model has no place for, and every shape that differs.
+    Raises ConversionError with every name that is missing, every tensor that the model has no place for, and every shape that differs.
     """
 
     def __init__(self, where: str, model: ModelConfig, ranks: Ranks, report: Report, *, qkv_bias_alone: bool = False) -> None:
@@ -89,10 +89,8 @@ class Assembly:
                 self.report.mapped.append(key)
             elif (why := why_ignored(key)) is not None:
                 self.report.unused[key] = why
-            elif key.startswith(BLOCKS):
-                yield f"{key} is a weight that a model with these arguments does not have"
             else:
-                self.report.unused[key] = "nothing in a model of ours"
+                yield f"{key} is a weight that a model with these arguments does not have"
 
     def _misfits(self, name: str) -> Iterator[str]:
         found, axis, wanted = self.found[name], split_axis(name), self.places[name].shape

@@ -98,7 +98,7 @@ def _refuse_other_backends(folder: Path) -> None:
 
 
 class _Tensors:
-    """A model's tensors in a checkpoint. Raises ConversionError with all that is missing, too much inside layers, or of another shape."""
+    """A model's tensors in a checkpoint. Raises ConversionError with all that is missing, too much, or of another shape."""
 
     def __init__(self, checkpoint: DistributedCheckpoint, model: ModelConfig, report: Report, *, qkv_bias_alone: bool) -> None:
         self.checkpoint, self.report = checkpoint, report
@@ -200,7 +200,7 @@ class _Tensors:
             if key in used or _STATE.match(key):
                 continue
             why = why_ignored(key) or next((why for pattern, why in _OTHERS.items() if re.fullmatch(pattern, key)), None)
-            if why is None and key.startswith("decoder.layers.") and key in self.checkpoint.tensors:
+            if why is None and key in self.checkpoint.tensors:
                 yield f"{key} is a weight that a model with these arguments does not have"
             else:
                 self.report.unused[key] = why or "nothing in a model of ours"
