@@ -51,20 +51,25 @@ class Statistics:
 
     def add(self, values: Tensor) -> None:
         """One more part, 1-D of any float dtype."""
-        before = self.finite
+        before, wide = self.finite, values.double()
         self.count += values.numel()
-        self.nan += int(values.isnan().sum())
-        self.inf += int(values.isinf().sum())
-        wide = values[values.isfinite()].double()
+        total = float(wide.sum())
+        if not math.isfinite(total):  # a mask costs more than all the rest: only where something is not finite
+            self.nan += int(values.isnan().sum())
+            self.inf += int(values.isinf().sum())
+            wide = wide[wide.isfinite()]
+            total = float(wide.sum())
         if wide.numel() == 0:
             return
         self.zero += wide.numel() - int(wide.count_nonzero())
-        self.least, self.most = min(self.least, float(wide.min())), max(self.most, float(wide.max()))
-        mean = float(wide.mean())
-        step, total = mean - self.mean, before + wide.numel()
-        self.squares += float((wide - mean).square().sum()) + step * step * before * wide.numel() / total
-        self.mean += step * wide.numel() / total
-        self.power += float(wide.square().sum())
+        least, most = wide.aminmax()
+        self.least, self.most = min(self.least, float(least)), max(self.most, float(most))
+        mean = total / wide.numel()
+        self.power += float(wide.dot(wide))
+        step, joined = mean - self.mean, before + wide.numel()
+        centred = wide - mean
+        self.squares += float(centred.dot(centred)) + step * step * before * (wide.numel() / joined)
+        self.mean += step * wide.numel() / joined
 
     def record(self) -> dict[str, float | int | None]:
         """For JSON: None where there is no number."""
@@ -116,14 +121,20 @@ class Difference:
     def add(self, a: Tensor, b: Tensor) -> None:
         """One more part of both, 1-D."""
         same = bits(a) == bits(b) if a.dtype == b.dtype else a.double() == b.double()
+        equal = int(same.sum())
         self.count += a.numel()
-        self.equal += int(same.sum())
-        finite = a[a.isfinite()]
-        if finite.numel():
-            self.scale = max(self.scale, float(finite.double().abs().max()))
-        if not bool(same.all()):
-            distance = (a[~same].double() - b[~same].double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-            self.largest = max(self.largest, float(distance.max()))
+        self.equal += equal
+        scale = float(a.abs().max()) if a.numel() else 0.0
+        if not math.isfinite(scale):
+            finite = a[a.isfinite()]
+            scale = float(finite.abs().max()) if finite.numel() else 0.0
+        self.scale = max(self.scale, scale)
+        if equal < a.numel():
+            largest = float((a.double() - b.double()).abs().max())
+            if not math.isfinite(largest):  # of equal infinities too, which are no difference
+                distance = (a[~same].double() - b[~same].double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+                largest = float(distance.max())
+            self.largest = max(self.largest, largest)
 
     def record(self) -> dict[str, float | int | None]:
         """For JSON, which knows no infinity: None."""
