@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +19,14 @@ from megazero.convert.source import ConversionError, Source
 from megazero.convert.stages import fill_stages
 from megazero.convert.tokenizers import tokenizer_of
 from megazero.data.tokenizer import Tokenizer
+from megazero.inference.generate import generate
+from megazero.inference.pipeline import Pipeline
+from megazero.inference.sampling import Sampling
 from megazero.model.stage import Stage
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.grid import ProcessGrid, single_process_grid
+
+GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,13 @@ class Model(nn.Module):
         """ids int64 [b, s] -> logits [b, s, v] in the model's dtype; position i predicts the token after it."""
         batch = MicroBatch(ids, ids, None, torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device))
         return self.stage.logits(None, batch).transpose(0, 1)
+
+    def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
+        """A prompt's ids and those that follow, up to the run's end-of-document token. `megazero.inference` has more: batches, streams, grids."""
+        model, end = Pipeline.of([self.stage]), self.run.data.eod_id
+        vocabulary = None if self.tokenizer is None else self.tokenizer.vocab_size
+        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token == end, vocabulary=vocabulary)
+        return [*ids, *new]
 
 
 def load(path: str | Path, *, precision: str | None = None, device: str | torch.device = "cpu", format: str | None = None) -> Model:

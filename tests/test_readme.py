@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megazero.config.level import Level
 from megazero.config.parse import parse_run
@@ -35,7 +37,12 @@ def test_make_knows_the_targets(line: str) -> None:
     subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("line", commands("torchrun "))
+TRAINING = [line for line in commands("torchrun ") if "pretrain_gpt.py" in line]
+TOOLS = [line for line in COMMANDS if line.startswith("python ") or (line.startswith("torchrun ") and line not in TRAINING)]
+IN_PLACE = re.compile(r"models/|runs/|notes[.]txt")
+
+
+@pytest.mark.parametrize("line", TRAINING)
 def test_torchrun_commands_are_valid(line: str) -> None:
     """Checked for their number of ranks with the code that the ranks run; the layouts themselves run in other tests."""
     words = shlex.split(line)
@@ -48,13 +55,48 @@ def some_model(path: str) -> Level:
     return Level(path, shape_settings(ModelConfig(vocab_size=32_000)) | {"tokenizer": "byte"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", commands("python "))
-def test_python_commands_run(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the files that the README's commands name."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("readme")
+    torch.manual_seed(0)
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4))
+    model.save_pretrained(folder / "models" / "bloom")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([README], tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, special_tokens=["</s>"]))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(folder / "models" / "bloom")
+    (folder / "notes.txt").write_text(README)
+    return folder
+
+
+def run_in(place: Path, *words: str) -> str:
+    """A command of the README where its files are; the tools are named as from the project's folder."""
+    named = [str(ROOT / word) if word.startswith("tools/") or word == "pretrain_gpt.py" else word for word in words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *named], cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip()
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in TOOLS if not IN_PLACE.search(line)])
+def test_commands_of_tools_run(line: str, tmp_path: Path) -> None:
+    assert run_in(tmp_path, *shlex.split(line, comments=True)[1:]).strip()
+
+
+@pytest.mark.slow
+def test_commands_and_programs_run_on_what_those_before_them_made(place: Path) -> None:
+    for line in (line for line in TOOLS if IN_PLACE.search(line)):
+        program, *words = shlex.split(line, comments=True)
+        assert run_in(place, *(words if program == "python" else ["-m", "torch.distributed.run", *words])).strip(), line
+    programs = re.findall(r"```python\n(.*?)```", README, re.S)
+    said = [run_in(place, "-c", program) for program in programs]
+    assert len(said) == 2 and all(text.startswith("def main(") for text in said)
+    assert said[0].strip() == said[1].strip(), "transformers and megazero continue alike"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/performance.md"])

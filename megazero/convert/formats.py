@@ -34,7 +34,8 @@ Advance = Callable[[int], None]
 class Format:
     """recognises: whether a folder holds this format, by names of files alone. open: raises ConversionError. write: into an existing empty
     folder; None where the format is only read. has_layout: whether tp, pp (and for the optimizer's files dp) mean something to `write`.
-    has_optimizer: whether moments are written where the source has them. part: what of a source is written, where that is not the model;
+    has_optimizer: whether moments are written where the source has them. has_companions: whether `write` puts the source's companions
+    where `open` finds them; elsewhere they lie in a folder of their own. part: what of a source is written, where that is not the model;
     raises ConversionError.
     """
 
@@ -44,4 +45,5 @@ class Format:
     write: Callable[[Source, Path, Wanted, Advance], None] | None = None
     has_layout: bool = False
     has_optimizer: bool = False
+    has_companions: bool = False
     part: Callable[[Source], Source] | None = None

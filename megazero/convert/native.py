@@ -7,7 +7,6 @@ tokenizer) goes into a folder beside the manifest.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,11 +25,11 @@ from megazero.checkpoint.reader import check_files, read_fragments, read_manifes
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
+from megazero.convert.companions import companions, write_companions
 from megazero.convert.formats import Advance, Format, Wanted
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Box, Place
 
-COMPANIONS = "model_files"
 FILE_BYTES = 4 << 30
 """A fragment file is closed once it holds so much."""
 
@@ -63,8 +62,7 @@ class NativeSource(Source):
             float(progress.get("optimizer_steps", 0.0)),
             progress.get("loss_scale") or None,
         )
-        there = sorted((path / COMPANIONS).iterdir()) if (path / COMPANIONS).is_dir() else []
-        super().__init__("megazero", path, run, entries, position, {file.name: file for file in there})
+        super().__init__("megazero", path, run, entries, position, companions(path))
         self.manifest, self._places = manifest, wanted
         self._files = self.closing.enter_context(OpenFiles(path, manifest))
         self.report.mapped += [f"{name} {column}" for name, entry in entries.items() for column in entry.columns]
@@ -142,10 +140,7 @@ def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance)
     writers: list[list[Held]] = [list(fragments) for fragments in files]
     run = _as_recorded(source.run, wanted.dtype)
     write_manifest(inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1})
-    if source.companions:
-        (inside / COMPANIONS).mkdir()
-        for name, path in source.companions.items():
-            shutil.copyfile(path, inside / COMPANIONS / name)
+    write_companions(source.companions, inside)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
 
@@ -190,4 +185,4 @@ def _progress(source: Source) -> dict[str, Any]:
     return progress | {"fp8": None, "data_plans": None, "probe": None}
 
 
-FORMAT = Format("megazero", recognises, open_native, write_native, has_optimizer=True)
+FORMAT = Format("megazero", recognises, open_native, write_native, has_optimizer=True, has_companions=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megazero.convert import native
 from megazero.convert.adapters import adapted_source
+from megazero.convert.companions import companions
 from megazero.convert.formats import Format
 from megazero.convert.hf import FORMAT as HF
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
@@ -36,4 +37,5 @@ def open_source(path: Path, name: str | None = None) -> Source:
     if name is not None and name not in table:
         raise ConversionError(f"--from {name}: known are {', '.join(table)}")
     source = table[name or recognise(path)].open(path)
+    source.companions = companions(source.path, source.path.parent) | source.companions
     return source if source.run.lora.lora_rank is None else adapted_source(source, open_source)

@@ -7,10 +7,12 @@ import torch
 
 import megazero
 from megazero.convert.changed import Rounded, Trimmed
+from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.native import open_native, write_native
-from megazero.convert.registry import open_source, recognise
+from megazero.convert.registry import format_table, open_source, recognise
 from megazero.convert.source import ConversionError
+from megazero.data.progress import silent
 from tests.convert.sources import BLOOM, made
 
 
@@ -48,6 +50,15 @@ def test_companions_travel(tmp_path):
         write_native(first, tmp_path / "b", Wanted(), quietly)
     with open_native(tmp_path / "b") as second:
         assert second.companions["config.json"].read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["megatron-deepspeed", "universal"])
+def test_companions_travel_through_formats_that_have_no_place_for_them(tmp_path, name):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    source = made(companions={"tokenizer.json": tmp_path / "tokenizer.json"})
+    convert(source, format_table()[name], tmp_path / "out", Wanted(), silent)
+    with open_source(tmp_path / "out") as read:
+        assert read.format == name and read.companions["tokenizer.json"].read_text() == "{}"
 
 
 def test_narrowed_weights_and_the_precision_they_are_for(tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import Run
+from megazero.convert.companions import companions
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.columns import Columns
 from megazero.convert.megatron_deepspeed.folders import Files, Listing, checkpoint_folder, listing
@@ -76,8 +77,9 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     stored = stored_layers(files, there)
     layers = found_layers({layer: tuple(ranks[0]) for layer, ranks in stored.items()}, str(folder))
     state = files[there.ranks[0]] if there.ranks else {}
-    companions = {file.name: file for file in (folder / "config.json", path / "config.json") if file.is_file()}
-    said = _told(companions) | _args(state)
+    beside = {file.name: file for file in (folder / "config.json", path / "config.json") if file.is_file()}
+    model_files = companions(folder, path) | beside
+    said = _told(model_files) | _args(state)
     _refuse_other_grid(folder, said, there)
     args = args_from_shapes(said, stored, layers, str(folder), report)
     model = model_from_args(args, str(folder))
@@ -87,7 +89,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     columns = Columns(files, there, weights, zero, report) if zero else None
     _note(report, zero, there, args, model.vocab_size)
     run = with_schedule(run_from_args(_with_hyper(args, zero), model, precision), args)
-    return MegatronDeepSpeedSource(folder, run, _position(state, args, zero, there), weights, columns, report, companions)
+    return MegatronDeepSpeedSource(folder, run, _position(state, args, zero, there), weights, columns, report, model_files)
 
 
 def _args(state: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Memory: one global tensor, and what a tp rank has of it. The files of a layer's 
 
 from __future__ import annotations
 
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,6 @@ def write_megatron_deepspeed(source: Source, folder: Path, wanted: Wanted, advan
             write_torch_file(inside / rank_file(stage * wanted.tp + t), state)
     if all(column in source.columns for column in MOMENTS):
         write_zero(source, inside, planned, wanted, advance)
-    for name, path in source.companions.items():
-        shutil.copyfile(path, folder / name)
     (folder / LATEST).write_text(inside.name)
 
 
