@@ -72,6 +72,15 @@ def test_exchange(tmp_path: Path) -> None:
     assert all(row["shared_memory"][0] > 0 and row["gloo"][0] > 0 for row in found["collectives"])
 
 
+@pytest.mark.slow
+def test_async_save(tmp_path: Path) -> None:
+    found = run_quick("async_save.py", tmp_path, "--saves", "2", "--every", "2", "--folder", str(tmp_path))
+    for way, part in (("async", "copy"), ("sync", "write")):
+        one = found["ways"][way]
+        assert len(one["seconds"]["saving"]) == 1 and len(one["parts"][part]) == 2 and one["bytes"] > 100_000
+    assert all("; the step waited" in told for told in found["ways"]["async"]["told"] if told.startswith("saved"))
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if "DeepSpeed" not in name and "apex" not in name])
 def test_an_op_and_its_rival_run(name: str) -> None:
     torch.manual_seed(3)
