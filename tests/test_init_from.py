@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from megazero import init_from
@@ -19,6 +20,7 @@ from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source, entries_of
 from megazero.init_from import model_level
+from tests.e2e import command
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
@@ -118,6 +120,17 @@ def test_only_the_blocks_that_are_needed_are_read(checkpoint: Path, monkeypatch:
         box = ((3, 9), (5, 17))
         assert torch.equal(source.read_box("blocks.1.mlp.down.weight", box), whole[3:9, 5:17])
         assert torch.equal(Source.read_box(source, "blocks.1.mlp.down.weight", box), whole[3:9, 5:17])
+
+
+@pytest.mark.slow
+def test_the_program_checks_it_without_starting(checkpoint: Path) -> None:
+    if "untied" in str(checkpoint):
+        pytest.skip("one kind is enough")
+    flags = ["--init-from", checkpoint, "--data-path", "x", "--validate-only", "--world-size", 6]
+    told = command.run(1, [*flags, "--tp", 3, "--global-batch-size", 24])
+    assert yaml.safe_load(told)["model"]["num_layers"] == 3
+    told = command.run(1, [*flags, "--tp", 5, "--num-layers", 9], status=2)
+    assert "--tp 5" in told and f"--num-layers 9: the model of --init-from {checkpoint} has 3" in told
 
 
 def fake_level(shape: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> None:
