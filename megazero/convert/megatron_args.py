@@ -189,19 +189,16 @@ _OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad
 _SCHEDULE = ("micro_batch_size", "global_batch_size", "lr", "min_lr")
 
 
-POSITIONS_WRITTEN: Mapping[str, str] = {"learned": "learned_absolute", "rotary": "rope", "alibi": "alibi", "none": "none"}
+POSITIONS_WRITTEN: Mapping[str, str] = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
 _GELU: Mapping[str, bool] = {"gelu": False, "gelu-tanh": True, "swiglu": False}
 
 
-def args_of(run: Run, *, tp: int = 1, pp: int = 1, bloom: bool = False) -> dict[str, Any]:
-    """Megatron's arguments for a model of ours; bloom: with what only BigScience's Megatron-DeepSpeed has (ALiBi, a norm after the embedding).
-
-    Raises ConversionError, with all of it, for what it does not have.
-    """
-    model, program = run.model, "Megatron-DeepSpeed" if bloom else "Megatron-LM"
-    problems = [f"{what} is nothing that {program} has" for what, bad in _foreign(model, bloom).items() if bad]
+def args_of(run: Run, *, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+    """Megatron-LM's arguments for a model of ours. Raises ConversionError, with all of it, for what it does not have."""
+    model = run.model
+    problems = [f"{what} is nothing that Megatron-LM has" for what, bad in _foreign(model).items() if bad]
     if problems:
-        raise ConversionError(f"this model cannot be written for {program}: " + "; ".join(problems))
+        raise ConversionError("this model cannot be written for Megatron-LM: " + "; ".join(problems))
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -221,7 +218,6 @@ def args_of(run: Run, *, tp: int = 1, pp: int = 1, bloom: bool = False) -> dict[
         "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         "layernorm_epsilon": model.norm_epsilon,
         "swiglu": model.activation == "swiglu",
-        "embed_layernorm": model.embedding_layernorm,
         "bias_gelu_fusion": _GELU[model.activation],
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "add_bias_linear": mlp_bias(model),
@@ -238,11 +234,11 @@ def args_of(run: Run, *, tp: int = 1, pp: int = 1, bloom: bool = False) -> dict[
     }
 
 
-def _foreign(model: ModelConfig, bloom: bool) -> dict[str, bool]:
+def _foreign(model: ModelConfig) -> dict[str, bool]:
     return {
         f"--activation {model.activation}": model.activation not in _GELU,
-        "--position-embedding alibi": model.position_embedding == "alibi" and not bloom,
-        "--embed-layernorm": model.embedding_layernorm and not bloom,
+        "--position-embedding alibi": model.position_embedding == "alibi",
+        "--embed-layernorm": model.embedding_layernorm,
         "--activation gelu-tanh without biases": model.activation == "gelu-tanh" and not mlp_bias(model),
         "biases in attention alone, or in the feed-forward layers alone,": attention_bias(model) != mlp_bias(model),
         f"--position-offset {model.position_offset}": model.position_offset != 0,

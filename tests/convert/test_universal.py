@@ -73,6 +73,14 @@ def test_there_and_back(tmp_path, model):
         assert opened.position == source.position
 
 
+def test_a_loss_scale_goes_along(tmp_path):
+    source = made(BLOOM, precision="fp16", moments=True)
+    source.position = replace(source.position, loss_scale={"scale": 4096.0, "good_steps": 3, "overflows": 1})
+    convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)
+    with open_source(tmp_path / "out") as opened:
+        assert opened.position == source.position and opened.run.optimizer.precision == "fp16"
+
+
 def test_weights_alone(tmp_path):
     source = made(BLOOM)
     convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)

@@ -22,6 +22,7 @@ from megazero.config.schema import ModelConfig, Run
 from megazero.convert.megatron.names import Theirs, theirs, why_ignored
 from megazero.convert.megatron.source import KNOWN, args_of, note_padding, position_of, refuse_versions, unused_of_common
 from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args
+from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.convert.torch_dist import DistributedCheckpoint, fragments, rows_of, unflattened
@@ -82,7 +83,8 @@ def open_torch_dist(folder: Path) -> TorchDistSource:
     unused_of_common(report, common)
     precision = PRECISION_OF.get(stored.dtype("blocks.0.attention.qkv.weight", ""), "fp32")
     steps = _steps(common.get("optimizer"))
-    return TorchDistSource(folder, run_from_args(args, model, precision), position_of(args, common, model, steps), stored, columns)
+    run = with_schedule(run_from_args(args, model, precision), args)
+    return TorchDistSource(folder, run, position_of(args, common, model, steps), stored, columns)
 
 
 def _refuse_other_backends(folder: Path) -> None:

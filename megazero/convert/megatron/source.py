@@ -15,6 +15,7 @@ from megazero.convert.megatron.chunks import chunks_of, in_model_order, numbered
 from megazero.convert.megatron.folders import rank_files
 from megazero.convert.megatron.optimizer import State, optimizer_state
 from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args
+from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
 from megazero.convert.torch_file import read_torch_file
@@ -55,7 +56,7 @@ def open_torch(folder: Path) -> MegatronSource:
     note_padding(report, args, model)
     assembly = Assembly(str(folder), model, ranks, report, qkv_bias_alone=has_qkv_bias_alone(args))
     dtype = assembly.dtype("blocks.0.attention.qkv.weight")
-    run = run_from_args(args, model, PRECISION_OF.get(dtype, "fp32"))
+    run = with_schedule(run_from_args(args, model, PRECISION_OF.get(dtype, "fp32")), args)
     state = optimizer_state(states, chunks, tp, pp, folder)
     _account_for_the_rest(report, states[0, 0], state)
     return MegatronSource(folder, run, position_of(args, states[0, 0], model, state.steps), assembly, state)

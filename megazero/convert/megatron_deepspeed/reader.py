@@ -16,6 +16,7 @@ from megazero.convert.companions import companions
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.columns import Columns
 from megazero.convert.megatron_deepspeed.folders import Files, Listing, checkpoint_folder, listing
+from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of
 from megazero.convert.megatron_deepspeed.names import found_layers
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
@@ -149,20 +150,7 @@ def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Lis
     samples = int(args.get("consumed_train_samples") or held.get("global_samples") or 0)
     tokens = int(held.get("tokens") or args.get("consumed_train_tokens") or 0)
     steps = zero.steps if zero and zero.steps else float(iteration)
-    return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, _loss_scale(zero))
-
-
-def _loss_scale(zero: Zero | None) -> dict[str, float] | None:
-    """DeepSpeed's scaler counts iterations and keeps the last one that overflowed: `k` good ones have passed since.
-
-    It doubles at k = window + 1, 2 window + 1, ...: one step later than ours, which the count here makes up for.
-    """
-    scaler = zero.scaler.state if zero and zero.scaler else {}
-    if not {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window"} <= set(scaler):
-        return None
-    good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
-    overflows = scaler.get("delayed_shift", 1) - scaler.get("cur_hysteresis", 1)
-    return {"scale": float(scaler["cur_scale"]), "good_steps": max(0, good - 1) % int(scaler["scale_window"]), "overflows": int(overflows)}
+    return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, loss_scale_of(zero.scaler if zero else None))
 
 
 def _note(report: Report, zero: Zero | None, there: Listing, args: Mapping[str, Any], vocabulary: int | None) -> None:

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.megatron_deepspeed.folders import zero_file
+from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
 from megazero.convert.megatron_deepspeed.stages import Plan, Written
-from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Position, Source
+from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Source
 from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
 from megazero.convert.unpickle import Record, record_type
 
 VERSION = "0.10.0"
 """Of DeepSpeed, whose files look like these; it asks for one."""
 _ADDRESS = record_type("deepspeed.utils.tensor_fragment.fragment_address")
-_SCALER = "deepspeed.runtime.fp16.loss_scaler."
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _state(source: Source, planned: Plan, groups: Sequence[Cut], d: int, dp: int
         "group_paddings": [group.padding if d == dp - 1 else 0 for group in groups],
         "partition_count": [dp] * len(groups),
         "ds_version": VERSION,
-        **(_scaler_state(source) if optimizer.precision != "bf16" else {}),
+        **(scaler_state(source) if optimizer.precision != "bf16" else {}),
     }
 
 
@@ -158,30 +158,3 @@ def _mapping(planned: Plan, group: Cut, d: int) -> dict[str, Record]:
             address.fill({"numel": stop - start, "start": start - begin})
         at += math.prod(written.shape)
     return found
-
-
-def _scaler_state(source: Source) -> dict[str, Any]:
-    """DeepSpeed's loss scaler, as its optimizer for fp16 and fp32 keeps it."""
-    dynamic = bool(source.position.loss_scale)
-    scaler = record_type(_SCALER + ("DynamicLossScaler" if dynamic else "LossScaler"))()
-    scaler.fill(_scale(source.position, source) if source.position.loss_scale else {"cur_scale": 1.0, "dynamic": False})
-    return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
-
-
-def _scale(position: Position, source: Source) -> dict[str, Any]:
-    """Attributes of a DynamicLossScaler that doubles after as many good iterations as ours (see `reader._loss_scale`)."""
-    held, optimizer = dict(position.loss_scale or {}), source.run.optimizer
-    return {
-        "cur_scale": float(held["scale"]),
-        "cur_iter": position.iteration,
-        "last_overflow_iter": position.iteration - 2 - int(held["good_steps"]),
-        "scale_factor": 2.0,
-        "scale_window": optimizer.loss_scale_window,
-        "min_scale": optimizer.min_loss_scale,
-        "delayed_shift": optimizer.hysteresis,
-        "cur_hysteresis": max(1, optimizer.hysteresis - int(held["overflows"])),
-        "consecutive_hysteresis": False,
-        "raise_error_at_min_scale": False,
-        "dynamic": True,
-        "dtype": torch.float16,
-    }

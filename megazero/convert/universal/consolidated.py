@@ -22,6 +22,7 @@ from megazero.convert.hf.files import stored_tensors, weight_files
 from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import KNOWN
+from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.safetensors_file import Slot, flat_pieces, write_safetensors
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
@@ -87,7 +88,7 @@ def open_consolidated(path: Path) -> ConsolidatedSource:
     entries = {name: Entry(place.shape, {WEIGHT: held.parameter(name).dtype}) for name, place in places(model).items()}
     iteration, samples = (int(args.get(name) or 0) for name in ("iteration", "consumed_train_samples"))
     position = Position(iteration, samples, int(args.get("consumed_train_tokens") or samples * model.seq_length), float(iteration))
-    source = ConsolidatedSource(path, run_from_args(args, model, precision_of(args)), position, held, entries)
+    source = ConsolidatedSource(path, with_schedule(run_from_args(args, model, precision_of(args)), args), position, held, entries)
     source.closing = closing
     return source
 

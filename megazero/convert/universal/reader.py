@@ -18,6 +18,8 @@ from megazero.config.schema import Run
 from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import Files
+from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of
+from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.convert.universal.folders import OPTIMIZER, STATES, STEP, ZERO, checkpoint_folder, model_states, parameters
@@ -56,7 +58,7 @@ def open_universal(path: Path) -> UniversalSource:
     dtypes = {column: {name: _dtype(held, name, column) for name in held.theirs} for column in columns}
     entries = {name: Entry(place.shape, {column: dtypes[column][name] for column in columns}) for name, place in places(model).items()}
     known = _optimizer(folder, files, report) | {name: value for name, value in args.items() if value is not None}
-    run = run_from_args(known, model, precision_of(args))
+    run = with_schedule(run_from_args(known, model, precision_of(args)), args)
     return UniversalSource(folder, run, _position(folder, files, args, state, next(iter(folders.values()))), held, entries, files)
 
 
@@ -98,7 +100,9 @@ def _optimizer(folder: Path, files: Files, report: Report) -> dict[str, Any]:
     """The optimizer's numbers, by the arguments' names."""
     path = folder / ZERO / OPTIMIZER
     state = files[path] if path.is_file() else {}
-    report.unused |= {f"{OPTIMIZER} {key}": "DeepSpeed's own bookkeeping" for key in state if key not in ("param_groups", "clip_grad")}
+    report.unused |= {
+        f"{OPTIMIZER} {key}": "DeepSpeed's own bookkeeping" for key in state if key not in ("param_groups", "clip_grad", "loss_scaler")
+    }
     groups = [group for group in state.get("param_groups") or [] if isinstance(group, dict)]
     first: Mapping[str, Any] = groups[0] if groups else {}
     betas = first.get("betas") or (None, None)
@@ -117,13 +121,14 @@ def _position(folder: Path, files: Files, args: Mapping[str, Any], state: Mappin
     iteration = int(state.get("iteration") or args.get("iteration") or state.get("global_steps") or 0)
     samples = int(args.get("consumed_train_samples") or state.get("global_samples") or 0)
     tokens = int(state.get("tokens") or args.get("consumed_train_tokens") or 0)
-    return Position(iteration, samples, tokens or samples * int(args["seq_length"]), _steps(folder, files, parameter) or float(iteration))
+    optimizer = files[folder / ZERO / OPTIMIZER] if (folder / ZERO / OPTIMIZER).is_file() else {}
+    steps = _steps(optimizer, files, parameter) or float(iteration)
+    return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, loss_scale_of(optimizer.get("loss_scaler")))
 
 
-def _steps(folder: Path, files: Files, parameter: Path) -> float:
+def _steps(optimizer: Mapping[str, Any], files: Files, parameter: Path) -> float:
     """What Adam counts: with each parameter, or with the optimizer's groups."""
     if (parameter / STEP).is_file():
         return float(files[parameter / STEP])
-    path = folder / ZERO / OPTIMIZER
-    groups = (files[path] if path.is_file() else {}).get("param_groups") or []
+    groups = optimizer.get("param_groups") or []
     return max((float(group["step"]) for group in groups if isinstance(group, dict) and group.get("step") is not None), default=0.0)

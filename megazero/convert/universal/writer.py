@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megazero.config.schema import OptimizerConfig
 from megazero.convert.formats import Advance, Wanted
-from megazero.convert.megatron_args import args_of
+from megazero.convert.megatron_deepspeed.arguments import arguments
+from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
 from megazero.convert.safetensors_file import flat_pieces
 from megazero.convert.shards import split_axis
 from megazero.convert.source import Source
@@ -53,15 +54,12 @@ def write_universal(source: Source, folder: Path, wanted: Wanted, advance: Advan
 
 
 def run_args(source: Source, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Megatron-DeepSpeed's arguments for the source's run."""
-    found = args_of(source.run, bloom=True)
+    """Megatron-DeepSpeed's arguments for the source's run. Raises ConversionError for a model that it does not have."""
+    found = arguments(source.run, source.position, Wanted())
     found["padded_vocab_size"] = source.model.vocab_size
     if dtype is not None:
         found |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
-    optimizer = source.run.optimizer
-    numbers = {name: getattr(optimizer, name) for name in ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")}
-    position = {"iteration": source.position.iteration, "consumed_train_samples": source.position.consumed_samples}
-    return {**found, **numbers, **position, "consumed_train_tokens": source.position.consumed_tokens}
+    return found
 
 
 def _parameter(source: Source, made_of: Sequence[str]) -> dict[str, Any]:
@@ -90,14 +88,14 @@ def _note(source: Source) -> None:
     wide = sorted({str(entry.columns[column]) for entry in source.entries.values() for column in source.columns} - {str(torch.float32)})
     if str(torch.float64) in wide:
         source.report.notes.append("float64 values are rounded to float32, the only dtype that this format has")
-    if source.position.loss_scale:
-        source.report.notes.append("the loss scale is not carried over: DeepSpeed starts with its own configuration's")
 
 
 def _optimizer_state(source: Source) -> dict[str, Any]:
     """The optimizer's state that belongs to no parameter: two groups as Megatron makes them, with weight decay and without."""
     optimizer = source.run.optimizer
     state: dict[str, Any] = {"ds_version": DS_VERSION, "zero_stage": 1, "overflow": False, "clip_grad": optimizer.clip_grad}
+    if source.position.loss_scale:
+        state |= scaler_state(source)
     state["param_groups"] = [_group(optimizer, source, number, decay) for number, decay in enumerate((optimizer.weight_decay, 0.0))]
     return state
 

@@ -1,0 +1,53 @@
+"""DeepSpeed's dynamic loss scaler as ours, and the other way.
+
+It counts iterations and keeps the last one that overflowed: `k` good ones have passed since. It doubles at k = window + 1, 2 window + 1, ...: one step
+later than ours, which the counts here make up for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megazero.convert.source import Position, Source
+from megazero.convert.unpickle import Record, record_type
+
+_SCALER = "deepspeed.runtime.fp16.loss_scaler."
+
+
+def loss_scale_of(scaler: Any) -> dict[str, float] | None:
+    """The state of a dynamic loss scale; None where DeepSpeed's object is none of one."""
+    held = scaler.state if isinstance(scaler, Record) else {}
+    if not {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window"} <= set(held):
+        return None
+    good = held["cur_iter"] - held["last_overflow_iter"] - 1
+    overflows = held.get("delayed_shift", 1) - held.get("cur_hysteresis", 1)
+    return {"scale": float(held["cur_scale"]), "good_steps": max(0, good - 1) % int(held["scale_window"]), "overflows": int(overflows)}
+
+
+def scaler_state(source: Source) -> dict[str, Any]:
+    """DeepSpeed's loss scaler, as its optimizer for fp16 and fp32 keeps it."""
+    dynamic = bool(source.position.loss_scale)
+    scaler = record_type(_SCALER + ("DynamicLossScaler" if dynamic else "LossScaler"))()
+    scaler.fill(_scale(source.position, source) if dynamic else {"cur_scale": 1.0, "dynamic": False})
+    return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
+
+
+def _scale(position: Position, source: Source) -> dict[str, Any]:
+    """Attributes of a DynamicLossScaler that doubles after as many good iterations as ours."""
+    held, optimizer = dict(position.loss_scale or {}), source.run.optimizer
+    return {
+        "cur_scale": float(held["scale"]),
+        "cur_iter": position.iteration,
+        "last_overflow_iter": position.iteration - 2 - int(held["good_steps"]),
+        "scale_factor": 2.0,
+        "scale_window": optimizer.loss_scale_window,
+        "min_scale": optimizer.min_loss_scale,
+        "delayed_shift": optimizer.hysteresis,
+        "cur_hysteresis": max(1, optimizer.hysteresis - int(held["overflows"])),
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": False,
+        "dynamic": True,
+        "dtype": torch.float16,
+    }
