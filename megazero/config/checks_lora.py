@@ -18,8 +18,6 @@ def _lora(f: Facts) -> Found:
         yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained beside the weights of a model, which are not"
     if start.extend_vocabulary:
         yield f"--lora-rank {rank} does not train the rows that --extend-vocabulary adds; train these first, or leave it out"
-    if f.run.optimizer.fp8 != "off":
-        yield f"--lora-rank {rank} is not built for --fp8 {f.run.optimizer.fp8}: of a frozen layer no input is kept, of an FP8 one its copy"
     unknown = [name for name in lora.lora_targets if name not in TARGETS]
     if unknown:
         yield f"--lora-targets {' '.join(unknown)}: known are {', '.join(TARGETS)}"
@@ -29,5 +27,5 @@ def _lora(f: Facts) -> Found:
 
 
 LORA_CHECKS = (
-    check(_lora, "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "init_from", "load", "extend_vocabulary", "fp8", "activation"),
+    check(_lora, "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "init_from", "load", "extend_vocabulary", "activation"),
 )

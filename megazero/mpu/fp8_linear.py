@@ -49,7 +49,8 @@ class _Fp8Linear(torch.autograd.Function):
         tokens = rows.shape[0] * (group.size if group is not None and gathers else 1)
         ctx.narrow = tokens % MULTIPLE == 0
         """Whether the weight's gradient is an FP8 product too."""
-        quantised = layer.quantise("input", rows, transposed=ctx.narrow and not gathers, compiled=compiled)
+        trained = any(ctx.needs_input_grad[6:])
+        quantised = layer.quantise("input", rows, transposed=trained and ctx.narrow and not gathers, compiled=compiled)
         values = quantised.values
         if group is not None and gathers:
             values, pending = _gather(values, group)
@@ -59,6 +60,7 @@ class _Fp8Linear(torch.autograd.Function):
         bias = one_bias(biases)
         y = fp8.product(values, weight.values, quantised.inverse, weight.inverse, x.dtype, bias, fast=True)
         kept = rows if not ctx.narrow else quantised.values if gathers else quantised.transposed
+        kept = kept if trained else None  # of a frozen layer nothing reads it again
         ctx.layer, ctx.group, ctx.gathers, ctx.count, ctx.compiled, ctx.shape = layer, group, gathers, count, compiled, x.shape
         ctx.targets = [target_of(parameter) for parameter in parameters]
         ctx.save_for_backward(kept, quantised.inverse, weight.transposed, weight.inverse, *parameters)

@@ -132,7 +132,6 @@ WRONG = {
     "--lora-targets qkv": "--lora-targets has no effect without --lora-rank",
     "--lora-rank 4 --init-from {base} --lora-targets qvk": "--lora-targets qvk: known are qkv, output, gate, up, down",
     "--lora-rank 4 --init-from {base} --lora-targets gate": "with --activation gelu-tanh there are qkv, output, up, down",
-    "--lora-rank 4 --init-from {base} --fp8": "is not built for --fp8",
     "--lora-rank 4 --init-from {base} --extend-vocabulary --vocab-size 1010": "--lora-rank 4 does not train the rows that --extend-vocabulary adds",
 }
 
