@@ -38,6 +38,7 @@ class Saves:
         """Iteration that is saved, or being saved."""
         self.superseded = False
         """Whether another job writes into the folder now. Ranks may learn it at different steps."""
+        self._waited = 0.0
 
     def save(self, position: Position) -> None:
         """Save, unless this very position is saved already or being saved. Called by all ranks."""
