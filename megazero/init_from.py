@@ -59,9 +59,9 @@ def _tokenizer(source: Source) -> dict[str, str | int | None]:
 def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> str:
     """Fill this rank's weights from the checkpoint at `path`; called by all ranks.
 
-    Returns for the banner what was read, and what became of keys that were not. Rows of tokens that the
-    checkpoint lacks start as the mean of the others. Travels: whether all could read, then what `after_load` gathers. Raises ConversionError
-    (on the other ranks CheckpointError with its text) when the checkpoint cannot be read or is not of this model.
+    Returns for the banner what was read, and what became of keys that were not used. Rows of tokens that the checkpoint lacks start as the
+    mean of the others. Travels: whether all could read, then what `after_load` gathers. Raises ConversionError (on the other ranks
+    CheckpointError with its text) when the checkpoint cannot be read or is not of this model.
     """
     failure: Exception | None = None
     told = ""
@@ -88,7 +88,7 @@ def _out_of_the_ordinary(report: Report) -> list[str]:
 
 
 def _fill(source: Source, fragments: list[Fragment]) -> None:
-    """Copy what these fragments cover, and read nothing else. A tensor is one bucket's, so it is read once."""
+    """Copy what these fragments cover. A tensor is one bucket's, so it is read once."""
     problems = [problem for fragment in fragments if (problem := _misfit(source, fragment.place))]
     if problems:
         raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")

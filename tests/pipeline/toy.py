@@ -118,7 +118,8 @@ def split_batch(samples: int, micro_batches: int) -> list[MicroBatch]:
     def join(group: list[MicroBatch]) -> MicroBatch:
         masks = [batch.loss_mask for batch in group if batch.loss_mask is not None]
         columns = ([batch.tokens for batch in group], [batch.labels for batch in group], masks, [batch.samples for batch in group])
-        return MicroBatch(*(torch.cat(column) for column in columns))
+        tokens, labels, mask, samples = (torch.cat(column) for column in columns)
+        return MicroBatch(tokens, labels, mask, samples)
 
     return [join(singles[i : i + size]) for i in range(0, samples, size)]
 
