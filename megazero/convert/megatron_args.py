@@ -151,13 +151,17 @@ def _groups(args: Args) -> int | None:
     return None if grouped in (None, heads) else int(grouped)
 
 
+def true_vocabulary(args: Args) -> int | None:
+    """Tokens without padding, where the arguments know it. Megatron's NullTokenizer has one more than --vocab-size, the end of a document."""
+    named = args.get("vocab_size")
+    return int(named) + str(args.get("tokenizer_type") or "").startswith("Null") if named else None
+
+
 def _vocabulary(read: _Reading) -> int:
-    padded, true = read.args.get("padded_vocab_size"), read.args.get("vocab_size")
+    padded, true = read.args.get("padded_vocab_size"), true_vocabulary(read.args)
     if true and padded and true > padded:
         read.problems.append(f"vocab_size {true} is more than padded_vocab_size {padded}")
-    if true:
-        return int(true)
-    return int(read.number("padded_vocab_size", int))
+    return true or int(read.number("padded_vocab_size", int))
 
 
 def _position(read: _Reading) -> str:

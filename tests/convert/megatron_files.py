@@ -6,6 +6,7 @@ A rank's tensors are cut here, one by one, from global ones under our names; fil
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -174,7 +175,9 @@ def chunk(cut: Cutter, layers: range, first: bool, last: bool, style: str) -> di
             flat["embedding.position_embeddings.weight"] = position
     flat |= {f"decoder.{key}": value for key, value in (blocks | final).items()}
     if style == "te":
-        flat["decoder.layers.0.self_attention._extra_state"] = None
+        flat["decoder.layers.0.self_attention.core_attention._extra_state"] = None
+        flat["decoder.layers.0.mlp.linear_fc1._extra_state"] = io.BytesIO(b"state")
+        flat["decoder.layers.0.mlp.linear_fc2._extra_state"] = torch.zeros(3, dtype=torch.uint8)
     if last and (head is not None or not first):
         flat["output_layer.weight"] = word.clone() if head is None else head
     return flat
@@ -225,7 +228,7 @@ def _leaves(nested: dict[str, Any], before: str = "") -> list[tuple[str, Tensor]
     for key, value in nested.items():
         if isinstance(value, dict):
             found += _leaves(value, f"{before}{key}.")
-        elif value is not None:
+        elif "_extra_state" not in key:
             found.append((f"{before}{key}", value))
     return found
 

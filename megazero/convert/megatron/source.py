@@ -14,15 +14,18 @@ from megazero.convert.megatron.assembly import Assembly, Ranks
 from megazero.convert.megatron.chunks import chunks_of, in_model_order, numbered
 from megazero.convert.megatron.folders import rank_files
 from megazero.convert.megatron.optimizer import State, optimizer_state
-from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args
+from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args, true_vocabulary
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
 from megazero.convert.torch_file import read_torch_file
 from megazero.convert.unpickle import Record
 
-KNOWN = ("megatron.*", "apex.*", "transformer_engine.*", "signal.*", "enum.*", "torch.distributed.*", "torch.nn.*", "torch.optim.*")
-"""Classes whose objects stand among a checkpoint's arguments; they are read as records."""
+KNOWN = (
+    *("megatron.*", "apex.*", "transformer_engine.*", "torch.distributed.*", "torch.nn.*", "torch.optim.*"),
+    *("signal.*", "enum.*", "_io.BytesIO"),
+)
+"""Classes whose objects stand among a checkpoint's arguments, or (bytes) as Transformer Engine's state; they are read as records."""
 VERSION = 3.0
 
 
@@ -96,7 +99,7 @@ def _refuse_other_grid(folder: Path, args: Mapping[str, Any], tp: int, pp: int) 
 
 def note_padding(report: Report, args: Mapping[str, Any], model: ModelConfig) -> None:
     """Say what became of the rows that Megatron pads the vocabulary with."""
-    padded, true = args.get("padded_vocab_size"), args.get("vocab_size")
+    padded, true = args.get("padded_vocab_size"), true_vocabulary(args)
     if not true:
         report.notes.append(
             f"the arguments know no vocab_size: all {padded} rows of the vocabulary are kept, padding included (--vocab-size cuts it)"

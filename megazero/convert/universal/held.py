@@ -47,7 +47,7 @@ class Held:
         """Arguments, completed by the tensors' shapes. Where padding was cut off, the rows that are left are the true vocabulary."""
         word = self.parameters[self.named.layers.embedding, WORD_KEY]
         if word.flags.get(VOCABULARY):
-            said = {**said, "padded_vocab_size": None, "vocab_size": word.shape[0]}
+            said = {**said, "padded_vocab_size": None, "vocab_size": word.shape[0], "tokenizer_type": None}
         stored: dict[int, dict[str, Stored]] = {}
         for (layer, key), parameter in self.parameters.items():
             stored.setdefault(layer, {})[key] = Stored(parameter.shape, parameter.dtype)
