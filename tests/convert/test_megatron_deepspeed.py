@@ -88,10 +88,11 @@ def test_replicas_that_differ_are_averaged_and_named(tmp_path: Path) -> None:
             copies = [values[column]["blocks.1.attention_norm.weight"] + d for d in (0.5, 0.0, 0.0, -1.5)]
             assert torch.equal(found, torch.stack(copies).double().mean(dim=0).float())
             source.read("head.norm.bias", column)
+            source.read("head.norm.bias", column)
             source.read("blocks.0.attention_norm.weight", column)
         named = {r.key: (r.copies, round(r.largest, 5)) for r in source.report.replicas}
         assert named["layer 4 input_layernorm.weight weight"] == (4, 1.25) and named["layer 4 input_layernorm.weight exp_avg"] == (4, 1.25)
-        assert named["layer 7 bias exp_avg_sq"] == (4, 3.0)
+        assert named["layer 7 bias exp_avg_sq"] == (4, 3.0) and len(named) == len(source.report.replicas)
         assert not [key for key in named if not key.startswith(("layer 4 input_layernorm.weight", "layer 7 bias"))]
 
 
