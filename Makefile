@@ -3,7 +3,7 @@
 # make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
 # make gpu-test   everything that needs an NVIDIA GPU to be tested, with the torch that is installed; 8 minutes, no network
 # make gpu-bench  ops and training steps on an NVIDIA GPU beside torch and transformers, likewise
-# make bench      ops, a training step by its parts, and megazero beside its peers (BENCH=--quick for a smoke test)
+# make bench      ops, a training step by its parts, megazero beside its peers, generation beside transformers (BENCH=--quick: a smoke test)
 # make lint       ruff and mypy
 # make clean      remove caches and builds (.venv, runs and data stay)
 
@@ -58,6 +58,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python bench/train.py $(BENCH)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 bench/exchange.py $(BENCH)
 	$(VENV)/bin/python bench/peers.py $(BENCH)
+	$(VENV)/bin/python bench/generate.py $(BENCH)
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_ops.blocks import wide
 from fused_ops.compiled import compilable
+from fused_ops.graph import applied
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -121,7 +122,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
         if residual is None:
             return _reference(x, weight, bias, eps), x
         return _reference_of_sum(x, residual, weight, bias, eps)
-    result = _Norm.apply(x, residual, weight, bias, eps, library)
+    result = applied(_Norm, x, residual, weight, bias, eps, library)
     return (result, x) if residual is None else result
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fused_ops.blocks import wide
 from fused_ops.compiled import compilable
+from fused_ops.graph import applied
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -88,7 +89,7 @@ def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
     library = kernels(x) if x.numel() and cos.dtype == torch.float32 else None
     if library is None:
         return _reference(x, cos, sin, turned)
-    result: Tensor = _RotaryHeads.apply(x, cos, sin, turned, library)
+    result: Tensor = applied(_RotaryHeads, x, cos, sin, turned, library)
     return result
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_ops.blocks import wide
 from fused_ops.compiled import compilable
+from fused_ops.graph import applied
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -71,5 +72,5 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     library = kernels(gate, up)
     if library is None or not gate.numel():
         return _reference(gate, up)
-    result: Tensor = _Kernel.apply(gate, up, library)
+    result: Tensor = applied(_Kernel, gate, up, library)
     return result

@@ -17,6 +17,7 @@ from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.rule import NOTHING_TRIED, Body, Case, Offer, capability, choose
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.graph import applied
 from fused_ops.native.library import Library, matrix_kernels, suffix
 
 
@@ -96,5 +97,5 @@ def causal_attention(
 def _kernel(library: Library, mixed: Tensor, *sizes: int, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
     slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
     documents = None if documents is None else documents.contiguous()
-    result: Tensor = _Attention.apply(mixed.contiguous(), library, (*mixed.shape[:2], *sizes), scale, slopes, documents)
+    result: Tensor = applied(_Attention, mixed.contiguous(), library, (*mixed.shape[:2], *sizes), scale, slopes, documents)
     return result

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.graph import applied
 from megazero.mpu.collectives import all_gather, all_reduce, reduce_scatter
 from megazero.mpu.grid import Group
 
@@ -39,7 +40,7 @@ class _Adjoined(torch.autograd.Function):
 def _adjoined(x: Tensor, group: Group, operation: Operation, adjoint: Operation) -> Tensor:
     if group.size == 1:
         return x
-    result: Tensor = _Adjoined.apply(x, group, operation, adjoint)
+    result: Tensor = applied(_Adjoined, x, group, operation, adjoint)
     return result
 
 

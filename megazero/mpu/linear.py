@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.graph import applied
 from fused_ops.linear import add_bias_gradient, add_weight_gradient, input_gradient, linear
 from megazero.mpu.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from megazero.mpu.gradient import hand_over, target_of
@@ -123,13 +124,13 @@ class _Linear(torch.autograd.Function):
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., k], weight [n, k], bias [n] -> [..., n]; nothing is communicated."""
-    result: Tensor = _Linear.apply(x, None, False, 1, weight, *given(bias))
+    result: Tensor = applied(_Linear, x, None, False, 1, weight, *given(bias))
     return result
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool) -> Tensor:
     """x [s(/t), b, k], weight [n/t, k], bias [n/t] -> [s, b, n/t]. Communication as above."""
-    result: Tensor = _Linear.apply(x, group, sequence_parallel, 1, weight, *given(bias))
+    result: Tensor = applied(_Linear, x, group, sequence_parallel, 1, weight, *given(bias))
     return result
 
 
@@ -139,6 +140,6 @@ def column_parallel_linear_pair(
     """Two column-parallel products of one x, with one gather, one reduction, and one GEMM where weights are adjacent."""
     given = tuple(bias for bias in biases if bias is not None)
     assert len(given) in (0, 2), "both have a bias, or none"
-    both = _Linear.apply(x, group, sequence_parallel, 2, *weights, *given)
+    both = applied(_Linear, x, group, sequence_parallel, 2, *weights, *given)
     first, second = both.split([weight.shape[0] for weight in weights], dim=-1)
     return first, second

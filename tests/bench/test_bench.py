@@ -81,6 +81,16 @@ def test_async_save(tmp_path: Path) -> None:
     assert all("; the step waited" in told for told in found["ways"]["async"]["told"] if told.startswith("saved"))
 
 
+@pytest.mark.slow
+def test_generate(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = run_quick("generate.py", tmp_path)
+    rows = found["generation"]
+    assert [(row["dtype"], row["batch"]) for row in rows] == [(dtype, batch) for dtype in ("fp32", "bf16") for batch in (1, 8)]
+    assert all(row["ratio"] > 0 and len(row["ours"]) == len(row["theirs"]) == 1 for row in rows)
+    assert all(row["same"] == row["batch"] for row in rows if row["dtype"] == "fp32"), "both sides generate the same"
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if "DeepSpeed" not in name and "apex" not in name])
 def test_an_op_and_its_rival_run(name: str) -> None:
     torch.manual_seed(3)

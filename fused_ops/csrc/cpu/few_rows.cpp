@@ -10,7 +10,26 @@ namespace {
 
 constexpr int64_t STEP = 2 * LANES;
 
-template <int M> constexpr int OUTPUTS = M == 1 ? 8 : M == 8 ? 2 : 4;  // at a time
+template <int M> constexpr int OUTPUTS = M == 8 ? 2 : M == 4 ? 4 : 8;  // at a time
+
+// Lane i is the sum of v[i], made as `sum` makes it: of halves, then quarters, then neighbours, of several vectors at once.
+MZ_INLINE F sums_of(const F (&v)[16]) {
+  F half[8], quarter[4], eighth[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    half[i] = MZ_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+              MZ_SHUFFLE(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    quarter[i] = MZ_SHUFFLE(half[2 * i], half[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                 MZ_SHUFFLE(half[2 * i], half[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    eighth[i] = MZ_SHUFFLE(quarter[2 * i], quarter[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+                MZ_SHUFFLE(quarter[2 * i], quarter[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  return MZ_SHUFFLE(eighth[0], eighth[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         MZ_SHUFFLE(eighth[0], eighth[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
 
 // How STEP numbers of x and of the weight are held and multiplied: as two vectors of floats, in the order in which T is loaded.
 template <typename T> struct Floats {
@@ -51,7 +70,8 @@ template <typename T> std::vector<Row<T>> held(int64_t m, int64_t k, int64_t wid
 // N outputs of M rows: x [M, wide], w [N, k], rows of y n apart.
 template <typename T, int M, int N>
 void block(int64_t k, int64_t wide, int64_t n, const Row<T>* x, const T* w, const T* bias, T* y) {
-  F sums[N][M] = {};
+  static_assert(N * M <= LANES, "their sums are one vector");
+  F sums[LANES] = {};  // of row r and output j at r * N + j
   auto step = [&](int64_t i, const T* weights, int64_t stride) MZ_LAMBDA {
     typename Held<T>::Part part[N];
 #pragma GCC unroll 8
@@ -60,7 +80,7 @@ void block(int64_t k, int64_t wide, int64_t n, const Row<T>* x, const T* w, cons
     for (int row = 0; row < M; ++row) {
       auto of_x = Held<T>::row(x + row * wide + i);
 #pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) sums[j][row] = Held<T>::add(sums[j][row], of_x, part[j]);
+      for (int j = 0; j < N; ++j) sums[row * N + j] = Held<T>::add(sums[row * N + j], of_x, part[j]);
     }
   };
   int64_t whole = k / STEP * STEP;
@@ -70,8 +90,15 @@ void block(int64_t k, int64_t wide, int64_t n, const Row<T>* x, const T* w, cons
     for (int j = 0; j < N; ++j) memcpy((void*)(rest + j * STEP), w + j * k + whole, (k - whole) * sizeof(T));
     step(whole, rest, STEP);
   }
-  for (int j = 0; j < N; ++j)
-    for (int row = 0; row < M; ++row) put(y + row * n + j, sum(sums[j][row]) + (bias ? get(bias + j) : 0.0f));
+  float added[LANES] = {};
+  if (bias)
+    for (int j = 0; j < N; ++j) {
+      float own = get(bias + j);
+      for (int row = 0; row < M; ++row) added[row * N + j] = own;
+    }
+  T found[LANES];
+  store(found, sums_of(sums) + load(added));
+  for (int row = 0; row < M; ++row) memcpy((void*)(y + row * n), found + row * N, N * sizeof(T));
 }
 
 // Outputs [begin, end) of M rows.
@@ -87,7 +114,7 @@ template <typename T> void few_rows(int64_t threads, int64_t m, int64_t k, int64
   int64_t wide = (k + STEP - 1) / STEP * STEP;
   std::vector<Row<T>> rows = held(m, k, wide, x);
   constexpr int64_t CACHED = 32;  // outputs whose weights stay in the cache for all rows
-  parallel_for(n, std::max<int64_t>(CACHED, (1 << 16) / std::max<int64_t>(m * k, 1)), (int)threads, [&](int64_t begin, int64_t end) {
+  parallel_for(n, std::max<int64_t>(CACHED, (1 << 17) / std::max<int64_t>(k, 1)), (int)threads, [&](int64_t begin, int64_t end) {
     for (int64_t from = begin; from < end; from += m <= 8 ? end - begin : CACHED) {
       int64_t to = m <= 8 ? end : std::min(end, from + CACHED);
       int64_t row = 0;
