@@ -241,8 +241,8 @@ def test_refused_by_name_and_number(tmp_path, changed, said):
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path):
-    inside = save_megatron(made(GPT), tmp_path, tp=2, pp=2, num_experts=4, qk_layernorm=True)
-    with pytest.raises(ConversionError, match=r"num_experts 4.*qk_layernorm True"):
+    inside = save_megatron(made(GPT), tmp_path, tp=2, pp=2, version=1.0, num_experts=4, qk_layernorm=True, tensor_model_parallel_size=8)
+    with pytest.raises(ConversionError, match=r"_version 1\.0.*tensor_model_parallel_size is 8.*num_experts 4.*qk_layernorm True"):
         open_megatron(tmp_path)
     for rank in ("mp_rank_00_001", "mp_rank_01_000"):
         (inside / rank / "model_optim_rng.pt").unlink()

@@ -20,8 +20,8 @@ from torch import Tensor
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.megatron.names import Theirs, theirs, why_ignored
-from megazero.convert.megatron.source import KNOWN, args_of, note_padding, position_of, refuse_versions, unused_of_common
-from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args
+from megazero.convert.megatron.source import KNOWN, described, note_padding, position_of, unused_of_common
+from megazero.convert.megatron_args import has_qkv_bias_alone, run_from_args
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
@@ -73,9 +73,7 @@ def open_torch_dist(folder: Path) -> TorchDistSource:
     if not (folder / COMMON).is_file():
         raise ConversionError(f"{folder} has no {COMMON}, whose arguments tell the model's shape")
     common = read_torch_file(folder / COMMON, KNOWN)
-    refuse_versions(folder, {COMMON: common})
-    args = args_of(folder, common)
-    model = model_from_args(args, str(folder))
+    args, model = described(folder, {COMMON: common})
     report = Report()
     note_padding(report, args, model)
     stored = _Tensors(DistributedCheckpoint(folder), model, report, qkv_bias_alone=has_qkv_bias_alone(args))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,12 @@ def open_torch(folder: Path) -> MegatronSource:
     """The checkpoint in this folder of an iteration. Raises ConversionError."""
     files = rank_files(folder)
     states = {rank: read_torch_file(path, KNOWN) for rank, path in files.items()}
-    refuse_versions(folder, {str(files[rank].relative_to(folder)): state for rank, state in states.items()})
-    args = args_of(folder, states[0, 0])
     tp, pp = (1 + max(rank[axis] for rank in states) for axis in (0, 1))
-    _refuse_other_grid(folder, args, tp, pp)
+    args, model = described(folder, {str(files[rank].relative_to(folder)): state for rank, state in states.items()}, (tp, pp))
     chunks = {rank: chunks_of(str(files[rank]), state) for rank, state in states.items()}
+    if len({len(parts) for parts in chunks.values()}) > 1:
+        raise ConversionError(f"{folder}: its ranks hold different numbers of model chunks ('model0', 'model1', ...)")
     ranks = [numbered(in_model_order([chunks[t, p] for p in range(pp)])) for t in range(tp)]
-    model = model_from_args(args, str(folder))
     report = Report()
     note_padding(report, args, model)
     assembly = Assembly(str(folder), model, ranks, report, qkv_bias_alone=has_qkv_bias_alone(args))
@@ -65,19 +64,33 @@ def open_torch(folder: Path) -> MegatronSource:
     return MegatronSource(folder, run, position_of(args, states[0, 0], model, state.steps), assembly, state)
 
 
-def refuse_versions(folder: Path, states: Mapping[str, Any]) -> None:
-    """Raise ConversionError for every file that is no dictionary with a model of version 3.0."""
-    problems = []
-    for name, state in states.items():
-        version = state.get("checkpoint_version", 0) if isinstance(state, dict) else None
-        if version is None:
-            problems.append(f"{name} holds a {type(state).__name__} and no dictionary")
-        elif version != VERSION:
-            problems.append(
-                f"{name} has checkpoint_version {version}: only {VERSION} is read, whose query, key and value rows are stored per head"
-            )
+def described(folder: Path, states: Mapping[str, Any], grid: tuple[int, int] | None = None) -> tuple[Mapping[str, Any], ModelConfig]:
+    """The arguments of the first file, and the model that they describe.
+
+    states: file -> its content. grid: (tp, pp) that there are files for, where there is one per rank. Raises one ConversionError with every version but
+    3.0, every hole in the grid and all that the arguments ask for and is not supported.
+    """
+    problems = [problem for name, state in states.items() for problem in _version_problems(name, state)]
+    first = next(iter(states.values()))
+    if not isinstance(first, dict):
+        raise ConversionError(f"{folder}: " + "; ".join(problems))
+    args = args_of(folder, first)
+    named = {} if grid is None else dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), grid, strict=True))
+    problems += [f"{name} is {args[name]}, there are files for {there}" for name, there in named.items() if args.get(name, there) != there]
+    try:
+        model = model_from_args(args, str(folder))
+    except ConversionError as error:
+        raise ConversionError("; ".join([*problems, str(error)])) from error
     if problems:
         raise ConversionError(f"{folder}: " + "; ".join(problems))
+    return args, model
+
+
+def _version_problems(name: str, state: Any) -> Iterator[str]:
+    if not isinstance(state, dict):
+        yield f"{name} holds a {type(state).__name__} and no dictionary"
+    elif (version := state.get("checkpoint_version", 0)) != VERSION:
+        yield f"{name} has checkpoint_version {version}: only {VERSION} is read, whose query, key and value rows are stored per head"
 
 
 def args_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,13 +101,6 @@ def args_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(args, dict):
         return args
     raise ConversionError(f"{folder} keeps no arguments ('args'), without which the model's shape is not known")
-
-
-def _refuse_other_grid(folder: Path, args: Mapping[str, Any], tp: int, pp: int) -> None:
-    named = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    wrong = [f"{name} is {args[name]}, there are files for {there}" for name, there in named.items() if args.get(name, there) != there]
-    if wrong:
-        raise ConversionError(f"{folder} is not whole: " + "; ".join(wrong))
 
 
 def note_padding(report: Report, args: Mapping[str, Any], model: ModelConfig) -> None:
