@@ -195,6 +195,19 @@ def test_arguments_that_contradict(tmp_path: Path, values: Globals, said: dict[s
         open_megatron_deepspeed(tmp_path)
 
 
+def test_another_version_is_refused(tmp_path: Path, values: Globals) -> None:
+    """Its rows of query, key and value are in another order, which no shape shows."""
+    inside = save_bloom({WEIGHT: values[WEIGHT]}, MODEL, tmp_path, Layout(1, (3,)), args={"num_attention_heads": 4, "vocab_size": 97})
+    file = inside / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=True)
+    torch.save(state | {"checkpoint_version": 2.0}, file)
+    with pytest.raises(ConversionError, match=r"checkpoint_version 2\.0: only 3\.0"):
+        open_megatron_deepspeed(tmp_path)
+    del state["checkpoint_version"]
+    torch.save(state, file)
+    same(tmp_path, values, (WEIGHT,))
+
+
 class Call:
     """Pickled, a call of os.system."""
 

@@ -81,6 +81,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     beside = {file.name: file for file in (folder / "config.json", path / "config.json") if file.is_file()}
     model_files = companions(folder, path) | beside
     said = _told(model_files) | _args(state)
+    _refuse_other_version(folder, state)
     _refuse_other_grid(folder, said, there)
     args = args_from_shapes(said, stored, layers, str(folder), report)
     model = model_from_args(args, str(folder))
@@ -121,6 +122,15 @@ def _told(companions: Mapping[str, Path]) -> dict[str, Any]:
     except ValueError as error:
         raise ConversionError(f"{path} is no JSON: {error}") from error
     return {name: config[key] for name, keys in _CONFIG.items() for key in keys[::-1] if config.get(key) is not None}
+
+
+def _refuse_other_version(folder: Path, state: Any) -> None:
+    """Rows of query, key and value are [heads, 3, head size] since version 3.0; before, their order was another. Files may lack the number."""
+    version = state.get("checkpoint_version") if isinstance(state, dict) else None
+    if version not in (None, 3, 3.0):
+        raise ConversionError(
+            f"{folder} has checkpoint_version {version}: only 3.0 is read, whose rows of query, key and value are stored head by head"
+        )
 
 
 def _refuse_other_grid(folder: Path, args: Mapping[str, Any], there: Listing) -> None:
