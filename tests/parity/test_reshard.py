@@ -1,6 +1,6 @@
 """Save on one layout, go on with another: 21 pairs, over every axis and schedule; and one checkpoint on ever more pipeline stages.
 
-`test_resume` takes each of a few layouts to each of them; here every pair has a layout of its own to go on with.
+`test_resume` goes on with a few layouts in turn; here every pair has a layout of its own to go on with.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ BEFORE: dict[str, tuple[int, list[str]]] = {
 }
 AFTER: dict[str, tuple[tuple[int, list[str]], ...]] = {
     "tied: one process": (layout(4, 1, 1, 0, "1f1b", 1, SP), layout(1, 4, 1, 0, "zb-v", 2), layout(1, 1, 3, 2)),
-    "tied: tp2 sp, interleaved pp2": (layout(), layout(3, 2, 1, 0, "zb-h1"), layout(1, 2, 3, 1, "interleaved", 2)),
+    "tied: tp2 sp, interleaved pp2": (layout(), layout(3, 2, 1, 0, "zb-h1"), layout(1, 2, 2, 1, "interleaved", 2)),
     "tied: zb-v pp2 dp2 ZeRO-2": (layout(1, 3, 1, 0, "zb-v", 2), layout(2, 1, 2, 2, "1f1b", 1, SP), layout(1, 2, 2, 1, "gpipe", 2)),
-    "tied: zb-h1 pp3 dp2 ZeRO-1": (layout(2, 2, 2, 2, "zb-v", 2), layout(6, 1), layout(1, 2, 1, 0, "interleaved", 4)),
+    "tied: zb-h1 pp3 dp2 ZeRO-1": (layout(2, 2, 2, 2, "zb-v", 2), layout(3, 1), layout(1, 2, 1, 0, "interleaved", 4)),
     "untied: tp3 dp2 ZeRO-1": (
         layout(1, 6),
         layout(2, 1, 3, 2, "1f1b", 1, "--bucket-size", "700"),
         layout(3, 2, 1, 0, "interleaved", 2, SP),
     ),
-    "untied: zb-h1 pp4": (layout(1, 2, 3, 2, "zb-h1"), layout(2, 2, 1, 0, "zb-v", 2, SP), layout()),
+    "untied: zb-h1 pp4": (layout(1, 2, 2, 2, "zb-h1"), layout(2, 2, 1, 0, "zb-v", 2, SP), layout()),
     "untied: tp2 pp2 dp2 ZeRO-2": (layout(4, 2, 1, 0, "zb-h1", 1, SP), layout(1, 1, 2, 1), layout(1, 3, 2, 2, "interleaved", 2)),
 }
 PAIRS = [(before, number) for before in BEFORE for number in range(len(AFTER[before]))]
