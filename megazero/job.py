@@ -28,6 +28,7 @@ from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
 from megazero.init_from import load_weights
 from megazero.model.stage import Stage
+from megazero.model_files import model_files
 from megazero.mpu import collectives
 from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
 from megazero.mpu.p2p import Channels
@@ -162,7 +163,12 @@ class Job:
         pipeline = Pipeline.of(self.stages, self.grid, chunks_of(self.run))
         sampling, eod_id = Sampling(temperature=0.7, top_k=20), self.run.data.eod_id
         (new,) = generate(
-            pipeline, [ids], self.run.trainer.sample_tokens, sampling, ends=lambda _, token: token == eod_id, vocabulary=tokenizer.vocab_size
+            pipeline,
+            [ids],
+            self.run.trainer.sample_tokens,
+            sampling,
+            ends=lambda _, token: token == eod_id,
+            vocabulary=tokenizer.vocab_size,
         )
         return tokenizer.decode([*ids, *new])
 
@@ -180,8 +186,8 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
     token = new_token(grid.world, grid.device)
     aside = background_group(grid.world) if run.checkpoint.async_save else None
-    beside = peft_files(run) if grid.rank == 0 else None
-    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, beside)
+    beside = (peft_files(run), model_files(run, prepared.found)) if grid.rank == 0 and run.checkpoint.save else ()
+    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, _each(beside))
     checkpoints.claim()
     scaler = LossScaler(run.optimizer, grid.device)
     minutes = run.trainer.exit_duration_in_mins
@@ -211,6 +217,17 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     if run.checkpoint.async_save:
         trainer.log.note(f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written")
     return job
+
+
+def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], None] | None:
+    """One that runs all that are there; None where none is."""
+    there = [write for write in writers if write is not None]
+
+    def write_all(folder: Path) -> None:
+        for write in there:
+            write(folder)
+
+    return write_all if there else None
 
 
 def _introduce(run: Run, grid: ProcessGrid, prepared: Prepared, start: str, fence: Fence | None) -> None:

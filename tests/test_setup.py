@@ -174,14 +174,18 @@ def test_scripts_are_executable() -> None:
 
 
 def test_the_pretraining_script_is_a_valid_run_of_four_ranks(tmp_path: Path) -> None:
-    """With a stand-in for torchrun that prints its arguments."""
+    """With stand-ins for torchrun, which prints its arguments, and for python, which runs the tools behind it."""
     from megazero.config.parse import parse_run
 
-    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "word %s\\n" "$@"\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    for name, prints in (("torchrun", "word"), ("python", "tool")):
+        (tmp_path / name).write_text(f'#!/bin/sh\nprintf "{prints} %s\\n" "$@"\n')
+        (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(tmp_path / "run")}
     done = subprocess.run([str(ROOT / "examples/pretrain_stdlib.sh")], env=environment, capture_output=True, text=True, check=True)
     words = [line.removeprefix("word ") for line in done.stdout.splitlines() if line.startswith("word ")]
     ranks, script = words[words.index("--nproc-per-node") + 1], words.index("pretrain_gpt.py")
     run = parse_run(words[script + 1 :], int(ranks))
     assert (ranks, run.parallel.tp, run.parallel.pp, run.parallel.zero_stage, run.optimizer.precision) == ("4", 2, 2, 1, "bf16")
+    tools = [line.removeprefix("tool ") for line in done.stdout.splitlines() if line.startswith("tool ")]
+    assert tools[0] == "tools/convert_checkpoint.py" and tools[tools.index("--to") + 1] == "hf" and "--verify" in tools
+    assert "tools/generate_text.py" in tools and tools[tools.index("--load") + 1] == f"{tmp_path}/run/hf"

@@ -37,5 +37,5 @@ def open_source(path: Path, name: str | None = None) -> Source:
     if name is not None and name not in table:
         raise ConversionError(f"--from {name}: known are {', '.join(table)}")
     source = table[name or recognise(path)].open(path)
-    source.companions = companions(source.path, source.path.parent) | source.companions
+    source.companions = {**companions(source.path, source.path.parent), **source.companions}
     return source if source.run.lora.lora_rank is None else adapted_source(source, open_source)

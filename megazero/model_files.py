@@ -1,0 +1,45 @@
+"""Files of the model that a run started from, kept in its checkpoints: config.json, generation_config.json, a tokenizer.
+
+So what is fine-tuned goes back to where it came from with all that it came with. They are read when the run starts: what they are read
+from may be gone when a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from megazero.checkpoint.manager import Found
+from megazero.config.schema import Run
+from megazero.convert.companions import FOLDER, companions
+from megazero.convert.registry import open_source
+from megazero.convert.tokenizers import tokenizer_files
+
+OF_THE_MODEL = ("config.json", "generation_config.json")
+"""What stays where the run has a tokenizer of its own choice."""
+
+
+def model_files(run: Run, found: Found | None) -> Callable[[Path], None] | None:
+    """What puts them into the folder of a checkpoint that is being written; None where there are none. Called by one rank.
+
+    They come from the checkpoint that the run resumes from, else from that of --init-from.
+    """
+    files = companions(found.path) if found is not None else _of_start(run)
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    return partial(_write, contents) if contents else None
+
+
+def _of_start(run: Run) -> Mapping[str, Path]:
+    if run.checkpoint.init_from is None:
+        return {}
+    with open_source(Path(run.checkpoint.init_from).expanduser()) as source:
+        if tokenizer_files(source) in (None, (run.data.tokenizer, run.data.tokenizer_path)):
+            return source.companions
+        return {name: path for name, path in source.companions.items() if name in OF_THE_MODEL}
+
+
+def _write(contents: Mapping[str, bytes], folder: Path) -> None:
+    (folder / FOLDER).mkdir()
+    for name, content in contents.items():
+        (folder / FOLDER / name).write_bytes(content)
