@@ -115,7 +115,7 @@ def _state(files: Files, path: Path) -> Mapping[str, Any]:
         problem = f"no {STATE}"
     elif state.get("zero_stage") is not None and _number(state["zero_stage"]) == 3:
         problem = "the state of ZeRO stage 3, which no pipeline of Megatron-DeepSpeed writes"
-    elif not isinstance(state.get(MASTERS), list) or BASE not in state:
+    elif not isinstance(state.get(MASTERS), list | tuple) or BASE not in state:
         problem = f"no {MASTERS} or no {BASE}; it has {', '.join(map(str, list(state)[:8]))}"
     if problem:
         raise ConversionError(f"{path} holds {problem}")
@@ -178,7 +178,8 @@ def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
 def _by_mappings(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Slice]]:
     found: dict[str, list[Slice]] = {}
     for partition, state in enumerate(states):
-        for group, mapping in enumerate(state[MAPPINGS]):
+        mappings = state[MAPPINGS]
+        for group, mapping in mappings.items() if isinstance(mappings, dict) else enumerate(mappings):
             for name, address in mapping.items():
                 numel, start = _address(address)
                 found.setdefault(name, []).append(Slice(partition, group, start, numel))
