@@ -180,7 +180,7 @@ def test_what_no_family_expresses(model: ModelConfig, words: str) -> None:
 
 def test_a_file_of_an_old_version_stays_as_it_is() -> None:
     """BigScience's own names, and a GPT-2 that names no dtype."""
-    bloom = {
+    bloom: dict[str, Any] = {
         "model_type": "bloom",
         "n_embed": 48,
         "n_layer": 2,
