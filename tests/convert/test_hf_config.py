@@ -17,10 +17,10 @@ from megazero.convert.hf.families import FAMILIES
 from megazero.convert.source import ConversionError
 
 WHERE = Path("there/config.json")
-BLOOM = {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
-GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
-LLAMA = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 90}
-OPT = {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 90, "ffn_dim": 60}
+BLOOM: dict[str, Any] = {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
+GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
+LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 90}
+OPT: dict[str, Any] = {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 90, "ffn_dim": 60}
 
 
 def model_of(config: dict[str, Any], **more: Any) -> ModelConfig:
@@ -129,7 +129,7 @@ LEARNED = own(position_embedding="learned", activation="gelu-tanh")
 ROTARY = own(
     position_embedding="rotary", norm="rmsnorm", activation="swiglu", disable_bias_linear=True, untie_embeddings_and_output_weights=True
 )
-FRESH = {
+FRESH: dict[str, Any] = {
     "bloom": own(position_embedding="alibi", embedding_layernorm=True, activation="gelu-tanh"),
     "gpt2": LEARNED,
     "llama": ROTARY,
