@@ -16,17 +16,18 @@ from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.engine import PipelineEngine
 
-SAMPLES = 2
+SAMPLES, SAMPLES_ASYNC = 2, 1
+"""In a probe; fewer where a step waits for little else of a save than this."""
 TOLERANCE = {"fp64": 1e-8, "fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 """Largest relative difference, by the narrower of the precisions that saved and loaded: rounding, by other layouts too."""
 
 
-def probe_batches(run: Run, device: torch.device) -> list[MicroBatch]:
-    """`SAMPLES` micro-batches of one sample, tokens from a linear congruence: the same for every layout and data set."""
+def probe_batches(run: Run, device: torch.device, samples: int = SAMPLES) -> list[MicroBatch]:
+    """Micro-batches of one sample, tokens from a linear congruence: the same for every layout and data set."""
     length, vocabulary = run.model.seq_length, run.model.vocab_size
     assert vocabulary is not None
     batches = []
-    for sample in range(SAMPLES):
+    for sample in range(samples):
         positions = torch.arange(length + 1, dtype=torch.int64) + sample * (length + 1)
         text = (positions * 1_103_515_245 + 12_345).remainder(1 << 31).div(1 << 8, rounding_mode="floor").remainder(vocabulary)
         text = text.unsqueeze(0).to(device)
@@ -35,25 +36,25 @@ def probe_batches(run: Run, device: torch.device) -> list[MicroBatch]:
     return batches
 
 
-def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid) -> float:
+def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid, samples: int = SAMPLES) -> float:
     """Mean loss of the probe on this grid, the same number on every rank: every replica computes it, and the mean is taken.
 
     engine: for micro-batches of one sample. Travels: one float64 over the world.
     """
-    loss = engine.evaluate(probe_batches(run, grid.device))
+    loss = engine.evaluate(probe_batches(run, grid.device, samples))
     counts = engine.has_loss and grid.at.tp == 0
     packed = torch.zeros(1, dtype=torch.float64, device=grid.device)
     if counts:
         packed += loss
     collectives.all_reduce(packed, grid.world).wait()
-    return float(packed.item()) / (grid.dp.size * SAMPLES * run.model.seq_length)
+    return float(packed.item()) / (grid.dp.size * samples * run.model.seq_length)
 
 
 def check_probe(stored: dict[str, Any] | None, run: Run, engine: PipelineEngine, grid: ProcessGrid) -> str:
     """Compare with what was stored; a sentence for the banner. Raises RuntimeError with both numbers where they differ."""
     if not stored or not run.checkpoint.ckpt_probe or stored["seq_length"] != run.model.seq_length:
         return ""
-    now, then = probe_loss(run, engine, grid), float(stored["loss"])
+    now, then = probe_loss(run, engine, grid, stored.get("samples", SAMPLES)), float(stored["loss"])
     allowed = max(TOLERANCE[run.optimizer.precision], TOLERANCE[stored["precision"]])
     difference = abs(now - then) / max(abs(then), 1e-12)
     if not difference <= allowed:
@@ -68,8 +69,10 @@ def stored_probe(run: Run, engine: PipelineEngine, grid: ProcessGrid) -> dict[st
     """What goes into the checkpoint."""
     if not run.checkpoint.ckpt_probe:
         return None
+    samples = SAMPLES_ASYNC if run.checkpoint.async_save else SAMPLES
     return {
-        "loss": probe_loss(run, engine, grid),
+        "loss": probe_loss(run, engine, grid, samples),
+        "samples": samples,
         "precision": run.optimizer.precision,
         "seq_length": run.model.seq_length,
     }
