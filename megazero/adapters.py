@@ -29,7 +29,8 @@ PEFT = "peft"
 def with_base(run: Run, found: Found | None) -> Run:
     """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint of --load says.
 
-    Raises ConfigError where neither says, or nothing can be opened there.
+    Of a folder of checkpoints it is the one that is the newest now: another may be later, which the adapters do not belong to.
+    Raises ConfigError where neither says, where nothing can be opened there, and where --save would overwrite it.
     """
     if run.lora.lora_rank is None:
         return run
@@ -40,11 +41,14 @@ def with_base(run: Run, found: Found | None) -> Run:
         raise ConfigError([f"--lora-rank {run.lora.lora_rank}: on which model? {nothing}; name it: --init-from DIR"])
     path = Path(base).expanduser().absolute()
     try:
-        with open_source(path):
-            pass
+        with open_source(path) as source:
+            itself = source.path
     except (ConversionError, OSError) as error:
         raise ConfigError([f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]) from error
-    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(path)))
+    save = run.checkpoint.save
+    if save is not None and Path(save).expanduser().resolve() in (itself.resolve(), itself.resolve().parent):
+        raise ConfigError([f"--save {save} holds the model that the adapters belong to, {itself}, and would lose it: name another folder"])
+    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(itself)))
 
 
 def trained_parameters(run: Run) -> int:

@@ -125,6 +125,22 @@ def test_a_model_of_no_family_is_saved_without_peft(corpus: Path, tmp_path: Path
         assert len(adapters.entries) == 2 * 4 * 4 and not (adapters.path / "peft").exists()
 
 
+def test_a_base_that_is_trained_on_stays_what_it_was(corpus: Path, tmp_path: Path) -> None:
+    """Of a folder of checkpoints the adapters belong to the one that was its newest when they began."""
+    plain = [*MODEL, "--precision", "fp32", "--global-batch-size", "2", "--seq-length", "12", *data_flags(corpus, tmp_path)]
+    base, saved = str(tmp_path / "base"), str(tmp_path / "saved")
+    job_on_rank(0, 1, [*plain, "--train-iters", "2", "--exit-interval", "1", "--save", base])[0].fit()
+    tuning = [*flags_for(tmp_path / "base", corpus, tmp_path, "fp32"), "--train-iters", "1"]
+    job_on_rank(0, 1, [*tuning, "--save", saved])[0].fit()
+    with open_source(Path(saved)) as source:
+        before = {name: source.read(name) for name in source.entries}
+    job_on_rank(0, 1, [*plain, "--train-iters", "2", "--load", base, "--save", base])[0].fit()
+    with open_source(Path(saved)) as source:
+        assert all(torch.equal(source.read(name), values) for name, values in before.items())
+    with pytest.raises(ConfigError, match=f"--save {base} holds the model that the adapters belong to"):
+        job_on_rank(0, 1, [*tuning, "--save", base])
+
+
 WRONG = {
     "--lora-rank 0 --init-from {base}": "--lora-rank 0: must be",
     "--lora-rank 4": "--lora-rank 4 needs --init-from DIR",
