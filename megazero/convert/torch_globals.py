@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class NumpyType(Filled):
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not _NUMPY_CODE.fullmatch(code):
-            raise ConversionError(f"a numpy array of type {code!r} is not read: only numbers and text are")
+            raise ConversionError(f"a numpy array of type {reprlib.repr(code)} is not read: only numbers and text are")
         self.dtype = np.dtype(code)
 
     def fill(self, state: Any) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,7 +20,10 @@ from typing import Any
 
 from megazero.convert.source import ConversionError
 
-_DEEPEST_KEY = 4
+_LARGEST_KEY = 64
+"""Parts of a key; a tuple of shared tuples has more of them than could ever be hashed."""
+_COPIES, _ALWAYS = 16, 1 << 20
+"""What calls may be given altogether: so many times the pickle's own length, and this much in any case. A file has its data once."""
 
 
 class Record:
@@ -47,7 +52,13 @@ class Record:
             self.state.update(part or {})
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join([*map(repr, self.args), *(f'{k}={v!r}' for k, v in self.state.items())])})"
+        shown = [*map(_shown, self.args[:8]), *(f"{key}={_shown(value)}" for key, value in list(self.state.items())[:8])]
+        return f"{self.name}({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    """For an error. Not what a container holds: things that share parts can be longer written out than any memory."""
+    return reprlib.repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def record_type(name: str) -> type[Record]:
@@ -101,7 +112,7 @@ def unpickle(
         return machine.load()
     except ConversionError as error:
         raise error if where in str(error) else ConversionError(f"{where}: {error}") from error
-    except (pickle.UnpicklingError, EOFError, MemoryError, RecursionError, *_BROKEN) as error:
+    except (pickle.UnpicklingError, EOFError, MemoryError, RecursionError, struct.error, *_BROKEN) as error:
         raise ConversionError(f"{where}: the pickle inside is broken ({type(error).__name__}: {error})") from error
 
 
@@ -114,6 +125,7 @@ class _Machine(pickle._Unpickler):
     def __init__(self, data: io.BytesIO, where: str, table: Mapping[str, Any], known: tuple[str, ...], storage: Any) -> None:
         super().__init__(data)
         self.length = len(data.getvalue())
+        self.allowance = _ALWAYS + _COPIES * self.length
         self.where, self.table, self.known, self.storage = where, table, known, storage
         self.records: dict[str, type[Record]] = {}
 
@@ -138,9 +150,17 @@ class _Machine(pickle._Unpickler):
     def refuse(self, what: str) -> None:
         raise ConversionError(f"{self.where}: the pickle inside {what}: refused")
 
+    def spend(self, given: Any) -> None:
+        """Count what a call may copy: a pickle can name the same megabytes again with two bytes."""
+        for value in (given, *(given if isinstance(given, tuple) else ())):
+            self.allowance -= len(value) if isinstance(value, _SIZED) else 1
+        if self.allowance < 0:
+            self.refuse("copies the same data again and again")
+
     def make(self, maker: Any, args: Any, named: Any = None) -> Any:
         if not isinstance(args, tuple):
             self.refuse("calls something without a list of arguments")
+        self.spend(args)
         if isinstance(maker, Allowed):
             return maker.call(*args) if not named else self.refuse("names arguments where none are expected")
         if not (isinstance(maker, type) and issubclass(maker, Record)):
@@ -150,18 +170,22 @@ class _Machine(pickle._Unpickler):
         return made
 
 
+_SIZED = (tuple, list, dict, set, frozenset, str, bytes)
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2 and older spell them
 
 
-def _check_key(machine: _Machine, key: Any, depth: int = 0) -> None:
-    """Deep tuples overflow the stack where they are hashed."""
-    if isinstance(key, tuple):
-        if depth > _DEEPEST_KEY:
-            machine.refuse("has a key of tuples inside tuples")
-        for part in key:
-            _check_key(machine, part, depth + 1)
-    elif isinstance(key, list | dict | set):
-        machine.refuse(f"has a {type(key).__name__} as a key")
+def _check_key(machine: _Machine, key: Any) -> None:
+    """Tuples are hashed with everything inside them: deep ones overflow the stack, ones that share their parts take forever."""
+    waiting, parts = [key], 0
+    while waiting:
+        part = waiting.pop()
+        parts += len(part) if isinstance(part, tuple) else 0
+        if parts > _LARGEST_KEY:
+            machine.refuse(f"has a key of more than {_LARGEST_KEY} parts, tuples inside tuples")
+        if isinstance(part, tuple):
+            waiting += part
+        elif isinstance(part, list | dict | set):
+            machine.refuse(f"has a {type(part).__name__} as a key")
 
 
 def _reduce(machine: Any) -> None:
@@ -179,6 +203,7 @@ def _build(machine: Any) -> None:
     made = machine.stack[-1]
     if not isinstance(made, Record | Filled):
         machine.refuse(f"sets attributes of a {type(made).__name__}")
+    machine.spend(state)
     made.fill(state)
 
 
