@@ -34,6 +34,7 @@ from megazero.convert.registry import format_table
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
+from megazero.data.tool import reader_left
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import STANDARD_INPUT, encoded, read_prompts
@@ -296,11 +297,15 @@ def main() -> None:
         try:
             with launch(parallel, environment) as grid:
                 talk_on(args, grid)
-        except (ConversionError, DataError) as error:
+        except (ConversionError, DataError, FloatingPointError) as error:
             raise ConfigError([str(error)]) from error
+        except BrokenPipeError:
+            raise SystemExit(reader_left()) from None
 
     try:
         status = exit_status(run, environment)
+    except SystemExit as leaving:
+        status = int(str(leaving.code))
     except KeyboardInterrupt:
         status = 130
     leave(status)

@@ -28,7 +28,7 @@ from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.convert.registry import format_table
 from megazero.data.progress import Progress, to_stderr
-from megazero.data.tool import cores
+from megazero.data.tool import cores, reader_left
 from megazero.inspection import (
     Inspected,
     Record,
@@ -271,10 +271,14 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     try:
-        return run(args)
+        status = run(args)
+        sys.stdout.flush()
+        return status
     except Mistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return WRONG_ARGUMENTS
+    except BrokenPipeError:
+        return reader_left()
     except (CheckpointError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return DAMAGED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -34,6 +35,12 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def reader_left() -> int:
+    """After a BrokenPipeError: nobody reads the standard output any more (`| head`). It leads nowhere from now on; returns the status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = (DataError,)) -> None:

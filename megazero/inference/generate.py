@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from megazero.config.derive import max_positions
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.pipeline import Pipeline
-from megazero.inference.sampling import Row, Sampling, choose
+from megazero.inference.sampling import NOT_FINITE, Row, Sampling, choose
 from megazero.mpu.collectives import broadcast
 
 PADDING = 64
@@ -56,7 +57,8 @@ def generate(
     cached      False: the whole context for every token
 
     Communicates, per token: each chunk's output and the chosen ids, broadcast over pp, beside the layers' own messages.
-    Raises ValueError for an empty prompt, ids that the model has no row for, a negative number of tokens.
+    Raises ValueError for an empty prompt, ids that the model has no row for, a negative number of tokens; FloatingPointError, on every rank,
+    where logits are not finite.
     """
     _check(pipeline, prompts, max_new_tokens)
     numbers = range(len(prompts)) if numbers is None else numbers
@@ -104,14 +106,18 @@ def _check(pipeline: Pipeline, prompts: Sequence[Sequence[int]], max_new_tokens:
 def _choose(pipeline: Pipeline, logits: Tensor | None, rows: Sequence[_Row], sampling: Sampling, vocabulary: int | None) -> list[int]:
     """Ranks with the head choose, of equal logits, the same; the others hear of it."""
     grid = pipeline.grid
-    chosen = torch.zeros(len(rows), dtype=torch.int64, device=grid.device)
+    chosen = torch.full((len(rows),), -1, dtype=torch.int64, device=grid.device)
     if logits is not None:
-        taken = choose(logits[:, :vocabulary], [Row(row.ids, row.number, row.step) for row in rows], sampling)
-        if grid.pp.size == 1:
-            return taken
-        chosen.copy_(torch.tensor(taken))
+        with nullcontext() if grid.pp.size == 1 else suppress(FloatingPointError):  # all ranks raise it, or some would wait for ever
+            taken = choose(logits[:, :vocabulary], [Row(row.ids, row.number, row.step) for row in rows], sampling)
+            if grid.pp.size == 1:
+                return taken
+            chosen.copy_(torch.tensor(taken))
     broadcast(chosen, grid.pp, pipeline.chunk_map.last_stage).wait()
-    return chosen.tolist()
+    found = chosen.tolist()
+    if min(found) < 0:
+        raise FloatingPointError(NOT_FINITE)
+    return found
 
 
 class _Feed:

@@ -49,6 +49,8 @@ def encoded(prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *,
     rows, begin = [], [] if first is None else [first]
     assert model.vocab_size is not None
     for prompt in prompts:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise DataError(f"the prompt {prompt[:37]!a} is no text: it holds bytes that are not UTF-8, or half a surrogate pair")
         ids = begin + tokenizer.encode(prompt) or ([] if eod_id is None else [eod_id])
         name = f"the prompt {prompt if len(prompt) < 40 else prompt[:37] + '...'!r}"
         if not ids:

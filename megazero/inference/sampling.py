@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+NOT_FINITE = "the model's logits are not finite: in this precision its numbers overflow, or its weights are damaged"
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -61,13 +63,18 @@ class Row:
 
 
 def choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]:
-    """The next token of every row: logits [b, v] of any dtype on any device."""
+    """The next token of every row: logits [b, v] of any dtype on any device.
+
+    Raises FloatingPointError where a row's largest logit is no finite number: anything taken then would mean nothing.
+    """
     if sampling.temperature == 0 and sampling.repetition_penalty == 1:
-        return (logits.float() if logits.itemsize == 2 else logits).argmax(dim=-1).tolist()
+        return _likeliest(logits.float() if logits.itemsize == 2 else logits)[1].tolist()
     scores = penalised(logits.double().cpu(), [row.ids for row in rows], sampling.repetition_penalty)
+    largest, places = _likeliest(scores)
     if sampling.temperature == 0:
-        return scores.argmax(dim=-1).tolist()
-    scores = among_likeliest(scores / sampling.temperature, sampling.top_k)
+        return places.tolist()
+    # Below the largest, so that the least of temperatures leaves it finite.
+    scores = among_likeliest((scores - largest.unsqueeze(1)) / sampling.temperature, sampling.top_k)
     ends = within_mass(scores, sampling.top_p).softmax(dim=-1).cumsum(dim=-1)
     drawn = torch.tensor([[uniform(sampling.seed, row.number, row.step)] for row in rows], dtype=torch.float64)
     # The first token whose end lies above the number drawn; a last one that rounding has left below it has no token behind.
@@ -76,9 +83,18 @@ def choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]
     return torch.minimum(found, last).tolist()
 
 
+def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(the largest of each row of [b, v], where it first stands)."""
+    largest, places = scores.max(dim=-1)
+    if not largest.isfinite().all():
+        raise FloatingPointError(NOT_FINITE)
+    return largest, places
+
+
 def uniform(seed: int, number: int, step: int) -> float:
     """A number in [0, 1) from the seed, the row and the step (Philox: Salmon et al. 2011)."""
-    return float(np.random.Generator(np.random.Philox(key=[seed, number], counter=[step, 0, 0, 0])).random())
+    key = np.array([seed, number], dtype=np.uint64)  # a list with a seed from 2^63 on would become floating-point numbers
+    return float(np.random.Generator(np.random.Philox(key=key, counter=[step, 0, 0, 0])).random())
 
 
 def penalised(scores: Tensor, ids: Sequence[Sequence[int]], penalty: float) -> Tensor:

@@ -94,6 +94,26 @@ def test_a_token_without_probability_is_never_taken() -> None:
     assert min(drawn) >= 10 and max(drawn) < 700
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-3])
+def test_the_least_temperatures_take_the_likeliest(temperature: float) -> None:
+    rows = [Row([], number, 0) for number in range(B)]
+    assert choose(logits() * 10, rows, Sampling(temperature)) == logits().argmax(-1).tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_large_seeds_are_seeds_of_their_own() -> None:
+    assert len({uniform(seed, 7, 3) for seed in (2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)}) == 4
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.0, repetition_penalty=1.5), Sampling(), Sampling(0.7, 5, 0.9)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_token_from_logits_that_are_not_finite(sampling: Sampling, value: float) -> None:
+    broken = logits()
+    broken[2, 5] = value
+    with pytest.raises(FloatingPointError, match="not finite"):
+        choose(broken, [Row([5], number, 0) for number in range(B)], sampling)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

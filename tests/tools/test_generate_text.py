@@ -75,6 +75,25 @@ def test_prompts_from_everywhere_as_json(model: Path, tmp_path: Path) -> None:
     assert "96 tokens in" in done.stderr and "tokens/s" in done.stderr
 
 
+def test_prompts_that_are_no_text() -> None:
+    """Bytes that are not UTF-8, as a terminal or the command line hands them on, and half a surrogate pair from JSON."""
+    for prompt in (b"caf\xe9".decode(errors="surrogateescape"), json.loads('"\\ud83d"')):
+        with pytest.raises(DataError, match="not UTF-8"):
+            encoded([prompt], build_tokenizer("byte", None), ModelConfig(vocab_size=300), first=None, eod_id=None)
+
+
+def test_nobody_reads(model: Path) -> None:
+    """`| head -1`: the rest is not written, and nothing complains."""
+    command = [sys.executable, TOOL, "--load", str(model), "--tokenizer", "byte", "--prompt", "a", "--num-samples", "40", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "--max-new-tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b'{"prompt"')
+        process.stdout.close()
+        complaints = process.stderr.read().decode()
+        assert process.wait(280) == 141 and "Traceback" not in complaints and "Broken" not in complaints
+
+
 def test_a_conversation_through_a_pipe(model: Path) -> None:
     """A single continuation is streamed; it ends before a stop string that lies over two tokens."""
     ids = expected(model, Sampling(temperature=0), 12)
