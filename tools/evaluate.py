@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
     text.add_argument("--format", dest="text_format", default="auto", choices=("auto", "jsonl", "text"), help="of --input; auto: by ending")
     text.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
+    text.add_argument("--encoding-errors", default="strict", choices=("strict", "replace"), help="bytes that are no UTF-8: stop, or U+FFFD")
     text.add_argument("--append-eod", action="store_true", help="end documents of --input with the end-of-document token, and score it")
     text.add_argument("--tokenizer", choices=tuple(KINDS), help="for --input (default: the checkpoint's own)")
     text.add_argument("--tokenizer-path", help="folder or file of --tokenizer")
@@ -141,7 +142,7 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
             raise DataError(f"--input: {args.path} leads to no tokenizer; name one by --tokenizer and --tokenizer-path")
         if args.append_eod and eod is None:
             raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
-        reader = Reader(args.json_key, args.text_format, args.document)
+        reader = Reader(args.json_key, args.text_format, args.document, args.encoding_errors)
         yield from text_documents(args.input, reader, tokenizer, eod if args.append_eod else None)
 
 
@@ -184,6 +185,9 @@ def report(args: argparse.Namespace, cut: Cut, totals: Totals, seconds: float) -
         f"context {cut.context}, stride {cut.stride}, "
         + (f"after token {cut.prefix}" if cut.prefix is not None else "first tokens not scored")
     )
+    if not totals.tokens:
+        print("there was no token to score: no document has one that another stands before")
+        return
     for name, unit in shown.items():
         if record[name] is not None or name != "bits_per_byte":
             value = "not finite" if record[name] is None else f"{record[name]:.6f}"

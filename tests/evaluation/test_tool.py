@@ -185,6 +185,23 @@ def test_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.search(rf"{name} +[0-9.]+", out) for name in ("loss", "perplexity", "bits per byte", "total loss"))
 
 
+def test_bytes_that_are_no_utf8(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the error advises is a flag of this tool."""
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "utf8.txt").write_text("caf\N{REPLACEMENT CHARACTER}")
+    with pytest.raises(DataError, match="--encoding-errors replace"):
+        evaluated(folder, capsys, "--input", tmp_path / "latin.txt")
+    replaced = evaluated(folder, capsys, "--input", tmp_path / "latin.txt", "--encoding-errors", "replace")[0]
+    assert replaced["total_loss"] == evaluated(folder, capsys, "--input", tmp_path / "utf8.txt")[0]["total_loss"]
+
+
+def test_nothing_to_score_is_not_a_loss_that_overflowed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    tool.evaluate(arguments(folder, "--input", tmp_path / "empty.txt"), single_process_grid())
+    out = capsys.readouterr().out
+    assert "1 documents, 0 tokens" in out and "no token to score" in out and "not finite" not in out
+
+
 @pytest.mark.slow
 def test_the_command(folder: Path) -> None:
     """A mistake that shows only once the model is open has status 2 and one message too, and leaves no file that looks whole."""
