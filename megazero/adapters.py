@@ -17,6 +17,7 @@ from megazero.convert.peft import names_for, write_adapters
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError, places
 from megazero.convert.stages import fill
+from megazero.init_from import opened_alike
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import place_of
 from megazero.telemetry.flops import ModelShape, adapter_flops, model_flops
@@ -87,12 +88,13 @@ def peft_files(run: Run) -> Callable[[Path], None] | None:
 def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
     """Fill this rank's frozen parameters from the checkpoint at `path`; called by all ranks.
 
-    Returns the name of its format. Travels: whether all could read. Raises ConversionError (on the other ranks ValueError with its text).
+    Returns the name of its format. Travels: what `opened_alike` sends, and whether all could read. Raises as `init_from.load_weights` does.
     """
     failure: Exception | None = None
     name = ""
+    opened = opened_alike(path, grid)
     try:
-        with open_source(Path(path)) as source:
+        with opened as source:
             name = source.format
             absent = [wanted for wanted in frozen.by_name if wanted not in source.entries]
             if absent:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.agreement import agree
+from megazero.checkpoint.agreement import agree, share, together
 from megazero.checkpoint.format import span_of
 from megazero.checkpoint.reshard import rectangles
 from megazero.config.level import Level
@@ -56,17 +56,40 @@ def _tokenizer(source: Source) -> dict[str, str | int | None]:
     return settings if eod_id is None else settings | {"eod_id": eod_id}
 
 
+def opened_alike(path: str, grid: ProcessGrid) -> Source:
+    """The checkpoint at `path`, the same one on all ranks; called by all.
+
+    Each rank looks for itself, and in a folder of checkpoints another may become the newest meanwhile. Then it is that of rank 0's name for
+    all who have one of this name beside their own. Travels: the name, and whether all could open it. Raises as `agree` does.
+    """
+    found: list[Source] = []
+    together(grid.world, grid.device, lambda: found.append(open_source(Path(path).expanduser())))
+    mine = found[0].path
+    name = share(grid.world, grid.device, mine.name)
+    assert name is not None
+    other = mine.with_name(name) if name and mine.name else mine
+
+    def reopen() -> None:
+        if other != mine and other.exists():
+            found[0].closing.close()
+            found[0] = open_source(other)
+
+    together(grid.world, grid.device, reopen)
+    return found[0]
+
+
 def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> str:
     """Fill this rank's weights from the checkpoint at `path`; called by all ranks.
 
     Returns for the banner what was read, and what became of keys that were not used. Rows of tokens that the checkpoint lacks start as the
-    mean of the others. Travels: whether all could read, then what `after_load` gathers. Raises ConversionError (on the other ranks
-    CheckpointError with its text) when the checkpoint cannot be read or is not of this model.
+    mean of the others. Travels: what `opened_alike` sends, whether all could read, then what `after_load` gathers. Raises ConversionError
+    (on the other ranks CheckpointError with its text) when the checkpoint cannot be read or is not of this model.
     """
     failure: Exception | None = None
     told = ""
+    opened = opened_alike(path, grid)
     try:
-        with open_source(Path(path).expanduser()) as source:
+        with opened as source:
             _fill(source, list(optimizer.fragments()))
             told = "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
     except Exception as error:

@@ -19,7 +19,8 @@ from megazero.config.parse import parse_run
 from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source, entries_of
-from megazero.init_from import model_level
+from megazero.init_from import model_level, opened_alike
+from megazero.mpu.grid import Axes, build_grid
 from tests.e2e import command
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
@@ -111,6 +112,26 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(checkpoint: Path, corpus:
     resumed = Outcome([*first.records, *second.records], second.losses, second.weights)
     assert [record.iteration for record in resumed.records] == [1, 2, 3, 4]
     assert worst(resumed, whole) == {"loss": 0, "grad_norm": 0, "valid": 0, "weights": 0}
+
+
+def opened_on_rank(rank: int, paths: list[str]) -> str:
+    with opened_alike(paths[rank], build_grid(Axes(dp=2), "cpu")) as source:
+        source.read("blocks.0.mlp.up.weight")
+        return source.path.name
+
+
+def test_all_ranks_start_with_the_checkpoint_that_rank_0_found(checkpoint: Path, tmp_path: Path) -> None:
+    """Another becomes the newest while they look; folders that are called otherwise on each node stay as they are."""
+    for name in ("iter_0000002", "iter_0000004"):
+        (tmp_path / name).symlink_to(checkpoint / "iter_0000002")
+    (tmp_path / "node").symlink_to(tmp_path, target_is_directory=True)
+    one, two = str(tmp_path / "iter_0000002"), str(tmp_path / "iter_0000004")
+    assert run_ranks(2, opened_on_rank, [one, two]) == ["iter_0000002"] * 2
+    assert run_ranks(2, opened_on_rank, [one, str(tmp_path / "node")]) == ["iter_0000002"] * 2
+    apart = tmp_path / "apart" / "copy"
+    apart.parent.mkdir()
+    apart.symlink_to(checkpoint / "iter_0000002")
+    assert run_ranks(2, opened_on_rank, [one, str(apart)]) == ["iter_0000002", "copy"]
 
 
 def test_only_the_blocks_that_are_needed_are_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
