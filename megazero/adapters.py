@@ -30,7 +30,7 @@ PEFT = "peft"
 def with_base(run: Run, found: Found | None) -> Run:
     """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint of --load says.
 
-    Of a folder of checkpoints it is the one that is the newest now: another may be later, which the adapters do not belong to.
+    Of a folder of checkpoints it is the one that was the newest when the adapters began: another may be now, which they do not belong to.
     Raises ConfigError where neither says, where nothing can be opened there, and where --save would overwrite it.
     """
     if run.lora.lora_rank is None:
@@ -41,6 +41,8 @@ def with_base(run: Run, found: Found | None) -> Run:
         nothing = f"--load {run.checkpoint.load} " + ("has no complete checkpoint" if found is None else "does not say it")
         raise ConfigError([f"--lora-rank {run.lora.lora_rank}: on which model? {nothing}; name it: --init-from DIR"])
     path = Path(base).expanduser().absolute()
+    if recorded is not None and Path(recorded).parent.resolve() == path.resolve():
+        path = Path(recorded)
     try:
         with open_source(path) as source:
             itself = source.path

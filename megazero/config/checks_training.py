@@ -188,7 +188,7 @@ def _checkpoint(f: Facts) -> Found:
         yield f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last-k 0, which keeps all: drop one of them"
     if c.async_save and f.run.parallel.backend == "mpi":
         yield "--async-save sends its messages over gloo, a group of which cannot be made beside --distributed-backend mpi; nearest: --backend gloo"
-    if c.init_from is not None and c.finetune:
+    if c.init_from is not None and c.finetune and f.run.lora.lora_rank is None:
         yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
     if c.extend_vocabulary and f.run.lora.lora_rank is not None:
         yield "--extend-vocabulary with --lora-rank: adapters train no embedding, so what is added would stay what it starts as"

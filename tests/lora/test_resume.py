@@ -137,8 +137,24 @@ def test_a_base_that_is_trained_on_stays_what_it_was(corpus: Path, tmp_path: Pat
     job_on_rank(0, 1, [*plain, "--train-iters", "2", "--load", base, "--save", base])[0].fit()
     with open_source(Path(saved)) as source:
         assert all(torch.equal(source.read(name), values) for name, values in before.items())
+    again, _ = job_on_rank(0, 1, [*tuning, "--load", saved])
+    assert again.run.checkpoint.init_from == str(tmp_path / "base" / "iter_0000001"), "the same command goes on with the same base"
     with pytest.raises(ConfigError, match=f"--save {base} holds the model that the adapters belong to"):
         job_on_rank(0, 1, [*tuning, "--save", base])
+
+
+def test_finetune_takes_the_adapters_and_nothing_else(base: Path, corpus: Path, tmp_path: Path) -> None:
+    """--init-from still says what is beneath them."""
+    flags = [*flags_for(base, corpus, tmp_path, "fp64"), "--lr", "0", "--eval-iters", "0"]
+    first, _ = job_on_rank(0, 1, [*flags_for(base, corpus, tmp_path, "fp64"), "--save", str(tmp_path / "saved")])
+    first.fit()
+    second, recorder = job_on_rank(0, 1, [*flags, "--load", str(tmp_path / "saved"), "--finetune", "--train-iters", "1"])
+    assert second.trainer.position.iteration == 0 and second.optimizer.step_count.item() == 0
+    pairs = [zip(*(stage.named_parameters() for stage in stages), strict=True) for stages in zip(first.stages, second.stages, strict=True)]
+    assert all(torch.equal(one, other) for pair in pairs for (_, one), (_, other) in pair)
+    assert all(float(fragment.exp_avg.abs().max()) == 0 for fragment in second.optimizer.fragments())
+    second.fit()
+    assert [record.iteration for record in recorder.records] == [1]
 
 
 WRONG = {
