@@ -44,7 +44,7 @@ def main() -> None:
     args = parser().parse_args()
     wanted = Wanted(args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None)
     with open_source(args.input.expanduser(), args.source) as opened:
-        source = Trimmed(opened, args.vocab_size) if args.vocab_size else opened
+        source = Trimmed(opened, args.vocab_size) if args.vocab_size is not None else opened
         convert(source, format_table()[args.to], args.output.expanduser(), wanted, to_stderr)
         print(f"{source.path} ({source.format}) -> {args.output} ({args.to})")
         print("\n".join(source.report.lines()))
@@ -57,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, (ConversionError,))
+    run(main, (ConversionError, OSError))

@@ -28,6 +28,7 @@ def convert(source: Source, target: Format, output: Path, wanted: Wanted, report
     model, the output exists, or the disk is too small; OSError when it fails on the way, and nothing is left then.
     """
     source = source if target.part is None else target.part(source)
+    output = Path(os.path.realpath(output))  # a link stays one, and what it leads to gets the checkpoint
     refuse(source, target, output, wanted)
     began, total = time.monotonic(), _bytes_read(source, target)
     size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
@@ -53,11 +54,16 @@ def refuse(source: Source, target: Format, output: Path, wanted: Wanted) -> None
         problems.append(f"--to {target.name}: this format is read only")
     if not target.has_layout and (wanted.tp, wanted.pp) != (1, 1):
         problems.append(f"--tp {wanted.tp} --pp {wanted.pp}: {target.name} has no layout; its files open on any")
-    if wanted.dp != 1 and not (target.has_layout and target.has_optimizer):
+    if wanted.dp < 1:
+        problems.append(f"--dp {wanted.dp}: must be at least 1")
+    if wanted.dp > 1 and not (target.has_layout and target.has_optimizer):
         problems.append(f"--dp {wanted.dp}: {target.name} has no files per data-parallel rank")
     problems += layout_problems(source.model, tp=wanted.tp, pp=wanted.pp)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         problems.append(f"--output {output}: is there already; nothing is overwritten")
+    above = next(path for path in output.absolute().parents if path.exists())
+    if not above.is_dir():
+        problems.append(f"--output {output}: {above} is a file")
     problems += _too_small(source, target, output, wanted)
     if problems:
         raise ConversionError("; ".join(problems))

@@ -184,13 +184,13 @@ def _activation(args: Args) -> str:
 def run_from_args(args: Args, model: ModelConfig, precision: str) -> Run:
     """What else the arguments tell of the run."""
     optimizer: dict[str, Any] = {name: float(args[name]) for name in _OPTIMIZER if args.get(name) is not None}
-    schedule = {name: args[name] for name in _SCHEDULE if args.get(name) is not None}
+    schedule: dict[str, Any] = {name: kind(args[name]) for name, kind in _SCHEDULE.items() if args.get(name) is not None}
     known = Run(model=model, optimizer=OptimizerConfig(precision=precision))
     return replace(known, optimizer=replace(known.optimizer, **optimizer), schedule=replace(known.schedule, **schedule))
 
 
 _OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-_SCHEDULE = ("micro_batch_size", "global_batch_size", "lr", "min_lr")
+_SCHEDULE: Mapping[str, Callable[[Any], Any]] = {"micro_batch_size": int, "global_batch_size": int, "lr": float, "min_lr": float}
 
 
 POSITIONS_WRITTEN: Mapping[str, str] = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}

@@ -28,7 +28,25 @@ def recognise(path: Path) -> str:
     for name, known in format_table().items():
         if known.recognises(path):
             return name
+    if not path.exists():
+        raise ConversionError(f"{path} is not there")
     raise ConversionError(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
+
+
+_MISSHAPEN = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+
+
+def _open(known: Format, path: Path) -> Source:
+    """A reader looks for what its format has; a file that has something else there is the file's fault, and no reader can expect all of it."""
+    try:
+        return known.open(path)
+    except (*_MISSHAPEN, ValueError) as error:
+        if isinstance(error, ValueError) and type(error) not in (ValueError, UnicodeDecodeError):
+            raise  # a message for users already
+        raise ConversionError(
+            f"{path} cannot be read as a checkpoint of the format {known.name}: something in its files is not what that format has there "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        ) from error
 
 
 def open_source(path: Path, name: str | None = None) -> Source:
@@ -36,6 +54,6 @@ def open_source(path: Path, name: str | None = None) -> Source:
     table = format_table()
     if name is not None and name not in table:
         raise ConversionError(f"--from {name}: known are {', '.join(table)}")
-    source = table[name or recognise(path)].open(path)
+    source = _open(table[name or recognise(path)], path)
     source.companions = {**companions(source.path, source.path.parent), **source.companions}
     return source if source.run.lora.lora_rank is None else adapted_source(source, open_source)

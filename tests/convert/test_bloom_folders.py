@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megazero.convert.megatron_deepspeed.reader import open_megatron_deepspeed
-from megazero.convert.registry import recognise
+from megazero.convert.registry import open_source, recognise
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError
-from tests.convert.bloom_files import Globals, Layout, save_bloom
+from tests.convert.bloom_files import Globals, Layout, foreign, save_bloom
 from tests.convert.sources import BLOOM, made
 
 MODEL = replace(BLOOM, num_layers=3, hidden_size=16, num_attention_heads=4)
@@ -229,3 +229,26 @@ def test_a_pickle_that_names_os_system_is_refused(tmp_path: Path, values: Global
     with pytest.raises(ConversionError, match=f"{file} names 'posix.system'.*nothing of it was run"):
         open_megatron_deepspeed(tmp_path)
     assert not mark.exists()
+
+
+OPTIMIZER = "bf16_zero_pp_rank_1_mp_rank_03_optim_states.pt"
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "a version of tensors": ("mp_rank_00_model_states.pt", {"checkpoint_version": torch.ones(2)}),
+    "an iteration that is a list": ("mp_rank_00_model_states.pt", {"iteration": [4]}),
+    "slices that are text": (OPTIMIZER, {"param_slice_mappings": "abc"}),
+    "slices of a group that is not there": (OPTIMIZER, {"param_slice_mappings": [{}, {}, {"x": (1, 0)}]}),
+    "masters that are numbers": (OPTIMIZER, {"single_partition_of_fp32_groups": [1, 2]}),
+    "masters that are not flat": (OPTIMIZER, {"single_partition_of_fp32_groups": [torch.ones(2, 2)] * 2}),
+}
+
+
+@pytest.mark.parametrize("name", list(FOREIGN))
+def test_what_a_format_does_not_have_there_is_one_error(tmp_path: Path, values: Globals, name: str) -> None:
+    file, other = FOREIGN[name]
+    inside = save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2))
+    with foreign():
+        state = torch.load(inside / file, weights_only=False)
+        (state["optimizer_state_dict"] if file == OPTIMIZER else state).update(other)
+        torch.save(state, inside / file)
+    with pytest.raises(ConversionError, match=r"not what that format has there|not kept as flat"):
+        open_source(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,27 @@ def test_the_tool(tmp_path):
         assert read.entries["head.norm.bias"].columns["weight"] == torch.bfloat16
     again = tool("--input", f"{tmp_path}/nothing", "--to", "megazero", "--output", f"{tmp_path}/out")
     assert again.returncode == 2 and "Traceback" not in again.stderr and f"{tmp_path}/nothing" in again.stderr
+
+
+def test_an_output_that_is_a_link_leads_on(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name, target in (("to-empty", "there"), ("to-nothing", "not-yet")):
+        (tmp_path / name).symlink_to(target)
+        convert(made(), FORMAT, tmp_path / name, Wanted(), silent)
+        assert (tmp_path / name).is_symlink() and (tmp_path / target / "latest").is_file()
+
+
+def test_an_output_below_a_file_and_no_ranks_are_said_before(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConversionError, match=r"--dp 0: must be at least 1.*file is a file"):
+        convert(made(), FORMAT, tmp_path / "file" / "a" / "b", Wanted(dp=0), silent)
+
+
+@pytest.mark.parametrize(("flags", "said"), [(["--input", "nowhere"], "nowhere is not there"), (["--vocab-size", "0"], "--vocab-size 0")])
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, flags, said):
+    convert(made(), FORMAT, tmp_path / "in", Wanted(), silent)
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "--input", str(tmp_path / "in"), "--to", "hf", "--output", "x", *flags])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")

@@ -236,6 +236,8 @@ def _refuse_overhangs(listing: Listing, rank: int, slices: Mapping[str, Sequence
             key = (part.partition, part.group)
             if key not in lengths:
                 vectors = [column_of(states[part.partition], column, part.group) for column in columns]
+                if any(vector.dim() != 1 for vector in vectors):
+                    raise ConversionError(f"{listing.zero[rank, part.partition]}: group {part.group} is not kept as flat vectors")
                 lengths[key] = min(vector.numel() for vector in vectors)
             if part.start + part.numel > lengths[key]:
                 raise ConversionError(
