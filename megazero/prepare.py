@@ -187,11 +187,19 @@ def _resume(run: Run, world_size: int, datasets: Datasets) -> tuple[Found | None
 
 
 def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
-    """A run of another length may need other epochs, and these are shuffled together: the order changes from the first sample on."""
+    """A run of another length may need other epochs, and these are shuffled together: the order changes from the first sample on. That of
+    conversations changes when there are others in the files."""
     then, now = found.progress.get("data_plans"), [list(plan) for plan in datasets.train.plans]
     same_data = not run.checkpoint.finetune and not run.checkpoint.override_data
-    if then is None or then == now or not same_data:
+    if not then or then == now or not same_data:  # none: conversations, before they were counted
         return []
+    if run.data.instruction_data != run_from(found.run).data.instruction_data:
+        return []  # which is an error of its own
+    if run.data.instruction_data:
+        return [
+            f"--instruction-data {' '.join(run.data.instruction_data)} holds other conversations than when the checkpoint was written ({then[0][0]:,}"
+            f" samples an epoch then, {now[0][0]:,} now), so samples would be repeated and left out; to go on all the same: --override-data"
+        ]
     epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
     return [
         f"--train-iters or --train-samples: {samples_needed(run):,} samples take {epochs[1]} epochs of the data in another order than the"

@@ -39,7 +39,8 @@ class Samples(Protocol):
     [1:], or a packed sample.
 
     plans: of every pair of files in it, epochs and the first sample of an epoch shuffled apart. They follow from the number
-    of samples asked for and decide the order: a longer run with other plans has other samples from the first on.
+    of samples asked for and decide the order: a longer run with other plans has other samples from the first on. Packed samples
+    have what their order follows from in its place (`PackedDataset.plans`).
     """
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +70,9 @@ class PackedDataset:
     Raises IndexError past its end.
     """
 
-    plans: tuple[tuple[int, int], ...] = ()
-    """An epoch's order depends on the seed and its number alone: a longer run begins like a shorter one."""
+    plans: tuple[tuple[int, int], ...]
+    """Samples of an epoch, and a checksum of where its conversations begin: with these, the seed and its number an epoch's order is given.
+    The number of epochs takes no part: a longer run begins like a shorter one."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class PackedDataset:
         self.seq_length, self.padding, self.seed = seq_length, padding, seed
         self.epoch_samples = len(packs.bounds) - 1
         self.epochs = max(1, -(-(requested or 0) // self.epoch_samples)) if self.epoch_samples else 0
+        self.plans = ((self.epoch_samples, crc32(starts.tobytes())),)
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:

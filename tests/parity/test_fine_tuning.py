@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megazero.config.level import ConfigError
 from megazero.data.loader import TrainLoader
 from tests.data.chats import chat, write_lines, write_tokenizer
 from tests.parity.float64 import in_float64
@@ -202,3 +203,19 @@ def test_a_resume_is_bitwise(folder: Path, data: list[Path], tmp_path: Path) -> 
     second = train(ranks, [*flags, *layout, *saves])
     assert [record.iteration for record in second.records] == [3, 4]
     assert worst(Outcome([*first.records, *second.records], second.losses, second.weights), whole) == dict.fromkeys(worst(whole, whole), 0)
+
+
+def test_a_resume_on_other_conversations_is_refused(folder: Path, data: list[Path], tmp_path: Path) -> None:
+    """A line more, and every sample after the checkpoint would be another."""
+    if "gpt2" not in folder.name:
+        pytest.skip("one family is enough")
+    files = [write_lines(tmp_path / "some.jsonl", conversations(20, 1)), data[1]]
+    flags = [*flags_for(folder, files, tmp_path), "--eval-iters", "0", "--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    job_on_rank(0, 1, [*flags, "--exit-interval", "1"])[0].fit()
+    job, _ = job_on_rank(0, 1, [*flags, "--train-iters", "9", "--override-opt-param-scheduler"])
+    assert job.trainer.position.iteration == 1, "more epochs of the same are no others"
+    write_lines(files[0], conversations(21, 1))
+    with pytest.raises(ConfigError, match="holds other conversations than when the checkpoint was written"):
+        job_on_rank(0, 1, flags)
+    job, _ = job_on_rank(0, 1, [*flags, "--override-data"])
+    assert job.trainer.position.iteration == 1
