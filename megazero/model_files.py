@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megazero.checkpoint.manager import Found
 from megazero.config.schema import Run
-from megazero.convert.companions import FOLDER, companions
+from megazero.convert.companions import companions, contents_of, write_companions
 from megazero.convert.registry import open_source
 from megazero.convert.tokenizers import tokenizer_files
 
@@ -26,8 +26,8 @@ def model_files(run: Run, found: Found | None) -> Callable[[Path], None] | None:
     They come from the checkpoint that the run resumes from, else from that of --init-from.
     """
     files = companions(found.path) if found is not None else _of_start(run)
-    contents = {name: path.read_bytes() for name, path in files.items()}
-    return partial(_write, contents) if contents else None
+    contents = contents_of(files)
+    return partial(write_companions, contents) if contents else None
 
 
 def _of_start(run: Run) -> Mapping[str, Path]:
@@ -37,9 +37,3 @@ def _of_start(run: Run) -> Mapping[str, Path]:
         if tokenizer_files(source) in (None, (run.data.tokenizer, run.data.tokenizer_path)):
             return source.companions
         return {name: path for name, path in source.companions.items() if name in OF_THE_MODEL}
-
-
-def _write(contents: Mapping[str, bytes], folder: Path) -> None:
-    (folder / FOLDER).mkdir()
-    for name, content in contents.items():
-        (folder / FOLDER / name).write_bytes(content)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +13,9 @@ from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import read_fragments
+from megazero.checkpoint.shares import Values
 from megazero.checkpoint.window import Shape
 from megazero.mpu.place import Box, Kind, Place
-
-
-@dataclass
-class _Part:
-    """A box of a tensor that is to be read, as the reader wants its targets."""
-
-    place: Place
-    start: int
-    stop: int
-    weight: Any = None
-    exp_avg: Any = None
-    exp_avg_sq: Any = None
 
 
 class Checkpoint:
@@ -72,8 +59,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no {column} of {name}, only {', '.join(shape.columns)}")
         extents = tuple(stop - start for start, stop in box)
         values = torch.empty(extents, dtype=shape.columns[column])
-        part = _Part(Place(name, shape.shape, box, extents, Kind.MATRIX), 0, values.numel())
-        setattr(part, column, values.view(-1))
+        part = Values(Place(name, shape.shape, box, extents, Kind.MATRIX), 0, values.numel(), **{column: values.view(-1)})
         with OpenFiles(self.path, self._manifest) as files:
             read_fragments(files, [part], [column])
         return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,14 +30,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Values:
-    """`Fragment`, cut to what one rank writes, or a copy of that."""
+    """A `Fragment` by itself: cut to what one rank writes, a copy of that, or made to be filled or written.
+
+    A column is a tensor, `blocks.Later`, or None where there is none.
+    """
 
     place: Place
     start: int
     stop: int
-    weight: Tensor
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
+    weight: Any = None
+    exp_avg: Any = None
+    exp_avg_sq: Any = None
 
 
 def _cuts(held: Sequence[_Held], tp_index: int, tp_size: int) -> Iterator[tuple[_Held, int, int]]:
@@ -71,4 +74,4 @@ def shares_of_values(fragments: Sequence[Fragment], tp_index: int, tp_size: int)
 
 def values(share: Held, columns: Mapping[str, Tensor]) -> Values:
     """A share with its columns, by name."""
-    return Values(share.place, share.start, share.stop, columns["weight"], columns.get("exp_avg"), columns.get("exp_avg_sq"))
+    return Values(share.place, share.start, share.stop, **columns)

@@ -5,19 +5,23 @@ So they travel through any chain of formats, and a model that came from Hugging 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = "model_files"
 
 
-def write_companions(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy them into the folder's own folder for them; none for none."""
-    if files:
+def contents_of(files: Mapping[str, Path]) -> dict[str, bytes]:
+    """What is in them, by name: the files may be gone when they are to be written."""
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def write_companions(contents: Mapping[str, bytes], folder: Path) -> None:
+    """Put them into the folder's own folder for them; none for none."""
+    if contents:
         (folder / FOLDER).mkdir()
-        for name, path in files.items():
-            shutil.copyfile(path, folder / FOLDER / name)
+        for name, content in contents.items():
+            (folder / FOLDER / name).write_bytes(content)
 
 
 def companions(*folders: Path) -> dict[str, Path]:

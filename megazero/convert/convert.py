@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megazero.checkpoint.fence import sync_folder
-from megazero.convert.companions import write_companions
+from megazero.convert.companions import contents_of, write_companions
 from megazero.convert.formats import Format, Wanted
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import WEIGHT, ConversionError, Source
@@ -37,7 +37,7 @@ def convert(source: Source, target: Format, output: Path, wanted: Wanted, report
     with _becoming(output) as temporary:
         target.write(source, temporary, wanted, lambda count: progress.reach(progress.done + count / size))
         if not target.has_companions:
-            write_companions(source.companions, temporary)
+            write_companions(contents_of(source.companions), temporary)
     seconds = max(time.monotonic() - began, 1e-9)
     report(f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {clock(seconds)} ({total / size / seconds:,.1f} {unit}/s)")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,28 +22,17 @@ from megazero.checkpoint.compat import record_of, run_from
 from megazero.checkpoint.format import MANIFEST, CheckpointError, Held, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
+from megazero.checkpoint.shares import Values
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
-from megazero.convert.companions import companions, write_companions
+from megazero.convert.companions import companions, contents_of, write_companions
 from megazero.convert.formats import Advance, Format, Wanted
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Box, Place
 
 FILE_BYTES = 4 << 30
 """A fragment file is closed once it holds so much."""
-
-
-@dataclass
-class _Whole:
-    """A fragment that is a whole tensor, or a whole box of one, to be filled or written."""
-
-    place: Place
-    start: int
-    stop: int
-    weight: Any = None
-    exp_avg: Any = None
-    exp_avg_sq: Any = None
 
 
 class NativeSource(Source):
@@ -74,8 +63,7 @@ class NativeSource(Source):
         """Of the files only those blocks that hold some of it."""
         shape = tuple(stop - start for start, stop in box)
         values = torch.empty(math.prod(shape), dtype=self.entries[name].columns[column])
-        part = _Whole(replace(self._places[name], box=box, local_shape=shape), 0, values.numel())
-        setattr(part, column, values)
+        part = Values(replace(self._places[name], box=box, local_shape=shape), 0, values.numel(), **{column: values})
         try:
             read_fragments(self._files, [part], [column])
         except CheckpointError as error:
@@ -140,21 +128,21 @@ def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance)
     writers: list[list[Held]] = [list(fragments) for fragments in files]
     run = _as_recorded(source.run, wanted.dtype)
     write_manifest(inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1})
-    write_companions(source.companions, inside)
+    write_companions(contents_of(source.companions), inside)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
 
-def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[_Whole]]:
+def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[Values]]:
     """What goes into each file, in the model's order."""
     everything = places(source.model)
-    group: list[_Whole] = []
+    group: list[Values] = []
     size = 0
     for name, entry in source.entries.items():
-        whole = _Whole(everything[name], 0, entry.numel)
-        for column in source.columns:
-            dtype = (wanted.dtype if column == WEIGHT else None) or entry.columns[column]
-            setattr(whole, column, Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance)))
-        group.append(whole)
+        dtypes = {column: (wanted.dtype if column == WEIGHT else None) or entry.columns[column] for column in source.columns}
+        columns = {
+            column: Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance)) for column, dtype in dtypes.items()
+        }
+        group.append(Values(everything[name], 0, entry.numel, **columns))
         size += sum(entry.nbytes(column) for column in source.columns)
         if size >= FILE_BYTES:
             yield group

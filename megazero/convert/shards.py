@@ -85,8 +85,3 @@ def cut(name: str, whole: Tensor, ranks: int) -> list[Tensor]:
     if whole.shape[axis] % ranks:
         raise ConversionError(f"{name}: axis {axis} of {list(whole.shape)} cannot be divided by --tp {ranks}")
     return list(whole.chunk(ranks, dim=axis))
-
-
-def padded_rows(rows: int, divisor: int, ranks: int) -> int:
-    """Rows of a vocabulary table over all ranks, as Megatron pads it: up to a multiple of divisor x tp."""
-    return -(-rows // (divisor * ranks)) * divisor * ranks

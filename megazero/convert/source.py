@@ -6,7 +6,7 @@ writers. Nothing is read before it is asked for, so that the largest tensor deci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,9 +131,3 @@ def entries_of(model: ModelConfig, columns: Mapping[str, torch.dtype]) -> dict[s
 def boxed(tensor: Tensor, place: Place) -> Tensor:
     """A rank's part of a global tensor, a view."""
     return tensor[tuple(slice(start, stop) for start, stop in place.box)]
-
-
-def whole_tensors(source: Source, column: str = WEIGHT) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a source one after the other."""
-    for name in source.entries:
-        yield name, source.read(name, column)

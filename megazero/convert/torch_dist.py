@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.reshard import meet
 from megazero.convert.source import ConversionError
 from megazero.convert.torch_file import read_torch_file, read_torch_rows
 from megazero.convert.torch_globals import torch_table
@@ -84,7 +85,7 @@ class DistributedCheckpoint:
         """A box of a tensor, or all of it: [the box's shape]. Raises ConversionError where pieces do not cover it."""
         stored = self.tensors[name]
         wanted = box or tuple((0, n) for n in stored.shape)
-        touched = [(piece, common) for piece in stored.pieces if (common := _common(piece.box, wanted)) is not None]
+        touched = [(piece, common) for piece in stored.pieces if (common := meet(piece.box, wanted)) is not None]
         if sum(_numel(common) for _, common in touched) != _numel(wanted):
             raise ConversionError(f"{self.folder}: the pieces of {name} do not cover {_words(wanted)} of {list(stored.shape)} just once")
         if len(touched) == 1:
@@ -137,12 +138,6 @@ def _dtype(properties: Any) -> torch.dtype | None:
     state = properties.get("", properties.get("dtype")) if isinstance(properties, Record) else None
     found = state[0] if isinstance(state, tuple) and state else state
     return found if isinstance(found, torch.dtype) else None
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    """Where two boxes overlap. One without axes holds its one element."""
-    found = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return found if all(start < stop for start, stop in found) else None
 
 
 def _numel(box: Sequence[tuple[int, int]]) -> int:

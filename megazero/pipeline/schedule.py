@@ -33,11 +33,6 @@ def is_breadth_first(name: str, virtual_stages: int) -> bool:
     return name == "gpipe" and virtual_stages > 1
 
 
-def splits_backward(name: str) -> bool:
-    """Whether the weights' part of a backward has instructions of its own."""
-    return name.startswith("zb-")
-
-
 def chunk_map(name: str, stages: int, virtual_stages: int) -> ChunkMap:
     """Which stage holds which model chunk under a schedule."""
     return ChunkMap(stages, virtual_stages, and_back=name == "zb-v")
