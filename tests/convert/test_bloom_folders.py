@@ -84,6 +84,8 @@ def test_arguments_that_are_gone(tmp_path: Path, values: Globals) -> None:
     assert "seq_length is said nowhere: 2048 is assumed" in notes and "position_embedding_type is said nowhere: alibi is assumed" in notes
     with open_megatron_deepspeed(tmp_path) as source:
         assert source.model.norm_epsilon == 1e-6 and (source.position.iteration, source.position.optimizer_steps) == (4, 4.0)
+    with open_megatron_deepspeed(inside) as source:
+        assert source.model.norm_epsilon == 1e-6, "the same where the step's own folder is named"
     for file in inside.glob("mp_rank*"):
         file.unlink()
     assert any("no mp_rank files" in note for note in same(tmp_path, values))

@@ -16,7 +16,7 @@ from megazero.convert.torch_file import read_torch_file
 LATEST = "latest"
 KNOWN = ("deepspeed.*", "megatron.*", "apex.*", "transformers.*", "enum.*", "signal.*", "torch.nn.*", "torch.optim.*")
 """Classes whose objects stand in these files beside the tensors (arguments, slice addresses, loss scalers); they are read as records."""
-_STEP = re.compile(r"global_step(\d+)")
+STEP = re.compile(r"global_step(\d+)")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -57,7 +57,7 @@ class Listing:
     @property
     def iteration(self) -> int:
         """By the folder's name; 0 where it has another."""
-        match = _STEP.fullmatch(self.folder.name)
+        match = STEP.fullmatch(self.folder.name)
         return int(match[1]) if match else 0
 
 
@@ -73,7 +73,7 @@ def checkpoint_folder(path: Path) -> Path:
             )
         return named
     steps = {
-        int(match[1]): inside for inside in path.glob("global_step*") if (match := _STEP.fullmatch(inside.name)) and _has_layers(inside)
+        int(match[1]): inside for inside in path.glob("global_step*") if (match := STEP.fullmatch(inside.name)) and _has_layers(inside)
     }
     if not steps:
         raise ConversionError(f"{path} holds no layer files (layer_NN-model_NN-model_states.pt) and no folder with them")
@@ -85,7 +85,7 @@ def recognises(path: Path) -> bool:
     if _has_layers(path) or any(_has_layers(inside) for inside in path.glob("global_step*")):
         return True
     latest = path / LATEST
-    return latest.is_file() and _STEP.fullmatch(latest.read_text().strip()) is not None
+    return latest.is_file() and STEP.fullmatch(latest.read_text().strip()) is not None
 
 
 def _has_layers(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from megazero.config.schema import Run
 from megazero.convert.companions import companions
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.columns import Columns
-from megazero.convert.megatron_deepspeed.folders import Files, Listing, checkpoint_folder, listing
+from megazero.convert.megatron_deepspeed.folders import STEP, Files, Listing, checkpoint_folder, listing
 from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of
 from megazero.convert.megatron_deepspeed.names import found_layers
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
@@ -78,8 +78,9 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     stored = stored_layers(files, there)
     layers = found_layers({layer: tuple(ranks[0]) for layer, ranks in stored.items()}, str(folder))
     state = files[there.ranks[0]] if there.ranks else {}
-    beside = {file.name: file for file in (folder / "config.json", path / "config.json") if file.is_file()}
-    model_files = companions(folder, path) | beside
+    around = folder.absolute().parent if STEP.fullmatch(folder.name) else path  # what is beside a step's folder is, whoever names that one
+    beside = {file.name: file for file in (folder / "config.json", around / "config.json") if file.is_file()}
+    model_files = companions(folder, around) | beside
     said = _told(model_files) | _args(state)
     _refuse_other_version(folder, state)
     _refuse_other_grid(folder, said, there)
