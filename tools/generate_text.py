@@ -8,10 +8,10 @@
 The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout. Prompts come from --prompt, from the lines of
 --prompt-file (of .jsonl: strings, or "prompt" of each line; - is the standard input), else from the standard input. A single continuation is shown
 as it comes, several one after the other, each under its number; --json prints a line of JSON for each, with prompt, text, ids, and what ended it.
-The text goes to the standard output, all else to the standard error. The same seed gives the same text on every layout, whatever other
-prompts there are, but for rounding.
+The text goes to the standard output, all else to the standard error. Draws depend on the seed and on a prompt's place among the prompts: the
+same seed gives the same text on every layout, whatever the other prompts say, but for rounding.
 
-Status: 0, 2 for a mistake in arguments or files, 1 for anything else.
+Status: 0, 2 for a mistake in arguments or files, 130 on Ctrl-C, 141 where nobody reads the output any more, 1 for anything else.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 PATH is a checkpoint of megazero, a folder of them, or one of any other format that tools/convert_checkpoint.py reads. Values are read in
 pieces: memory does not grow with the model. Status: 0; 1 where a checkpoint is damaged, or with --exit-code where two differ; 2 for a
-mistake in the arguments.
+mistake in the arguments; 141 where nobody reads the output any more.
 """
 
 from __future__ import annotations

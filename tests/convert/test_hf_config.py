@@ -20,7 +20,14 @@ WHERE = Path("there/config.json")
 BLOOM: dict[str, Any] = {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
 LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 90}
-OPT: dict[str, Any] = {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 90, "ffn_dim": 60}
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "vocab_size": 90,
+    "ffn_dim": 60,
+}
 
 
 def model_of(config: dict[str, Any], **more: Any) -> ModelConfig:
