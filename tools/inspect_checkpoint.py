@@ -62,6 +62,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--from", dest="format", choices=tuple(format_table()), help="format, where it is not to be recognised")
     parser.add_argument("--threads", type=int, default=cores(), help="that hash at once (default: the cores, %(default)s)")
     args = parser.parse_args(argv)
+    args.path, args.other = args.path.expanduser(), args.other and args.other.expanduser()
     if args.other is not None and (args.verify or args.tensor):
         parser.error("--verify and --tensor look at one checkpoint: leave OTHER out")
     if args.exit_code and args.other is None:
@@ -92,7 +93,7 @@ def opened(path: Path, format: str | None) -> Inspected:
         raise Mistake(f"{path} is not there")
     if format is None and path.is_dir() and not any(path.iterdir()):
         raise Mistake(f"{path} is empty")
-    return open_for_inspection(path.expanduser(), format)
+    return open_for_inspection(path, format)
 
 
 def described(args: argparse.Namespace) -> tuple[Record, list[str]]:

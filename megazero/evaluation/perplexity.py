@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megazero.data.indexed import DataError
 from megazero.evaluation.documents import Document
 from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import Ids, Window, document_windows
@@ -117,6 +118,11 @@ def score_documents(scorer: Scorer, documents: Iterable[Document], cut: Cut, por
 
 def _scored(scorer: Scorer, documents: list[Document], cut: Cut) -> Iterator[DocumentScore]:
     windows = [cut.windows(document.ids) for document in documents]
+    for document, own in zip(documents, windows, strict=True):
+        try:
+            scorer.check(own)
+        except DataError as error:
+            raise DataError(f"{document.source}, document {document.number}: {error}") from error
     scores = iter(scorer.score([window for own in windows for window in own]))
     for document, own in zip(documents, windows, strict=True):
         loss = math.fsum(next(scores).loss for _ in own)

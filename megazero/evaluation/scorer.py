@@ -88,7 +88,7 @@ class Scorer:
         Travels: what a forward pass sends between stages and within tp; 24 bytes per window, all-reduced over the world. Raises DataError
         where a window is longer than the model's position table, or holds a token that the model has not.
         """
-        self._check(windows)
+        self.check(windows)
         size = self.micro_batch_size
         order = sorted(range(len(windows)), key=lambda number: (-windows[number].length, number))
         batches = [order[start : start + size] for start in range(0, len(order), size)]
@@ -103,7 +103,8 @@ class Scorer:
         assert all(seen == 1.0 for _, _, seen in rows), "each window is scored by exactly one replica"
         return [Score(loss, bool(hit) if greedy else None) for loss, hit, _ in rows]
 
-    def _check(self, windows: Sequence[Window]) -> None:
+    def check(self, windows: Sequence[Window]) -> None:
+        """Raises DataError for what cannot be scored."""
         vocabulary = self.run.model.vocab_size
         assert vocabulary is not None
         for window in windows:

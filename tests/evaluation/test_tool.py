@@ -173,8 +173,8 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     for words, error, problem in refused:
         with pytest.raises(error, match=problem):
             tool.evaluate(arguments(folder, *words), grid)
-    write_pair(tmp_path / "large", [[[1, VOCABULARY]]])
-    with pytest.raises(DataError, match=f"token {VOCABULARY} is not in the model's vocabulary"):
+    write_pair(tmp_path / "large", [[[1, 2]], [[1, VOCABULARY]]])
+    with pytest.raises(DataError, match=f"large, document 1: token {VOCABULARY} is not in the model's vocabulary"):
         tool.evaluate(arguments(folder, "--data-path", tmp_path / "large"), grid)
 
 

@@ -191,6 +191,11 @@ def test_files_that_hold_other_fragments(root: Path) -> None:
     assert any("in two fragments" in problem for problem in verify(folder, manifest, 1, lambda _: None))
 
 
+def test_home_folders(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOME", str(root.parent))
+    assert as_json(capsys, f"~/{root.name}")[0] == 0 and inspect(capsys, f"~/{root.name}", f"~/{root.name}", "--exit-code")[0] == 0
+
+
 def test_mistakes_have_status_2(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for words, told in (
