@@ -75,7 +75,7 @@ def test_surplus_and_several_dtypes_are_told(tmp_path: Path) -> None:
     assert "1 of torch.bfloat16" in several and "config.json says float16, the tensors are torch.float32" in named
 
 
-def test_a_tied_head(tmp_path: Path) -> None:
+def test_a_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone it is the embedding; beside it, it has to be equal."""
     folder = saved(CASES["bloom, 12 heads"], tmp_path / "x")
     with open_source(folder) as source:
@@ -89,6 +89,9 @@ def test_a_tied_head(tmp_path: Path) -> None:
         assert torch.equal(source.read("embedding.word.weight"), expected) and not source.report.unused
     changed(folder, lambda tensors: tensors.update({"word_embeddings.weight": tensors["lm_head.weight"] + 1e-3}))
     assert "lm_head.weight differs from the embedding, but config.json says tie_word_embeddings" in refusal(folder, "embedding.word.weight")
+    monkeypatch.setattr("megazero.convert.hf.reader._ROWS", 16)
+    changed(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["word_embeddings.weight"][:16].clone()}))
+    assert "lm_head.weight differs from the embedding" in refusal(folder, "embedding.word.weight")
 
 
 def test_files_that_are_not_whole(tmp_path: Path) -> None:

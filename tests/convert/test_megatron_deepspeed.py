@@ -94,6 +94,7 @@ def test_replicas_that_differ_are_averaged_and_named(tmp_path: Path) -> None:
         assert named["layer 4 input_layernorm.weight weight"] == (4, 1.25) and named["layer 4 input_layernorm.weight exp_avg"] == (4, 1.25)
         assert named["layer 7 bias exp_avg_sq"] == (4, 3.0) and len(named) == len(source.report.replicas)
         assert not [key for key in named if not key.startswith(("layer 4 input_layernorm.weight", "layer 7 bias"))]
+        assert "rounded" not in str(source.report.notes), "a mean of rounded replicas is no other step's weight"
 
 
 WRITTEN = [

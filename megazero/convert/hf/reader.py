@@ -93,7 +93,7 @@ class HfSource(Source):
     def _compare(self, embedding: Tensor, head: Tensor) -> None:
         """A head of its own in a model that config.json calls tied would be lost. In pieces: both may be mapped files."""
         pieces = zip(embedding.split(_ROWS), head.split(_ROWS), strict=True)
-        if not all(torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pieces):
+        if embedding.shape != head.shape or not all(torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pieces):
             raise ConversionError(
                 f"{self.path}: {HEAD} differs from the embedding, but {CONFIG} says tie_word_embeddings; "
                 "for a model with a head of its own set it to false there, else leave the tensor out"

@@ -20,7 +20,7 @@ from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of
 from megazero.convert.megatron_deepspeed.names import found_layers
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
-from megazero.convert.megatron_deepspeed.weights import Weights, stored_layers
+from megazero.convert.megatron_deepspeed.weights import Weights, label, stored_layers
 from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
 from megazero.convert.report import Report
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
@@ -52,7 +52,8 @@ class MegatronDeepSpeedSource(Source):
         self._off[name] = sum(
             _unequal(mine, theirs) for whole, kept in pairs for mine, theirs in zip(whole.split(_ROWS), kept.split(_ROWS), strict=True)
         )
-        if self._off[name]:
+        averaged = label(self.weights.theirs[name]) in {replica.key for replica in self.report.replicas}
+        if self._off[name] and not averaged:  # a mean of rounded replicas is not the rounded mean
             note = f"{name}: {self._off[name]} of {master.numel()} master weights, rounded, are not what the layer files hold; the masters are taken"
             self.report.notes.append(note)
 
