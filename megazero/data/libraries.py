@@ -63,10 +63,22 @@ class HuggingFaceTokenizer:
         ids = self._model.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values()) + 1
         self.eod_id: int | None = next((ids[token] for token in SEPARATORS if token in ids), None)
+        self.begins: tuple[int, ...] = self._habit()
+        """Ids that the library itself would put before a text, a begin token for instance; `encode` does not."""
         special = {number: token.content for number, token in self._model.get_added_tokens_decoder().items() if token.special}
         self.special_tokens = SpecialTokens([*special.values()])
         unknown = _unknown(self._model.to_str())
         self._special = {number: text for number, text in special.items() if number != unknown and not BYTE.fullmatch(text)}
+
+    def _habit(self) -> tuple[int, ...]:
+        encoded = self._model.encode("a", add_special_tokens=True)
+        first = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
+        return tuple(encoded.ids[:first])
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token that is written like this, special ones included; None where there is none."""
+        found: int | None = self._model.token_to_id(token)
+        return found
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
