@@ -22,6 +22,7 @@ from megazero.config.schema import ParallelConfig
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError, Source
 from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.evaluation.harness import HarnessModel, Tokens
 from megazero.evaluation.scorer import Scorer, longest_context
@@ -108,16 +109,15 @@ def begin_token(source: Source, tokenizer: Tokenizer) -> int | None:
         if name in source.companions:
             token = json.loads(source.companions[name].read_text(encoding="utf-8")).get("bos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            id_of = getattr(tokenizer, "id_of", None)
-            if token is not None and id_of is not None:
-                return id_of(token)
+            if token is not None and isinstance(tokenizer, HuggingFaceTokenizer):
+                return tokenizer.id_of(token)
     return None
 
 
 def _begins(tokenizer: Tokenizer, begin: int | None, wanted: bool | None) -> tuple[int, ...]:
     """What is put before every text."""
     if wanted is None:
-        return tuple(getattr(tokenizer, "begins", ()))
+        return tokenizer.begins if isinstance(tokenizer, HuggingFaceTokenizer) else ()
     if wanted and begin is None:
         raise ValueError("add_bos_token: this tokenizer has no begin token")
     return (begin,) if wanted and begin is not None else ()
