@@ -12,8 +12,8 @@ from typing import Any
 
 from megazero.config.derive import attention_bias, ffn_width, head_dim, max_positions, mlp_bias, padded_vocab, query_groups
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
+from megazero.convert.files.unpickle import Record
 from megazero.convert.source import ConversionError
-from megazero.convert.unpickle import Record
 
 Args = Mapping[str, Any]
 

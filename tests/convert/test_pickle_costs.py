@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from megazero.convert.files.torch_globals import torch_table
+from megazero.convert.files.unpickle import unpickle
 from megazero.convert.source import ConversionError
-from megazero.convert.torch_globals import torch_table
-from megazero.convert.unpickle import unpickle
 
 PROTOCOL = b"\x80\x02"
 MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megazero.config.derive import attention_bias, mlp_bias
 from megazero.config.schema import ModelConfig
+from megazero.convert.files.torch_dist import DistributedCheckpoint
 from megazero.convert.megatron.registered import open_megatron
 from megazero.convert.registry import recognise
 from megazero.convert.source import ConversionError, Source
-from megazero.convert.torch_dist import DistributedCheckpoint
 from tests.convert.megatron_files import megatron_args, padded
 from tests.convert.sources import made
 from tests.convert.test_megatron import GPT, LLAMA, MODELS, same
@@ -235,7 +235,7 @@ def test_gate_and_up_under_names_of_their_own(tmp_path: Path) -> None:
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stack in one piece a layer's bytes, of a stack in pieces a layer's pieces."""
-    import megazero.convert.torch_file as torch_file
+    import megazero.convert.files.torch_file as torch_file
 
     flat, copied = torch_file._flat, []
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from megazero.convert.files.torch_file import read_torch_file
+from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
+from megazero.convert.files.unpickle import Record, record_type, unpickle
 from megazero.convert.source import ConversionError
-from megazero.convert.torch_file import read_torch_file
-from megazero.convert.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
-from megazero.convert.unpickle import Record, record_type, unpickle
 
 
 class Call:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import megazero
-from megazero.convert.adapters import AdaptedSource
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.hf.families import from_transformers
+from megazero.convert.lora.merged import AdaptedSource
 from megazero.convert.native import open_native
 from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megazero.convert.files.safetensors_file import CODES
+from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import read_json
-from megazero.convert.safetensors_file import CODES
 from megazero.convert.source import ConversionError
-from megazero.convert.torch_file import read_torch_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.dtypes import compute_dtype
+from megazero.convert.files.safetensors_file import Slot, write_safetensors
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.hf.config import (
     CONFIG,
@@ -27,7 +28,6 @@ from megazero.convert.hf.files import INDEX, SINGLE
 from megazero.convert.hf.rules import Names, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
-from megazero.convert.safetensors_file import Slot, write_safetensors
 from megazero.convert.source import ConversionError, Source
 
 SHARD_BYTES = 5_000_000_000

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import ModelConfig, Run
+from megazero.convert.files.torch_dist import DistributedCheckpoint, fragments, rows_of, unflattened
+from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.megatron.names import Theirs, theirs, why_ignored
 from megazero.convert.megatron.source import KNOWN, described, note_padding, position_of, unused_of_common
 from megazero.convert.megatron_args import has_qkv_bias_alone, run_from_args
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
-from megazero.convert.torch_dist import DistributedCheckpoint, fragments, rows_of, unflattened
-from megazero.convert.torch_file import read_torch_file
 from megazero.mpu.place import Place
 
 COMMON, DESCRIPTION = "common.pt", "metadata.json"

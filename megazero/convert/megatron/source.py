@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import ModelConfig, Run
+from megazero.convert.files.torch_file import read_torch_file
+from megazero.convert.files.unpickle import Record
 from megazero.convert.megatron.assembly import Assembly, Ranks
 from megazero.convert.megatron.chunks import chunks_of, in_model_order, numbered
 from megazero.convert.megatron.folders import rank_files
@@ -18,8 +20,6 @@ from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, 
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
-from megazero.convert.torch_file import read_torch_file
-from megazero.convert.unpickle import Record
 
 KNOWN = (
     *("megatron.*", "apex.*", "transformer_engine.*", "torch.distributed.*", "torch.nn.*", "torch.optim.*"),

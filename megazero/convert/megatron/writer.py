@@ -14,16 +14,16 @@ from torch import Tensor
 
 from megazero.config.derive import padded_vocab
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
+from megazero.convert.files.safetensors_file import flat_pieces
+from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.files.unpickle import record_type
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.megatron.assembly import WORD
 from megazero.convert.megatron.folders import FILES, TRACKER, iteration_folder, rank_folder
 from megazero.convert.megatron.names import core_name
 from megazero.convert.megatron_args import args_of
-from megazero.convert.safetensors_file import flat_pieces
 from megazero.convert.shards import cut, split_axis
 from megazero.convert.source import ConversionError, Source
-from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
-from megazero.convert.unpickle import record_type
 
 Slot = tuple[str, tuple[str, ...]]
 """A tensor of theirs: its key, layers counted in the stage, and those of ours that its rows are made of, one after the other."""

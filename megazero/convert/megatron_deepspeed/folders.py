@@ -10,8 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.source import ConversionError
-from megazero.convert.torch_file import read_torch_file
 
 LATEST = "latest"
 KNOWN = ("deepspeed.*", "megatron.*", "apex.*", "transformers.*", "enum.*", "signal.*", "torch.nn.*", "torch.optim.*")

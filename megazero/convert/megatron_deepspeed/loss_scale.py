@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.source import Position, Source
-from megazero.convert.unpickle import Record, record_type
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
 

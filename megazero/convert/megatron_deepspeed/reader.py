@@ -13,6 +13,7 @@ from torch import Tensor
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import Run
 from megazero.convert.companions import companions
+from megazero.convert.files.unpickle import Record
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.columns import Columns
 from megazero.convert.megatron_deepspeed.folders import STEP, Files, Listing, checkpoint_folder, listing
@@ -24,7 +25,6 @@ from megazero.convert.megatron_deepspeed.weights import Weights, label, stored_l
 from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
 from megazero.convert.report import Report
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
-from megazero.convert.unpickle import Record
 
 
 class MegatronDeepSpeedSource(Source):

@@ -13,6 +13,8 @@ import torch
 
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
+from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
+from megazero.convert.files.unpickle import record_type
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.megatron_deepspeed.arguments import arguments, universal_info
 from megazero.convert.megatron_deepspeed.folders import LATEST, layer_file, rank_file
@@ -20,8 +22,6 @@ from megazero.convert.megatron_deepspeed.pieces import rank_pieces
 from megazero.convert.megatron_deepspeed.stages import Plan, plan
 from megazero.convert.megatron_deepspeed.zero_writer import VERSION, write_zero
 from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
-from megazero.convert.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
-from megazero.convert.unpickle import record_type
 
 
 def write_megatron_deepspeed(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:

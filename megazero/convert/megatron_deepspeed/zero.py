@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.convert.files.unpickle import Record
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, WEIGHT, ConversionError
-from megazero.convert.unpickle import Record
 
 STATE, BASE, MASTERS, MAPPINGS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"
 

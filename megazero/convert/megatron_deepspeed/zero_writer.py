@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.megatron_deepspeed.folders import zero_file
 from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
 from megazero.convert.megatron_deepspeed.stages import Plan, Written
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Source
-from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
-from megazero.convert.unpickle import Record, record_type
 
 VERSION = "0.10.0"
 """Of DeepSpeed, whose files look like these; it asks for one."""

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from megazero.config.schema import Run
+from megazero.convert.files.safetensors_file import Slot, flat_pieces, write_safetensors
+from megazero.convert.files.torch_file import read_torch_file
+from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.hf.files import stored_tensors, weight_files
 from megazero.convert.megatron.source import args_of, note_padding
@@ -24,10 +27,7 @@ from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import KNOWN
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
-from megazero.convert.safetensors_file import Slot, flat_pieces, write_safetensors
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
-from megazero.convert.torch_file import read_torch_file
-from megazero.convert.torch_file_writer import Hollow, TorchFileWriter
 from megazero.convert.universal.folders import model_states
 from megazero.convert.universal.held import Held, Parameter, precision_of
 from megazero.convert.universal.names import written_names

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from megazero.config.schema import OptimizerConfig
+from megazero.convert.files.safetensors_file import flat_pieces
+from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
+from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.megatron_deepspeed.arguments import arguments
 from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
-from megazero.convert.safetensors_file import flat_pieces
 from megazero.convert.shards import split_axis
 from megazero.convert.source import Source
-from megazero.convert.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
 from megazero.convert.universal.folders import LATEST, MODEL_STATES, OPTIMIZER, STATES, STEP, ZERO
 from megazero.convert.universal.names import written_names
-from megazero.convert.unpickle import Record, record_type
 
 DS_VERSION = "0.19.8"
 """The DeepSpeed whose reading of these files is tested. It refuses files that name none."""

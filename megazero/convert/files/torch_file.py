@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.convert.files.torch_globals import Storage, StorageKind, torch_table
+from megazero.convert.files.unpickle import unpickle
 from megazero.convert.source import ConversionError
-from megazero.convert.torch_globals import Storage, StorageKind, torch_table
-from megazero.convert.unpickle import unpickle
 
 _LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\nl\xfc")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megazero.config.lora import layers_of, scale
 from megazero.config.schema import CheckpointConfig, LoraConfig, ModelConfig, Run
-from megazero.convert.adapters import FACTORS, UnboundAdapters
 from megazero.convert.hf.config import read_json
 from megazero.convert.hf.files import Stored, safetensors_of
-from megazero.convert.peft import CONFIG, TENSORS, Pair, key_of, names_for, pairs_of_block
+from megazero.convert.lora.merged import FACTORS, UnboundAdapters
+from megazero.convert.lora.peft import CONFIG, TENSORS, Pair, key_of, names_for, pairs_of_block
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
 
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.convert.formats import Format
-from megazero.convert.peft import adapters_of, write_peft
-from megazero.convert.peft_reader import open_peft, recognises
+from megazero.convert.lora.peft import adapters_of, write_peft
+from megazero.convert.lora.peft_reader import open_peft, recognises
 
 FORMAT = Format("peft", recognises, open_peft, write_peft, part=adapters_of)

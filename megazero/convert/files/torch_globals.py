@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.convert.files.unpickle import Allowed, Filled, Record, StateDict, record_type
 from megazero.convert.source import ConversionError
-from megazero.convert.unpickle import Allowed, Filled, Record, StateDict, record_type
 
 STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megazero.config.lora import adapted, alpha, layers_of
 from megazero.config.schema import LoraConfig, ModelConfig
-from megazero.convert.adapters import FACTORS, AdaptedSource, AdaptersAlone
+from megazero.convert.files.safetensors_file import Slot, write_safetensors
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.hf.config import family_for, read_json
 from megazero.convert.hf.rearrange import TRANSPOSED, TRANSPOSED_THIRDS
 from megazero.convert.hf.rules import Names, Rule
-from megazero.convert.safetensors_file import Slot, write_safetensors
+from megazero.convert.lora.merged import FACTORS, AdaptedSource, AdaptersAlone
 from megazero.convert.source import WEIGHT, ConversionError, Source
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

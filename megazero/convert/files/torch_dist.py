@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.reshard import meet
+from megazero.convert.files.torch_file import read_torch_file, read_torch_rows
+from megazero.convert.files.torch_globals import torch_table
+from megazero.convert.files.unpickle import Record, unpickle
 from megazero.convert.source import ConversionError
-from megazero.convert.torch_file import read_torch_file, read_torch_rows
-from megazero.convert.torch_globals import torch_table
-from megazero.convert.unpickle import Record, unpickle
 from megazero.mpu.place import Box
 
 METADATA = ".metadata"

@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from megazero.convert.torch_globals import STORAGES
-from megazero.convert.unpickle import Record
+from megazero.convert.files.torch_globals import STORAGES
+from megazero.convert.files.unpickle import Record
 
 _ALIGNED = 64
 _PIECE = 16 << 20

@@ -1,0 +1,1 @@
+"""Adapters: checkpoints of LoRA runs merged where they are read, and PEFT's folders."""
