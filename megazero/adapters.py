@@ -12,8 +12,8 @@ from megazero.checkpoint.manager import Found
 from megazero.checkpoint.reader import read_manifest
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
+from megazero.convert.lora.peft import names_for, write_adapters
 from megazero.convert.native import NativeSource
-from megazero.convert.peft import names_for, write_adapters
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError, places
 from megazero.convert.stages import fill

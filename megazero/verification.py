@@ -12,9 +12,9 @@ from torch import Tensor
 from megazero import device as devices
 from megazero.config.derive import max_positions
 from megazero.convert.changed import Rounded
+from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.hf.reader import HfSource
 from megazero.convert.registry import open_source
-from megazero.convert.safetensors_file import flat_pieces
 from megazero.convert.source import WEIGHT, Source
 from megazero.data.progress import Progress, Report
 from megazero.loading import model_of
