@@ -33,7 +33,6 @@ CHAIN = (
     ("megazero", "hf", ()),
     ("megazero", "megatron-deepspeed", ("--tp", "4")),
     ("megatron-deepspeed", "hf", ("--dtype", "fp16")),
-    ("megazero", "megatron", ("--tp", "4")),
     ("megazero", "universal", ()),
 )
 """From, to, flags; every format that is read here has been written by a step before."""
