@@ -18,9 +18,10 @@ from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
 from megazero.convert import registry
 from megazero.convert.formats import Format
-from megazero.convert.source import Source, entries_of
+from megazero.convert.source import Source
 from megazero.init_from import model_level, opened_alike
 from megazero.mpu.grid import Axes, build_grid
+from tests.convert.sources import entries_of
 from tests.e2e import command
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks

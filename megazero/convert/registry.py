@@ -8,11 +8,11 @@ from pathlib import Path
 from megazero.convert import native
 from megazero.convert.companions import companions
 from megazero.convert.formats import Format
-from megazero.convert.hf import FORMAT as HF
+from megazero.convert.hf.registered import FORMAT as HF
 from megazero.convert.lora.merged import adapted_source
 from megazero.convert.lora.registered import FORMAT as PEFT
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
-from megazero.convert.megatron_deepspeed import FORMAT as MEGATRON_DEEPSPEED
+from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DEEPSPEED
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
 

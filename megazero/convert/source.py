@@ -123,11 +123,6 @@ def places(model: ModelConfig, tp: int = 1, tp_index: int = 0, *, adapters: Lora
     return {place.name: place for place in found}
 
 
-def entries_of(model: ModelConfig, columns: Mapping[str, torch.dtype]) -> dict[str, Entry]:
-    """Entries for a format whose tensors are all stored alike."""
-    return {name: Entry(place.shape, dict(columns)) for name, place in places(model).items()}
-
-
 def boxed(tensor: Tensor, place: Place) -> Tensor:
     """A rank's part of a global tensor, a view."""
     return tensor[tuple(slice(start, stop) for start, stop in place.box)]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
-from megazero.convert.source import MOMENTS, WEIGHT, Position, Source, entries_of
+from megazero.convert.source import MOMENTS, WEIGHT, Entry, Position, Source, places
 
 BLOOM = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True)
+
+
+def entries_of(model: ModelConfig, columns: Mapping[str, torch.dtype]) -> dict[str, Entry]:
+    """Entries for a format whose tensors are all stored alike."""
+    return {name: Entry(place.shape, dict(columns)) for name, place in places(model).items()}
 
 
 class Made(Source):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.schema import Run
 from megazero.convert.files.safetensors_file import Slot, flat_pieces, write_safetensors
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
@@ -29,22 +28,11 @@ from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.convert.universal.folders import model_states
-from megazero.convert.universal.held import Held, Parameter, precision_of
+from megazero.convert.universal.held import Held, HeldSource, Parameter, precision_of
 from megazero.convert.universal.names import written_names
 from megazero.convert.universal.writer import run_args
 
 TORCH_FILE, SAFETENSORS_FILE, ARGS_FILE = "pytorch_model.bin", "model.safetensors", "megatron_args.json"
-
-
-class ConsolidatedSource(Source):
-    """The weights of one state dictionary."""
-
-    def __init__(self, path: Path, run: Run, position: Position, held: Held, entries: Mapping[str, Entry]) -> None:
-        super().__init__("consolidated", path, run, entries, position, report=held.report)
-        self._held = held
-
-    def read(self, name: str, column: str = WEIGHT) -> Tensor:
-        return self._held.tensor(name, self.entries[name].shape, column)
 
 
 def recognises(path: Path) -> bool:
@@ -66,7 +54,7 @@ def _told_by(path: Path) -> Path | None:
     return next((found for folder in folders if (found := model_states(folder)) is not None), None)
 
 
-def open_consolidated(path: Path) -> ConsolidatedSource:
+def open_consolidated(path: Path) -> Source:
     """The state dictionary in this folder. Raises ConversionError."""
     told, report = _told_by(path), Report()
     if told is None:
@@ -88,7 +76,7 @@ def open_consolidated(path: Path) -> ConsolidatedSource:
     entries = {name: Entry(place.shape, {WEIGHT: held.parameter(name).dtype}) for name, place in places(model).items()}
     iteration, samples = (int(args.get(name) or 0) for name in ("iteration", "consumed_train_samples"))
     position = Position(iteration, samples, int(args.get("consumed_train_tokens") or samples * model.seq_length), float(iteration))
-    source = ConsolidatedSource(path, with_schedule(run_from_args(args, model, precision_of(args)), args), position, held, entries)
+    source = HeldSource("consolidated", path, with_schedule(run_from_args(args, model, precision_of(args)), args), position, held, entries)
     source.closing = closing
     return source
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
-from megazero.config.schema import ModelConfig
+from megazero.config.schema import ModelConfig, Run
 from megazero.convert.megatron_deepspeed.names import Theirs, why_ignored
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import Stored
 from megazero.convert.report import Report
-from megazero.convert.source import ConversionError, places
+from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.convert.universal.names import named
 
 PARTS, SUBSHAPE, VOCABULARY = "param_n_sub_params", "sub_param_shape", "vocab_tensor"
@@ -108,3 +109,14 @@ def precision_of(args: Mapping[str, Any]) -> str:
     if isinstance(dtype, torch.dtype):
         return PRECISION_OF.get(dtype, "fp32")
     return "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
+
+
+class HeldSource(Source):
+    """A checkpoint whose tensors are read through `Held`."""
+
+    def __init__(self, format: str, path: Path, run: Run, position: Position, held: Held, entries: Mapping[str, Entry]) -> None:
+        super().__init__(format, path, run, entries, position, report=held.report)
+        self._held = held
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        return self._held.tensor(name, self.entries[name].shape, column)

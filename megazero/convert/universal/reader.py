@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.config.schema import Run
 from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import Files
@@ -23,25 +22,13 @@ from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.convert.universal.folders import OPTIMIZER, STATES, STEP, ZERO, checkpoint_folder, model_states, parameters
-from megazero.convert.universal.held import Held, Parameter, precision_of
+from megazero.convert.universal.held import Held, HeldSource, Parameter, precision_of
 
 _PARAM = "param"
 
 
-class UniversalSource(Source):
-    """A universal checkpoint. The column "weight" is the fp32 master."""
-
-    def __init__(self, path: Path, run: Run, position: Position, held: Held, entries: Mapping[str, Entry], files: Files) -> None:
-        super().__init__("universal", path, run, entries, position, report=held.report)
-        self._held = held
-        self.closing.callback(files.close)
-
-    def read(self, name: str, column: str = WEIGHT) -> Tensor:
-        return self._held.tensor(name, self.entries[name].shape, column)
-
-
-def open_universal(path: Path) -> UniversalSource:
-    """The checkpoint in this folder, or the one that `latest_universal` names. Raises ConversionError."""
+def open_universal(path: Path) -> Source:
+    """The checkpoint in this folder, or the one that `latest_universal` names; its column "weight" is the fp32 master. Raises ConversionError."""
     folder = checkpoint_folder(path)
     files, report = Files(), Report()
     states = model_states(folder)
@@ -59,7 +46,10 @@ def open_universal(path: Path) -> UniversalSource:
     entries = {name: Entry(place.shape, {column: dtypes[column][name] for column in columns}) for name, place in places(model).items()}
     known = _optimizer(folder, files, report) | {name: value for name, value in args.items() if value is not None}
     run = with_schedule(run_from_args(known, model, precision_of(args)), args)
-    return UniversalSource(folder, run, _position(folder, files, args, state, next(iter(folders.values()))), held, entries, files)
+    position = _position(folder, files, args, state, next(iter(folders.values())))
+    source = HeldSource("universal", folder, run, position, held, entries)
+    source.closing.callback(files.close)
+    return source
 
 
 def _parameter(files: Files, folder: Path) -> Parameter:
