@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16", "--vocab-size", "1003"]
+"""Flags of a model that trains in a moment on the corpus of the tests."""
 
 
 def command(ranks: int, flags: Sequence[object], *, launcher: bool = False) -> list[str]:

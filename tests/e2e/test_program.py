@@ -12,22 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import ROOT, environment, metrics, run, start
+from tests.e2e.command import ROOT, TINY, environment, metrics, run, start
 
-SMALL = [
-    "--num-layers",
-    2,
-    "--hidden-size",
-    24,
-    "--num-attention-heads",
-    4,
-    "--seq-length",
-    16,
-    "--vocab-size",
-    1003,
-    "--precision",
-    "fp32",
-]
+SMALL = [*TINY, "--precision", "fp32"]
 
 
 @pytest.fixture

@@ -13,22 +13,9 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.fence import Fence
-from tests.e2e.command import command, environment, metrics, start
+from tests.e2e.command import TINY, command, environment, metrics, start
 
-MODEL = [
-    "--num-layers",
-    2,
-    "--hidden-size",
-    24,
-    "--num-attention-heads",
-    4,
-    "--seq-length",
-    16,
-    "--vocab-size",
-    1003,
-    "--precision",
-    "bf16",
-]
+MODEL = [*TINY, "--precision", "bf16"]
 
 
 @pytest.fixture
