@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megazero.checkpoint.fence import Fence, replace_file, sync_folder
@@ -98,11 +99,15 @@ def prune(root: Path, iteration: int, keep: int, token: str, retain_interval: in
 
 
 def discard(path: Path, token: str) -> None:
-    """Delete a folder that may be a checkpoint: it loses its name first, so that none is ever half there."""
+    """Delete a folder that may be a checkpoint: it loses its name first, so that none is ever half there.
+
+    Where two runs delete the same (one what it had begun, one sweeping), either may come first.
+    """
     if path.exists():
         trash = path.with_name(f".trash-{path.name.removeprefix('.')}-{token}")
         shutil.rmtree(trash, ignore_errors=True)
-        path.rename(trash)
+        with suppress(FileNotFoundError):
+            path.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
 
 

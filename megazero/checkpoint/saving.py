@@ -67,8 +67,8 @@ class Saving:
             size = self._write(temporary, fragments, iteration, progress, world, device)
         except Exception:
             with suppress(OSError):  # room for the next one, should this one have failed for want of it
-                if self.places.leads and self.fence.holds():
-                    folders.discard(temporary, token)
+                if self.places.leads:
+                    folders.discard(temporary, token)  # ours even when the fence is lost: the name carries the token
             raise
         return Saved(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
 

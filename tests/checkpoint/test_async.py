@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.checkpoint import folder as folders
 from megazero.checkpoint import saving
 from megazero.checkpoint.background import Snapshot
 from megazero.checkpoint.fence import FenceLost, new_token
@@ -149,6 +151,42 @@ def test_a_run_that_lost_its_folder_learns_it(tmp_path: Path, gate: threading.Ev
     with pytest.raises(FenceLost, match="belongs to run newer"):
         saves.finish(At(2))
     assert names(tmp_path) == ["run_token"]
+
+
+def test_what_a_run_begins_as_it_loses_its_folder_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder changes hands behind the check, and the newer run has swept before the older one makes what it writes to."""
+    checkpoints, state, saves, told = run_in(tmp_path)
+    newer, _ = open_run(tmp_path, "newer")
+    original = folders.discard
+    taken: list[Path] = []
+
+    def take_over_first(path: Path, token: str) -> None:
+        if not taken:
+            taken.append(path)
+            newer.claim()
+        original(path, token)
+
+    monkeypatch.setattr(folders, "discard", take_over_first)
+    begin(saves, state, 1)
+    checkpoints._background._thread.join()  # type: ignore[union-attr]
+    saves.look()
+    assert taken and saves.superseded and "belongs to run newer" in told[0]
+    assert names(tmp_path) == ["run_token"]
+
+
+def test_two_runs_may_delete_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ".tmp-iter_0000001-t"
+    folder.mkdir()
+    original = shutil.rmtree
+
+    def other_first(path: Path, **options: bool) -> None:
+        if folder.exists():
+            folder.rmdir()
+        original(path, ignore_errors=options["ignore_errors"])
+
+    monkeypatch.setattr(shutil, "rmtree", other_first)
+    folders.discard(folder, "newer")
+    assert names(tmp_path) == []
 
 
 def test_a_run_that_lost_its_folder_learns_it_at_the_latest_from_the_next_save(tmp_path: Path, gate: threading.Event) -> None:
