@@ -13,7 +13,6 @@ from megazero.convert.megatron_deepspeed.weights import PADDED
 from megazero.convert.shards import split_axis
 from megazero.convert.source import places
 from megazero.mpu.place import Place
-from megazero.pipeline.partition import partition
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Plan:
 
 
 def plan(model: ModelConfig, wanted: Wanted) -> Plan:
-    """How a model is laid out. Stages are balanced, an embedding and a head counted as a layer each: DeepSpeed's `type:transformer|embedding`."""
+    """How a model is laid out; its stages are those of DeepSpeed's `--pp-partition-method 'type:transformer|embedding'`."""
     layers = bloom_layers(model)
     everything = places(model)
     by_key: dict[tuple[int, str], list[str]] = {}
@@ -82,12 +81,16 @@ def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -
 
 
 def _stages(model: ModelConfig, layers: Layers, pp: int) -> Iterator[range]:
-    """Numbers of layer files, by stage; functions without weights in between do not matter."""
-    counts = partition([1] * model.num_layers, 1, 1, pp)
+    """Numbers of layer files, by stage; functions without weights in between do not matter.
+
+    Embedding and head count as a layer each. What is left when all stages have as many goes one by one to the first ones; DeepSpeed's
+    partition_balanced does so, and looks for no better place.
+    """
+    each, left = divmod(model.num_layers + 2, pp)
     last = layers.final if layers.head is None else layers.head
-    begin, blocks = 0, 0
-    for stage, count in enumerate(counts):
-        blocks += count
-        end = last + 1 if stage == pp - 1 else layers.blocks[0] + blocks
+    begin, counted = 0, 0
+    for stage in range(pp):
+        counted += each + (stage < left)
+        end = last + 1 if stage == pp - 1 else layers.blocks[0] + counted - 1
         yield range(begin, end)
         begin = end
