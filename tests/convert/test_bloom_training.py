@@ -92,7 +92,10 @@ def test_training_goes_on(name: str, memory: Any, tmp_path: Path) -> None:
     assert [(r.loss, r.grad_norm) for r in resumed.records] == [(r.loss, r.grad_norm) for r in records[STOP:]], "to the bit"
     if name == "tp2-pp2-dp2":
         spread = train(2, [*flags, *OTHERS, "--pp", "2", "--load", str(tmp_path / "ours")])
-        assert all(abs(a.loss - b.loss) < 5e-3 for a, b in zip(spread.records, records[STOP:], strict=True))
+        first, wanted = spread.records[0], records[STOP]
+        assert first.loss == wanted.loss and first.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+        # From here on a last bit of the norm, which scales the update, may round a 16-bit weight the other way.
+        assert all(abs(a.loss - b.loss) < 1e-3 for a, b in zip(spread.records, records[STOP:], strict=True))
 
 
 @pytest.mark.slow
