@@ -86,7 +86,7 @@ class MegazeroLM(HarnessModel):
             if built is None:
                 raise DataError(f"{path} leads to no tokenizer; name one: tokenizer=hf, tokenizer_path=...")
             begin = begin_token(source, built)
-        end = built.eod_id if opened.run.data.eod_id is None else opened.run.data.eod_id
+        end = opened.end_of_document(built)
         if end is None:
             raise DataError(f"neither {path} nor its tokenizer says which token ends a text")
         prefix = prefix_token_id if prefix_token_id is not None else begin if begin is not None else end

@@ -15,7 +15,7 @@ from megazero import device as devices
 from megazero.adapters import load_base, peft_files, step_flops
 from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
 from megazero.checkpoint.compat import record_of
-from megazero.checkpoint.fence import Fence, new_token, replace_file
+from megazero.checkpoint.fence import Fence, new_token
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.dtypes import compute_dtype
@@ -23,6 +23,7 @@ from megazero.config.dump import dump
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
+from megazero.durable import replace_file
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling

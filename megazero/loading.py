@@ -46,6 +46,11 @@ class Opened:
     tokenizer: Tokenizer | None
     report: Report
 
+    def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
+        """The token that ends a document: the run's, else that of the tokenizer which is used; None where neither has one."""
+        known = self.run.data.eod_id
+        return known if known is not None or tokenizer is None else tokenizer.eod_id
+
 
 def open_model(
     path: str | Path,

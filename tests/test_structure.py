@@ -22,6 +22,7 @@ FLOORS = {
     "megazero.device": 0,
     "megazero.streams": 0,
     "megazero.batch": 0,
+    "megazero.durable": 0,
     "fused_ops": 1,
     "megazero.telemetry": 1,
     "megazero.mpu": 2,

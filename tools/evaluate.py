@@ -29,25 +29,33 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.config.level import ConfigError
-from megazero.config.schema import ParallelConfig
-from megazero.convert.registry import format_table
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import Reader
 from megazero.data.progress import Progress, to_stderr
-from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
+from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.documents import Document, indexed_documents, text_documents
 from megazero.evaluation.perplexity import Cut, Totals, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.loading import Opened, open_model
+from megazero.model_flags import (
+    add_format_flag,
+    add_layout_flags,
+    add_tokenizer_flags,
+    not_positive,
+    not_there,
+    parallel_of,
+    problems,
+    tokenizer_named,
+)
 from megazero.mpu.grid import ProcessGrid
 
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a folder of them")
-    flags.add_argument("--from", dest="format", choices=tuple(format_table()), help="its format, where it is not to be recognised")
+    add_format_flag(flags)
     text = flags.add_argument_group("documents, at least one of the two")
     text.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx pairs")
     text.add_argument("--input", nargs="+", default=[], metavar="FILE", help="files and folders of jsonl or text, also .gz and .zst")
@@ -56,8 +64,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
     text.add_argument("--encoding-errors", default="strict", choices=("strict", "replace"), help="bytes that are no UTF-8: stop, or U+FFFD")
     text.add_argument("--append-eod", action="store_true", help="end documents of --input with the end-of-document token, and score it")
-    text.add_argument("--tokenizer", choices=tuple(KINDS), help="for --input (default: the checkpoint's own)")
-    text.add_argument("--tokenizer-path", help="folder or file of --tokenizer")
+    add_tokenizer_flags(text)
     text.add_argument("--limit", type=int, metavar="N", help="score the first N documents only")
     how = flags.add_argument_group("scoring")
     how.add_argument("--context", type=int, metavar="N", help="tokens that the model reads at once (default: its sequence length)")
@@ -65,12 +72,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--prefix-id", type=int, metavar="ID", help="token that documents start after (default: the end-of-document token)")
     how.add_argument("--no-prefix", action="store_true", help="documents start after nothing: first tokens are not scored")
     how.add_argument("--micro-batch-size", type=int, default=8, metavar="N", help="windows of one forward pass (%(default)s)")
-    how.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="to compute in (default: the checkpoint's)")
-    ranks = flags.add_argument_group("ranks")
-    ranks.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
-    ranks.add_argument("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
-    ranks.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where tensors live (%(default)s)")
-    ranks.add_argument("--distributed-timeout-minutes", type=float, default=10.0, help="a rank waits so long for others (%(default)s)")
+    add_layout_flags(flags)
     out = flags.add_argument_group("output")
     out.add_argument(
         "--output",
@@ -84,34 +86,16 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Raises ConfigError, which names all that is wrong."""
-    problems = []
+    wrong = [*not_there("", args.path), *problems(args, world_size, replicas=True)]
+    wrong += not_positive(args, "micro_batch_size", "context", "stride", "limit")
     if not args.data_path and not args.input:
-        problems.append("--data-path PREFIX or --input FILE: there is nothing to score")
-    problems += [
-        f"--{name.replace('_', '-')} {value}: must be at least 1"
-        for name in ("tp", "pp", "micro_batch_size", "context", "stride", "limit")
-        if (value := getattr(args, name)) is not None and value < 1
-    ]
-    if min(args.tp, args.pp) > 0 and world_size % (args.tp * args.pp):
-        problems.append(
-            f"--tp {args.tp} x --pp {args.pp} = {args.tp * args.pp} does not divide the {world_size} processes that were started"
-        )
+        wrong.append("--data-path PREFIX or --input FILE: there is nothing to score")
     if args.no_prefix and args.prefix_id is not None:
-        problems.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
-    if args.tokenizer_path and not args.tokenizer:
-        problems.append("--tokenizer-path: --tokenizer says of which kind it is")
-    if not args.path.expanduser().exists():
-        problems.append(f"{args.path}: no such checkpoint")
+        wrong.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
     if args.output is not None and not args.output.parent.is_dir():
-        problems.append(f"--output {args.output}: there is no folder {args.output.parent}")
-    if problems:
-        raise ConfigError(problems)
-
-
-def separator(opened: Opened, tokenizer: Tokenizer | None) -> int | None:
-    """The token that ends a document."""
-    known = opened.run.data.eod_id
-    return known if known is not None or tokenizer is None else tokenizer.eod_id
+        wrong.append(f"--output {args.output}: there is no folder {args.output.parent}")
+    if wrong:
+        raise ConfigError(wrong)
 
 
 def cut_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Cut:
@@ -120,16 +104,16 @@ def cut_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Cut:
     context = args.context or min(model.seq_length, most or model.seq_length)
     stride = args.stride or context
     prefix = None if args.no_prefix else eod if args.prefix_id is None else args.prefix_id
-    problems = []
+    wrong = []
     if most is not None and context > most:
-        problems.append(f"--context {context}: the model has {most} learned positions")
+        wrong.append(f"--context {context}: the model has {most} learned positions")
     if stride > context:
-        problems.append(f"--stride {stride}: tokens would be left out; at most the context of {context}")
+        wrong.append(f"--stride {stride}: tokens would be left out; at most the context of {context}")
     assert model.vocab_size is not None
     if prefix is not None and not 0 <= prefix < model.vocab_size:
-        problems.append(f"--prefix-id {prefix}: the model's vocabulary has {model.vocab_size} tokens")
-    if problems:
-        raise ConfigError(problems)
+        wrong.append(f"--prefix-id {prefix}: the model's vocabulary has {model.vocab_size} tokens")
+    if wrong:
+        raise ConfigError(wrong)
     return Cut(context, stride, prefix)
 
 
@@ -149,8 +133,8 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
 def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """On every rank; rank 0 prints and writes."""
     opened = open_model(args.path, grid, precision=args.precision, format=args.format)
-    tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else opened.tokenizer
-    eod = separator(opened, tokenizer)
+    tokenizer = tokenizer_named(args, opened)
+    eod = opened.end_of_document(tokenizer)
     cut = cut_for(args, opened, eod)
     scorer = Scorer(opened.run, opened.stages, grid, args.micro_batch_size)
     totals, began = Totals(), time.perf_counter()
@@ -200,9 +184,8 @@ def main() -> None:
 
     def run() -> None:
         check(args, environment.world_size)
-        parallel = ParallelConfig(tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=args.distributed_timeout_minutes)
         try:
-            with launch(parallel, environment) as grid:
+            with launch(parallel_of(args), environment) as grid:
                 evaluate(args, grid)
         except (ConversionError, DataError) as error:
             raise ConfigError([str(error)]) from error

@@ -8,13 +8,13 @@ that carries the token and only becomes one by a rename.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from megazero.durable import replace_file
 from megazero.mpu.collectives import broadcast
 from megazero.mpu.grid import Group
 
@@ -28,26 +28,6 @@ def new_token(world: Group, device: torch.device | str = "cpu") -> str:
     token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
     broadcast(token, world).wait()
     return bytes(token.tolist()).hex()
-
-
-def replace_file(path: Path, content: bytes, token: str) -> None:
-    """Write a small file so that it is either as it was or wholly new, also after a power cut."""
-    temporary = path.with_name(f".{path.name}-{token}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and creations in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Fence:

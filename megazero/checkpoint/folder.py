@@ -13,8 +13,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from megazero.checkpoint.fence import Fence, replace_file, sync_folder
+from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import MANIFEST, Damaged
+from megazero.durable import replace_file, sync_folder
 
 LATEST = "latest"
 TOKEN = "run_token"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.blocks import BLOCK_BYTES, BlockFile, write_file
-from megazero.checkpoint.fence import sync_folder
 from megazero.checkpoint.format import (
     MANIFEST,
     CheckpointError,
@@ -23,6 +22,7 @@ from megazero.checkpoint.format import (
     key_of,
     span_of,
 )
+from megazero.durable import sync_folder
 
 
 def write_fragments(folder: Path, index: int, count: int, fragments: Iterable[Fragment], block_bytes: int = BLOCK_BYTES) -> None:

@@ -78,11 +78,6 @@ def _flag_table() -> Mapping[str, _Meaning]:
     return MappingProxyType(table)
 
 
-def all_flags() -> tuple[str, ...]:
-    """Every flag that is accepted, aliases and negations included."""
-    return tuple(_flag_table())
-
-
 def option_called(word: str) -> Option | None:
     """The option of a file's key: a field's name or an alias, with dashes or underscores."""
     meaning = _flag_table().get("--" + word.lstrip("-").replace("_", "-"))

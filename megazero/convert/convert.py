@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megazero.checkpoint.fence import sync_folder
 from megazero.convert.companions import contents_of, write_companions
 from megazero.convert.formats import Format, Wanted
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.data.progress import Progress, Report, clock
+from megazero.durable import sync_folder
 
 SPARE = 1.02
 """What a target may need beyond the bytes of its tensors: headers, pickles, padding."""

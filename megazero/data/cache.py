@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megazero.data.indexed import DataError
 from megazero.data.progress import Report, clock
-from megazero.data.writer import sync_folder
+from megazero.durable import sync_folder
 
 FORMAT = 1
 FACTS = "facts.json"

@@ -17,17 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.indexed import BLOCK, CODES, HEADER, MAGIC, DataError, IndexedDataset, pair
+from megazero.durable import sync_folder
 
 LONGEST = 2**31 - 1
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class PairWriter:

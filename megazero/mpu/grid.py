@@ -121,14 +121,6 @@ class ProcessGrid:
     timeout: timedelta | None = None
     """How long a collective may take; None: torch's default."""
 
-    @property
-    def is_first_stage(self) -> bool:
-        return self.at.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.at.pp == self.axes.pp - 1
-
 
 def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
     """The grid of a program that is one process: every group is of size 1."""

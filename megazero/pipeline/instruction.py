@@ -22,7 +22,6 @@ class Op(Enum):
 _BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_BACKWARD)
 _COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
-_RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +54,6 @@ class Instruction:
     @property
     def is_send(self) -> bool:
         return self.op in _SENDS
-
-    @property
-    def is_receive(self) -> bool:
-        return self.op in _RECEIVES
 
     @property
     def ends_backward(self) -> bool:

@@ -154,7 +154,7 @@ def test_layouts(size: int, tp: int, pp: int, batch: int, folder: Path, capsys: 
 def test_mistakes(folder: Path, tmp_path: Path) -> None:
     wrong: tuple[tuple[tuple[object, ...], list[str]], ...] = (
         ((), ["there is nothing to score"]),
-        (("--data-path", "x", "--tp", 2), ["--tp 2 x --pp 1 = 2 does not divide the 1 processes"]),
+        (("--data-path", "x", "--tp", 2), ["--tp 2 x --pp 1 = 2 ranks, but 1 process was started, no multiple of it"]),
         (("--data-path", "x", "--stride", 0, "--limit", -1), ["--stride 0: must be at least 1", "--limit -1"]),
         (("--data-path", "x", "--no-prefix", "--prefix-id", 3), ["exclude each other"]),
         (("--data-path", "x", "--output", tmp_path / "no" / "file"), ["there is no folder"]),

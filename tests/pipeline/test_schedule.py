@@ -67,7 +67,7 @@ def test_receives_are_posted_one_computation_ahead():
     for name, p, m, v in sizes(60):
         for stage in make_schedule(name, p, m, v):
             computes = [i for i in stage if i.is_compute]
-            for receive in (i for i in stage if i.is_receive):
+            for receive in (i for i in stage if not i.is_compute and not i.is_send):
                 use = Op.BACKWARD if receive.is_backward else Op.FORWARD
                 number = next(
                     n for n, i in enumerate(computes) if (i.op, i.micro_batch, i.chunk) == (use, receive.micro_batch, receive.chunk)

@@ -110,7 +110,13 @@ def test_a_conversation_through_a_pipe(model: Path) -> None:
 def test_a_wrong_command_line_is_told_once() -> None:
     done = run("--load", "nowhere", "--tp", "2", "--top-p", "2", "--stop", "")
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-    for words in ("4 problems", "nowhere: there is no such folder", "top_p (2.0)", "a stop string is empty", "2 ranks, but 1 processes"):
+    for words in (
+        "4 problems",
+        "nowhere: there is no such checkpoint",
+        "top_p (2.0)",
+        "a stop string is empty",
+        "2 ranks, but 1 process was started",
+    ):
         assert words in done.stderr
 
 
