@@ -12,13 +12,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.special import CUT, SpecialTokens
+from megazero.data.tokenizer import Tokenizer
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Marks of our own, such characters as `special.CUT` is."""
+OPEN, CLOSE, HERE = "\ufdd0", "\ufdd1", "\ufdd3"
+"""Marks of our own, such characters as `special.CUT` is: around what is generated, and where a message is to be gone on with."""
+NOTHING = MappingProxyType({"tools": None, "documents": None})
+"""What templates may ask for, and get as `transformers` gives it where there is none."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OLDEST_JINJA = (3, 1, 6)
 """Earlier sandboxes could be left."""
@@ -60,6 +65,22 @@ class ChatTemplate:
                 raise DataError("text of the conversation and text of the chat template make a special token together")
         return rendered
 
+    def prompt(self, messages: Sequence[Mapping[str, str]], *, answer: bool = True) -> str:
+        """The text that a model gets: to answer, or to go on with the last message. What data spells like a special token is one here.
+
+        Raises DataError as `render` does, and where the template leaves the last message out that is to be gone on with.
+        """
+        given: list[Message] = list(messages)
+        if not answer:
+            given[-1] = {**given[-1], "content": f"{given[-1]['content']}{HERE} "}
+        text = re.sub(f"[{OPEN}{CLOSE}]", "", self._text(given, {}, prompt=answer))
+        if answer:
+            return text
+        before, mark, behind = text.rpartition(HERE)
+        if not mark:
+            raise DataError("the chat template leaves out the message that is to be gone on with")
+        return before if behind.startswith(" ") else before.rstrip()  # else it strips messages, but for the mark
+
     def _changed(self, value: Any, act: Callable[[str], str]) -> Any:
         """A value of JSON kind with `act` on every string in it. A role is not the data's: it is one of `ROLES`."""
         if isinstance(value, str):
@@ -76,7 +97,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            found = self._template.render(messages=messages, add_generation_prompt=prompt, **self.variables, **more)
+            found = self._template.render({**NOTHING, **self.variables, **more, "messages": messages, "add_generation_prompt": prompt})
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError) as error:
             raise DataError(f"the chat template fails: {error}") from error
         return str(found)
@@ -172,6 +193,13 @@ def _compiled(source: str) -> Any:
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     """Jinja's own filter escapes what HTML would take for markup."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """The one beside this tokenizer. Raises DataError where there is none."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise DataError("turns of a chat need a chat template, which comes with --tokenizer hf")
+    return read_template(tokenizer.path.parent, tokenizer.special_tokens.texts)
 
 
 def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:

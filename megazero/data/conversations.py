@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.chat import CLOSE, OPEN, ROLES, ChatTemplate, Rendered, read_template
+from megazero.data.chat import CLOSE, OPEN, ROLES, ChatTemplate, Rendered, template_of
 from megazero.data.documents import Raw, documents, opened
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
@@ -82,10 +82,8 @@ class Encoder:
 
     def _chat_template(self, raw: Raw) -> ChatTemplate:
         if self.template is None:
-            if not isinstance(self.tokenizer, HuggingFaceTokenizer):
-                raise _wrong(raw, "turns of a chat need a chat template, which comes with --tokenizer hf")
             with _named(raw):
-                self.template = read_template(self.tokenizer.path.parent, self.tokenizer.special_tokens.texts)
+                self.template = template_of(self.tokenizer)
         return self.template
 
     def _written(self, raws: Sequence[Raw], texts: list[str]) -> list[Encoded]:

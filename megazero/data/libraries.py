@@ -102,6 +102,11 @@ class HuggingFaceTokenizer:
             self._checked(text, found, cut) for text, found in zip(texts, model.encode_batch(texts, add_special_tokens=False), strict=True)
         ]
 
+    def encode_with_specials(self, text: str) -> list[int]:
+        """Special tokens that the text spells are tokens, as `transformers` takes it; `special.CUT` is left out."""
+        model, cut = self._written
+        return [number for number in model.encode(text, add_special_tokens=False).ids if number != cut]
+
     def _checked(self, text: str, found: Any, cut: int) -> Encoded:
         encoded = [(number, *place) for number, place in zip(found.ids, found.offsets, strict=True) if number != cut]
         for number, start, stop in encoded:

@@ -4,17 +4,23 @@ Every rank of the grid holds one of these, makes the same calls and gets the sam
 which is how it expects a model that is split over processes to look. `megazero.harness` opens one from a checkpoint, under a name.
 
 Conventions are those of the harness's own `HFLM`, so that numbers can be compared: texts begin with the tokenizer's begin token where
-it has such a habit, a context too long is cut at its left, documents roll in windows that overlap by one token.
+it has such a habit, special tokens that a text spells are tokens, a context too long is cut at its left, documents roll in windows that overlap by one token.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megazero.data.chat import ChatTemplate, template_of
+from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.perplexity import Cut
 from megazero.evaluation.scorer import Scorer
@@ -94,7 +100,13 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.scorer, self.tokens, self.max_length = scorer, tokens, max_length
         self._device = scorer.grid.device
+        self._told = False
         self._pipeline = Pipeline.of(scorer.stages, scorer.grid, scorer.chunk_map)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        """Raises DataError where the tokenizer has none."""
+        return template_of(self.tokens.tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -113,9 +125,36 @@ class HarnessModel(TemplateLM):
         """Rows of one forward pass."""
         return self.scorer.micro_batch_size
 
+    @property
+    def tokenizer_name(self) -> str:
+        """What requests are cached under, where they are texts of a chat template."""
+        template = self._template
+        return hashlib.sha256(f"{template.source}{sorted(template.variables.items())}".encode()).hexdigest()[:16]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The program that `apply_chat_template` runs. A tokenizer with several has the one called default here. Raises ValueError for others."""
+        if chat_template not in (None, False, True, "default"):
+            raise ValueError(f"apply_chat_template {chat_template}: only the default chat template is used")
+        return self._template.source if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The turns as one text. Where a template refuses a system's turn it goes without, as in HFLM, and says so once."""
+        try:
+            return self._template.prompt(chat_history, answer=add_generation_prompt)
+        except DataError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history) or not others:
+                raise
+            if not self._told:
+                logging.getLogger(__name__).warning("turns of a system are left out: %s", error)
+                self._told = True
+            return self._template.prompt(others, answer=add_generation_prompt)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        ids = self.tokens.tokenizer.encode(string)
-        return ids if add_special_tokens is False else [*self.tokens.begins, *ids]
+        tokenizer, begins = self.tokens.tokenizer, list(self.tokens.begins)
+        ids = tokenizer.encode_with_specials(string) if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer.encode(string)
+        there = ids[: len(begins)] == begins  # a chat template may have put it there
+        return ids if there or add_special_tokens is False else [*begins, *ids]
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
         return self.tokens.tokenizer.decode(list(tokens))

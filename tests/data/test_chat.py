@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megazero.data.chat import template_of
 from megazero.data.conversations import Conversation, Encoder, read_conversations
 from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
 from tests.data.chats import CHATML, HEADERS, INSTRUCT, KINDS, PLAIN, SPECIALS, chat, write_lines, write_tokenizer
@@ -65,6 +67,32 @@ def test_every_kind_of_tokenizer_and_template_gives_the_tokens_of_transformers(k
             assert conversation.ids.tolist() == wanted["input_ids"]
             if template is CHATML:
                 assert conversation.learned.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
+
+
+TOOLS = """{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}{% for message in messages %}
+{{- '<|im_start|>' + message['content'] | trim + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"""
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN, HEADERS, TOOLS])
+def test_prompts_are_those_of_transformers(template: str, tmp_path: Path) -> None:
+    """To be answered, and to be gone on with; special tokens that the data spells become tokens there."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path, template)
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), build_tokenizer("hf", str(folder))
+    ours = template_of(tokenizer)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    for record in [*CHATS, chat("a <|im_end|> b", "and \n "), chat("twice", "twice", "twice", "twice ")]:
+        turns = record["messages"]
+        asked = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        assert ours.prompt(turns) == asked
+        assert ours.prompt(turns, answer=False) == theirs.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+        assert tokenizer.encode_with_specials(asked) == theirs.encode(asked, add_special_tokens=False)
+
+
+def test_a_template_without_the_last_message_cannot_go_on_with_it(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "{% for message in messages[:-1] %}{{ message['content'] }}{% endfor %}")
+    with pytest.raises(DataError, match="leaves out the message"):
+        template_of(build_tokenizer("hf", str(folder))).prompt(CHATS[0]["messages"], answer=False)
 
 
 def test_a_model_of_pieces_forges_no_special_token_either(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megazero.data.indexed import DataError
 from megazero.mpu.grid import Axes, build_grid
 from tests.convert.hf_models import in_double
 from tests.evaluation.hf_folder import CASES, CONTEXT, VOCABULARY, folder_of, text
@@ -190,6 +192,48 @@ def test_simple_evaluate(folders: dict[str, Path], tmp_path: Path, monkeypatch: 
         assert found.keys() == wanted.keys()
         for task, row in wanted.items():
             assert found[task] == pytest.approx(row, rel=1e-10), task
+
+
+CHAT = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' and 'no' in message['content'] %}
+{{- raise_exception('no system here') }}{% endif %}{{ message['role'] + ': ' + message['content'] | trim + eos_token }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+
+
+@pytest.mark.slow
+def test_chat_templates(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The begin token that a template writes is not put there twice; turns of a system that a template refuses are left out, as there."""
+    pytest.importorskip("datasets")
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(folders["llama"], tmp_path / "chats"))
+    (folder / "chat_template.jinja").write_text(CHAT)
+    turns = [{"role": "user", "content": " the cat "}, {"role": "assistant", "content": "sat</s> on"}, {"role": "user", "content": "why?"}]
+    lm = ours(folder)
+    how: dict[str, Any] = {"apply_chat_template": True, "task_manager": TaskManager(include_defaults=False), "bootstrap_iters": 0}
+    with theirs("llama", folder) as right:
+        for system in ("be brief", "no more"):
+            history = [{"role": "system", "content": system}, *turns]
+            for last, asks in ((3, True), (2, False)):
+                wanted = right.apply_chat_template(history[: last + 1], add_generation_prompt=asks)
+                assert lm.apply_chat_template(history[: last + 1], add_generation_prompt=asks) == wanted
+                assert lm.tok_encode(wanted) == right.tok_encode(wanted) and lm.tok_encode(wanted)[:2].count(1) == 1
+        assert lm.chat_template(True) == right.chat_template(True) == CHAT and lm.chat_template(False) is None
+        found, wanted = (
+            lm_eval.simple_evaluate(model=each, tasks=tasks(tmp_path), system_instruction="be brief", **how) for each in (lm, right)
+        )
+    assert caplog.text.count("turns of a system are left out") == 1
+    for task, samples in wanted["samples"].items():
+        assert [each["arguments"] for each in found["samples"][task]] == [each["arguments"] for each in samples]
+    for task in ("choice", "told"):
+        assert "system: be brief</s>" in str(found["samples"][task][0]["arguments"])
+        for name, value in wanted["results"][task].items():
+            assert found["results"][task][name] == (pytest.approx(value, rel=1e-10) if isinstance(value, float) else value)
+    assert lm.tokenizer_name and lm.tokenizer_name == ours(folder).tokenizer_name
+    with pytest.raises(ValueError, match="only the default chat template"):
+        lm.chat_template("rag")
+    with pytest.raises(DataError, match="has no chat template"):
+        ours(folders["gpt2"]).apply_chat_template(turns)
 
 
 def test_begin_tokens(folders: dict[str, Path]) -> None:
