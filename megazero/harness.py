@@ -23,6 +23,7 @@ from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError, Source
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
+from megazero.data.special import named_tokens
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.evaluation.harness import HarnessModel, Tokens
 from megazero.evaluation.scorer import Scorer, longest_context
@@ -105,13 +106,9 @@ class MegazeroLM(HarnessModel):
 
 def begin_token(source: Source, tokenizer: Tokenizer) -> int | None:
     """The token that Hugging Face's files beside a model call its first (`bos_token`), None where they name none."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if name in source.companions:
-            token = json.loads(source.companions[name].read_text(encoding="utf-8")).get("bos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is not None and isinstance(tokenizer, HuggingFaceTokenizer):
-                return tokenizer.id_of(token)
-    return None
+    files = [source.companions.get(name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    token = named_tokens(*({} if file is None else json.loads(file.read_text(encoding="utf-8")) for file in files)).get("bos_token")
+    return tokenizer.id_of(token) if token is not None and isinstance(tokenizer, HuggingFaceTokenizer) else None
 
 
 def _begins(tokenizer: Tokenizer, begin: int | None, wanted: bool | None) -> tuple[int, ...]:

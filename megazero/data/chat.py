@@ -17,7 +17,7 @@ from typing import Any
 
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
-from megazero.data.special import CUT, SpecialTokens
+from megazero.data.special import CUT, SpecialTokens, named_tokens
 from megazero.data.tokenizer import Tokenizer
 
 OPEN, CLOSE, HERE = "\ufdd0", "\ufdd1", "\ufdd3"
@@ -214,8 +214,7 @@ def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:
             raise DataError(f"{folder / 'tokenizer_config.json'} has chat templates {', '.join(map(str, named))}, but none called default")
     if not isinstance(source, str):
         raise DataError(f"{folder} has no chat template: neither chat_template.jinja nor one in tokenizer_config.json")
-    named_tokens = {key: _content(value) for key, value in config.items() if key.endswith("_token") and _content(value) is not None}
-    return ChatTemplate(source, {key: str(value) for key, value in named_tokens.items()}, specials)
+    return ChatTemplate(source, named_tokens(config, _config(folder / "special_tokens_map.json")), specials)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -224,9 +223,3 @@ def _config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}") from error
     return found if isinstance(found, dict) else {}
-
-
-def _content(token: Any) -> str | None:
-    """A token as the configuration writes it: its text, or a record of it."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None

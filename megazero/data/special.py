@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megazero.data.indexed import DataError
 
 CUT = "\ufdd2"
 """A border in a text, which the tokenizer drops: of the characters that Unicode has set aside for a program's inner use."""
+
+OF_CLASS = {
+    name: dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") for name in ("GPT2Tokenizer", "GPT2TokenizerFast")
+}
+"""Named tokens of kinds of tokenizers, where no file says otherwise."""
+
+
+def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    """Tokens by what a tokenizer calls them (bos_token, eos_token), from the content of tokenizer_config.json and special_tokens_map.json.
+
+    As `transformers` reads them: the second goes before the first, unless the first has an added_tokens_decoder, which only what was
+    saved later has. Entries that name no token take a name away.
+    """
+    more = config.get("extra_special_tokens")
+    found: dict[str, Any] = dict(OF_CLASS.get(str(config.get("tokenizer_class")), {}))
+    for entries in (config, more if isinstance(more, dict) else {}, {} if "added_tokens_decoder" in config else special_map):
+        found |= {key: token_text(value) for key, value in entries.items() if key.endswith("_token")}
+    return {key: text for key, text in found.items() if text is not None}
+
+
+def token_text(token: Any) -> str | None:
+    """A token as such files write it: its text, or a record of it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 class SpecialTokens:

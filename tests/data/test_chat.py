@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,33 @@ def test_prompts_are_those_of_transformers(template: str, tmp_path: Path) -> Non
         assert ours.prompt(turns) == asked
         assert ours.prompt(turns, answer=False) == theirs.apply_chat_template(turns, tokenize=False, continue_final_message=True)
         assert tokenizer.encode_with_specials(asked) == theirs.encode(asked, add_special_tokens=False)
+
+
+_ADDED = {"content": "<s>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "only in the map": ({}, {"bos_token": "<s>", "eos_token": _ADDED | {"content": "<|endoftext|>"}}),
+    "otherwise in the map": ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}),
+    "none in the configuration": ({"bos_token": None, "eos_token": "<|endoftext|>"}, {"bos_token": "<s>"}),
+    "the map is older": (
+        {"bos_token": "<s>", "eos_token": "<|im_end|>", "added_tokens_decoder": {"3": _ADDED}},
+        {"eos_token": "<|endoftext|>"},
+    ),
+    "one of its own": ({"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": {"turn_token": "<|im_start|>"}}, {}),
+    "its class's": ({"tokenizer_class": "GPT2TokenizerFast"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_templates_know_the_named_tokens_that_transformers_knows(case: str, tmp_path: Path) -> None:
+    """Whichever of the tokenizer's files says them."""
+    transformers = pytest.importorskip("transformers")
+    template = "{{ bos_token }}{{ turn_token if turn_token is defined }}{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
+    folder = write_tokenizer(tmp_path, template)
+    config, special_map = NAMED[case]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+    (folder / "special_tokens_map.json").write_text(json.dumps(special_map))
+    wanted = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CHATS[0]["messages"], tokenize=False)
+    assert template_of(build_tokenizer("hf", str(folder))).render(CHATS[0]["messages"]).text == wanted
 
 
 def test_a_template_without_the_last_message_cannot_go_on_with_it(tmp_path: Path) -> None:
