@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megazero.config.derive import ffn_width
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair
 from megazero.convert.hf.shared import ANY, BIASED, LAYERNORM, nominal_length, windows
-from megazero.convert.hf.tables import Demand, Family, Need, opposite, plain
+from megazero.convert.hf.tables import Config, Demand, Family, Need, opposite, plain
 
 NAMES = Names(
     "transformer.",
@@ -22,6 +24,18 @@ NAMES = Names(
         Rule("head.weight", (HEAD,)),
     ),
 )
+
+
+def _problems(config: Config) -> Iterator[str]:
+    yield from windows(config)
+    parts = config.get("pretraining_tp")
+    if config.get("slow_but_exact") and parts not in (None, 1):
+        yield (
+            f"slow_but_exact with pretraining_tp {parts!r}: transformers then leaves out two biases of every layer, "
+            "which the model was trained with; set slow_but_exact to false"
+        )
+
+
 FAMILY = Family(
     "bloom",
     "BloomForCausalLM",
@@ -52,6 +66,6 @@ FAMILY = Family(
         BIASED,
     ),
     eos=2,
-    further=windows,
+    further=_problems,
     written=lambda model: {"apply_residual_connection_post_layernorm": False, "pretraining_tp": 1, "slow_but_exact": False},
 )

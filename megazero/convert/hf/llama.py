@@ -66,11 +66,24 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"rope_type {kind!r} (rope_scaling, rope_parameters): megazero turns by position / theta^(2i/d), which is 'default'"
     if any(isinstance(value, dict) for value in rope.values()):
         yield f"rope_parameters of several kinds of layers ({', '.join(sorted(rope))}): all layers turn alike here"
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if rope.get("partial_rotary_factor") not in (None, 1):
         yield f"partial_rotary_factor {rope['partial_rotary_factor']!r}: heads are turned as a whole"
-    outer, inner = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
-    if None not in (outer, inner) and outer != inner:
-        yield f"rope_theta is {outer!r}, rope_parameters.rope_theta {inner!r}"
+    yield from _two_minds(config)
+
+
+def _two_minds(config: Config) -> Iterator[str]:
+    """Versions differ in which of the two they believe."""
+    older, newer = dict(config.get("rope_scaling") or {}), dict(config.get("rope_parameters") or {})
+    for found in (older, newer):
+        if found:
+            found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
+    for key in sorted(older.keys() & newer.keys()):
+        if older[key] != newer[key]:
+            yield f"rope_scaling.{key} is {older[key]!r}, rope_parameters.{key} {newer[key]!r}"
+    outer = config.get("rope_theta")
+    for name, found in (("rope_scaling", older), ("rope_parameters", newer)):
+        if None not in (outer, found.get("rope_theta")) and outer != found["rope_theta"]:
+            yield f"rope_theta is {outer!r}, {name}.rope_theta {found['rope_theta']!r}"
 
 
 def _bias(field: str, key: str) -> Setting:

@@ -44,6 +44,7 @@ ANY = (
     Demand("add_cross_attention", False, (False, None), "there is no cross attention"),
     Demand("auto_map", None, (None, {}), "the model's code lies beside its weights, and is not run"),
     Demand("pruned_heads", None, (None, {}), "heads that were taken out"),
+    Demand("is_causal", True, (True,), "a token looks only at those before it"),
     Demand("use_sliding_window", False, (False, None), "attention looks at the whole context"),
 )
 
