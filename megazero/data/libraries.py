@@ -92,6 +92,11 @@ class HuggingFaceTokenizer:
         _require_below(ids, self.vocab_size)
         return self._model.decode(ids, skip_special_tokens=False)
 
+    def decode_without_specials(self, ids: list[int]) -> str:
+        """As `decode`, special tokens left out."""
+        _require_below(ids, self.vocab_size)
+        return self._model.decode(ids, skip_special_tokens=True)
+
     def encode_written(self, texts: list[str]) -> list[Encoded]:
         """Texts in which special tokens stand for themselves, as a chat template writes them; `special.CUT` is a border and is left out.
 

@@ -4,7 +4,8 @@ Every rank of the grid holds one of these, makes the same calls and gets the sam
 which is how it expects a model that is split over processes to look. `megazero.harness` opens one from a checkpoint, under a name.
 
 Conventions are those of the harness's own `HFLM`, so that numbers can be compared: texts begin with the tokenizer's begin token where
-it has such a habit, special tokens that a text spells are tokens, a context too long is cut at its left, documents roll in windows that overlap by one token.
+it has such a habit, special tokens that a text spells are tokens, those that are generated are left out of the text, a context too long is cut
+at its left, documents roll in windows that overlap by one token.
 """
 
 from __future__ import annotations
@@ -156,8 +157,11 @@ class HarnessModel(TemplateLM):
         there = ids[: len(begins)] == begins  # a chat template may have put it there
         return ids if there or add_special_tokens is False else [*begins, *ids]
 
-    def tok_decode(self, tokens: Sequence[int]) -> str:
-        return self.tokens.tokenizer.decode(list(tokens))
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        tokenizer = self.tokens.tokenizer
+        if skip_special_tokens and isinstance(tokenizer, HuggingFaceTokenizer):
+            return tokenizer.decode_without_specials(list(tokens))
+        return tokenizer.decode(list(tokens))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
@@ -189,7 +193,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """What follows each context, up to a stop sequence, the end token or the length that the request asks for."""
-        end = self.tok_decode([self.eot_token_id])
+        end = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         asked = [(request.args[0], request.args[1]) for request in requests]
         wishes = [Wish.of(arguments, end) for _, arguments in asked]
         prompts = [self._prompt(context, wish) for (context, _), wish in zip(asked, wishes, strict=True)]
@@ -224,13 +228,14 @@ class HarnessModel(TemplateLM):
         def ends(row: int, token: int) -> bool:
             new[row].append(token)
             # A character may take several tokens, and tokens before a stop sequence may join its first.
-            return token == self.eot_token_id or any(stop in self.tok_decode(new[row][-4 * len(stop) - 4 :]) for stop in wish.until)
+            recent = (self.tok_decode(new[row][-4 * len(stop) - 4 :], skip_special_tokens=False) for stop in wish.until)
+            return token == self.eot_token_id or any(stop in text for stop, text in zip(wish.until, recent, strict=True))
 
         vocabulary = self.tokens.tokenizer.vocab_size
         return generate(self._pipeline, prompts, wish.most, wish.sampling, ends=ends, vocabulary=vocabulary, numbers=numbers)
 
     def _cut(self, tokens: Sequence[int], wish: Wish) -> str:
-        """The text before the end token and the first stop sequence."""
+        """The text before the end token and the first stop sequence; special tokens are no text, and as a stop they are the last token."""
         kept = tokens[: tokens.index(self.eot_token_id)] if self.eot_token_id in tokens else tokens
         text = self.tok_decode(kept)
         for stop in wish.until:

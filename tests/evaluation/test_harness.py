@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megazero.data.indexed import DataError
 from megazero.mpu.grid import Axes, build_grid
@@ -244,6 +245,25 @@ def test_begin_tokens(folders: dict[str, Path]) -> None:
     assert ours(folders["llama"], add_bos_token=False).tok_encode("the cat")[0] != 1
     assert ours(folders["bloom"], add_bos_token=True).tok_encode("the cat")[0] == 1
     assert ours(folders["gpt2"], prefix_token_id=9).prefix_token_id == 9
+
+
+def test_special_tokens_that_are_generated_are_no_text(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can stop a text all the same."""
+    lm = ours(folders["bloom"])
+    ids = [*lm.tok_encode("the cat "), 0, *lm.tok_encode("sat"), 1, *lm.tok_encode("on a mat")]
+
+    def speak(pipeline: Any, prompts: Any, most: int, sampling: Any, *, ends: Any, **more: Any) -> list[list[int]]:
+        stop = next((place for place, token in enumerate(ids) if ends(0, token)), most)
+        return [ids[: stop + 1]]
+
+    monkeypatch.setattr("megazero.evaluation.harness.generate", speak)
+    with theirs("bloom", folders["bloom"]) as right:
+        assert all(lm.tok_decode(ids, skip) == right.tok_decode(ids, skip) for skip in (True, False))
+        monkeypatch.setattr(right, "_model_generate", lambda context, **more: torch.tensor([[*context[0].tolist(), *ids]]))
+        asked = [("the", {"until": [], "max_gen_toks": 40})]
+        assert lm.generate_until(instances("generate_until", asked)) == right.generate_until(instances("generate_until", asked))
+    found = lm.generate_until(instances("generate_until", [("the", {"until": ["<s>"], "max_gen_toks": 40})]))
+    assert found == ["the cat sat"], "stopped by a special token"
 
 
 def test_what_it_has_not_is_refused(folders: dict[str, Path]) -> None:
