@@ -107,7 +107,12 @@ def _out_of_the_ordinary(report: Report) -> list[str]:
         for kind, keys in kinds.items()
         if keys
     ]
-    return [*found, *(f"{r.key}: {r.copies} copies that differed were averaged" for r in report.replicas[:SHOWN]), *report.notes]
+    return [
+        *found,
+        *(f"{r.key}: {r.copies} copies that differed were averaged" for r in report.replicas[:SHOWN]),
+        *report.apart,
+        *report.notes,
+    ]
 
 
 def _fill(source: Source, fragments: list[Fragment]) -> None:

@@ -15,7 +15,7 @@ from megazero.convert.changed import Rounded
 from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.hf.reader import HfSource
 from megazero.convert.registry import open_source
-from megazero.convert.source import WEIGHT, Source
+from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
 from megazero.data.progress import Progress, Report
 from megazero.loading import model_of
 
@@ -58,10 +58,28 @@ def _compare_tensors(source: Source, written: Source, report: Report) -> Verdict
         return Verdict(
             (f"NOT the same: {len(unequal)} of {compared} tensors differ, {len(missing)} are missing: {(unequal + missing)[:8]}",), False
         )
+    wrong = [*_contradictions(written), *(_moved(source.position, written.position) if set(MOMENTS) <= set(columns) else ())]
+    if wrong:
+        return Verdict((f"NOT the same: {'; '.join(wrong[:8])}",), False)
     dtypes = sorted({str(entry.columns[WEIGHT]).removeprefix("torch.") for entry in written.entries.values()})
     lost = [column for column in source.columns if column not in columns]
     said = [f"{', '.join(lost)} of the source: not in what was written"] if lost else []
     return Verdict((f"{compared} tensors bit-equal ({', '.join(columns)}; weights in {', '.join(dtypes)})", *said), True)
+
+
+def _contradictions(written: Source) -> list[str]:
+    """Files that were just written agree with each other: every copy of a tensor is the same one, a 16-bit weight is its master rounded."""
+    report = written.report
+    return [
+        f"{replica.key}: its {replica.copies} copies differ by up to {replica.largest:.3g}" for replica in report.replicas
+    ] + report.apart
+
+
+def _moved(was: Position, found: Position) -> list[str]:
+    """How far the training was, which belongs to the optimizer's moments."""
+    counted = ("iteration", "consumed_samples", "optimizer_steps")
+    pairs = [(name, getattr(was, name), getattr(found, name)) for name in counted]
+    return [f"{name} was {ours}, is {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:

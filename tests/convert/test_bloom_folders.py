@@ -38,7 +38,7 @@ def same(folder: Path, values: Globals, columns: tuple[str, ...] = EVERYTHING) -
                 wanted = values[column][name]
                 assert torch.equal(source.read(name, column), wanted if len(columns) > 1 else wanted.bfloat16()), (name, column)
         assert source.model.num_attention_heads == 4 and source.model.num_layers == len(values[WEIGHT]) // 12
-        return source.report.notes
+        return source.report.apart + source.report.notes
 
 
 def test_without_slice_mappings(tmp_path: Path, values: Globals) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
@@ -45,6 +49,56 @@ def test_a_source_that_transformers_does_not_open(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuses)
     verdict = verified(tmp_path)
     assert verdict.holds and "does not open" in verdict.lines[-1]
+
+
+def altered(to: str, pattern: str, alter: Callable[[Any], None], folder: Path, wanted: Wanted) -> Verdict:
+    """A checkpoint with the optimizer's state, one of whose files is changed after it was written."""
+    source = made(moments=True, precision="bf16")
+    convert(source, format_table()[to], folder, wanted, silent)
+    assert verify(source, folder, to, silent).holds
+    (file, *_) = sorted(folder.rglob(pattern))
+    content = torch.load(file, weights_only=True)
+    alter(content)
+    torch.save(content, file)
+    return verify(source, folder, to, silent)
+
+
+def one_more(tensor: Tensor) -> None:
+    tensor.view(-1)[0] += 1
+
+
+DEEPSPEED = Wanted(pp=2, dp=2)
+ALTERED: dict[str, tuple[str, str, Callable[[Any], None], Wanted, str]] = {
+    "16-bit weight beside its master": (
+        "megatron-deepspeed",
+        "layer_04-*",
+        lambda held: one_more(held["mlp.dense_4h_to_h.weight"]),
+        DEEPSPEED,
+        "blocks.1.mlp.down.weight: 1 of 2304 master weights, rounded, are not what the layer files hold",
+    ),
+    "a parameter's step": (
+        "universal",
+        "3.*/step.pt",
+        one_more,
+        Wanted(),
+        "step.pt is 8 of 3.input_layernorm.bias (1 such), 7 of the others",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALTERED.values(), ids=ALTERED)
+def test_copies_that_contradict_each_other(case: tuple[str, str, Callable[[Any], None], Wanted, str], tmp_path: Path) -> None:
+    to, pattern, alter, wanted, words = case
+    verdict = altered(to, pattern, alter, tmp_path / "out", wanted)
+    assert not verdict.holds and verdict.lines[-1].startswith("NOT the same") and words in verdict.lines[-1]
+
+
+def test_a_position_that_is_another(tmp_path: Path) -> None:
+    source = made(moments=True)
+    convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)
+    source.position = replace(source.position, optimizer_steps=6.0)
+    verdict = verify(source, tmp_path / "out", "universal", silent)
+    assert verdict.lines == ("NOT the same: optimizer_steps was 6.0, is 7.0",)
 
 
 def test_columns_that_were_not_written_are_said(tmp_path: Path) -> None:

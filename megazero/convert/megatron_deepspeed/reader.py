@@ -55,7 +55,7 @@ class MegatronDeepSpeedSource(Source):
         averaged = label(self.weights.theirs[name]) in {replica.key for replica in self.report.replicas}
         if self._off[name] and not averaged:  # a mean of rounded replicas is not the rounded mean
             note = f"{name}: {self._off[name]} of {master.numel()} master weights, rounded, are not what the layer files hold; the masters are taken"
-            self.report.notes.append(note)
+            self.report.apart.append(note)
 
 
 _ROWS = 1 << 10

@@ -7,6 +7,7 @@ follow each other, each rank's gate before its other half.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def open_universal(path: Path) -> Source:
     entries = {name: Entry(place.shape, {column: dtypes[column][name] for column in columns}) for name, place in places(model).items()}
     known = _optimizer(folder, files, report) | {name: value for name, value in args.items() if value is not None}
     run = with_schedule(run_from_args(known, model, precision_of(args)), args)
-    position = _position(folder, files, args, state, next(iter(folders.values())))
+    position = _position(folder, files, args, state, folders, report)
     source = HeldSource("universal", folder, run, position, held, entries)
     source.closing.callback(files.close)
     return source
@@ -107,18 +108,24 @@ def _optimizer(folder: Path, files: Files, report: Report) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _position(folder: Path, files: Files, args: Mapping[str, Any], state: Mapping[str, Any], parameter: Path) -> Position:
+def _position(folder: Path, files: Files, args: Mapping[str, Any], state: Mapping[str, Any], folders: Mapping[str, Path], report: Report) -> Position:  # fmt: skip
     iteration = int(state.get("iteration") or args.get("iteration") or state.get("global_steps") or 0)
     samples = int(args.get("consumed_train_samples") or state.get("global_samples") or 0)
     tokens = int(state.get("tokens") or args.get("consumed_train_tokens") or 0)
     optimizer = files[folder / ZERO / OPTIMIZER] if (folder / ZERO / OPTIMIZER).is_file() else {}
-    steps = _steps(optimizer, files, parameter) or float(iteration)
+    steps = _steps(optimizer, files, folders, report) or float(iteration)
     return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, loss_scale_of(optimizer.get("loss_scaler")))
 
 
-def _steps(optimizer: Mapping[str, Any], files: Files, parameter: Path) -> float:
+def _steps(optimizer: Mapping[str, Any], files: Files, folders: Mapping[str, Path], report: Report) -> float:
     """What Adam counts: with each parameter, or with the optimizer's groups."""
-    if (parameter / STEP).is_file():
-        return float(files[parameter / STEP])
+    counted = {name: float(files[inside / STEP]) for name, inside in folders.items() if (inside / STEP).is_file()}
+    if counted:
+        usual, _ = Counter(counted.values()).most_common(1)[0]
+        others = {name: count for name, count in counted.items() if count != usual}
+        if others:
+            name, count = next(iter(others.items()))
+            report.apart.append(f"{STEP} is {count:g} of {name} ({len(others)} such), {usual:g} of the others, which is taken for all")
+        return usual
     groups = optimizer.get("param_groups") or []
     return max((float(group["step"]) for group in groups if isinstance(group, dict) and group.get("step") is not None), default=0.0)
