@@ -91,7 +91,7 @@ class MegazeroLM(HarnessModel):
         if end is None:
             raise DataError(f"neither {path} nor its tokenizer says which token ends a text")
         prefix = prefix_token_id if prefix_token_id is not None else begin if begin is not None else end
-        tokens = Tokens(built, end, prefix, _begins(built, begin, add_bos_token))
+        tokens = Tokens(built, end, prefix, _begins(built, begin, add_bos_token), opened.ends)
         model = opened.run.model
         super().__init__(
             Scorer(opened.run, opened.stages, grid, int(batch_size)),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megazero.batch import MicroBatch
 from megazero.build import build_stages, chunks_of
 from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run
+from megazero.convert.hf.config import ends_of_generation
 from megazero.convert.layout import layout_problems
 from megazero.convert.registry import open_source
 from megazero.convert.report import Report
@@ -38,6 +39,7 @@ class Opened:
     chunk_map  which parts of the model they are
     tokenizer  the model's own, None where the checkpoint leads to none
     report     what became of the checkpoint's keys
+    ends       tokens at which a generated text ends: the run's end of document, and all that Hugging Face's files beside the model name
     """
 
     run: Run
@@ -45,6 +47,7 @@ class Opened:
     chunk_map: ChunkMap
     tokenizer: Tokenizer | None
     report: Report
+    ends: frozenset[int]
 
     def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
         """The token that ends a document: the run's, else that of the tokenizer which is used; None where neither has one."""
@@ -75,7 +78,10 @@ def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> 
     fill_stages(stages, source)
     for stage in stages:
         stage.eval().requires_grad_(False)
-    return Opened(run, stages, chunks_of(run), tokenizer_of(source), source.report)
+    assert run.model.vocab_size is not None
+    known = () if run.data.eod_id is None else (run.data.eod_id,)
+    ends = ends_of_generation(source.companions, run.model.vocab_size).union(known)
+    return Opened(run, stages, chunks_of(run), tokenizer_of(source), source.report, ends)
 
 
 def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:
@@ -101,12 +107,13 @@ class Model(nn.Module):
     run        what is known of the run that wrote it
     tokenizer  its own, or None
     report     what became of the checkpoint's keys
+    ends       tokens at which `generate` ends
     """
 
     def __init__(self, opened: Opened) -> None:
         super().__init__()
         (self.stage,) = opened.stages
-        self.run, self.tokenizer, self.report = opened.run, opened.tokenizer, opened.report
+        self.run, self.tokenizer, self.report, self.ends = opened.run, opened.tokenizer, opened.report, opened.ends
         self.eval()
 
     @property
@@ -119,10 +126,10 @@ class Model(nn.Module):
         return self.stage.logits(None, batch).transpose(0, 1)
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
-        """A prompt's ids and those that follow, up to the run's end-of-document token. `megazero.inference` has more: batches, streams, grids."""
-        model, end = Pipeline.of([self.stage]), self.run.data.eod_id
+        """A prompt's ids and those that follow, up to one of `ends`. `megazero.inference` has more: batches, streams, grids."""
+        model = Pipeline.of([self.stage])
         vocabulary = None if self.tokenizer is None else self.tokenizer.vocab_size
-        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token == end, vocabulary=vocabulary)
+        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in self.ends, vocabulary=vocabulary)
         return [*ids, *new]
 
 

@@ -79,7 +79,11 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--stop-id", action="append", type=int, default=[], metavar="ID", help="token that ends a continuation; may be repeated"
     )
-    how.add_argument("--ignore-eod", action="store_true", help="go on behind the token that ends a document")
+    how.add_argument(
+        "--ignore-eod",
+        action="store_true",
+        help="go on behind the token that ends a document, and others at which the model's files end a text",
+    )
     how.add_argument("--seed", type=int, default=Sampling.seed, help="of the draws (%(default)s)")
     how.add_argument("--batch-size", type=int, default=16, metavar="N", help="continuations that are computed at once (%(default)s)")
     add_layout_flags(flags)
@@ -147,7 +151,7 @@ def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) ->
         samples=args.num_samples,
         batch_size=args.batch_size,
         stops=args.stop,
-        stop_ids=frozenset([*args.stop_id, *([] if args.ignore_eod or eod is None else [eod])]),
+        stop_ids=frozenset(args.stop_id) if args.ignore_eod else opened.ends.union(args.stop_id, () if eod is None else (eod,)),
         prefix_id=args.prefix_id,
         eod_id=eod,
         as_json=args.json,

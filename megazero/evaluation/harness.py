@@ -53,12 +53,14 @@ class Tokens:
     eot     ends a text
     prefix  stands before a text that has no context
     begins  is put before every text; empty where the tokenizer has no such habit
+    ends    more tokens at which a generated text ends, and which are part of it unless they are special
     """
 
     tokenizer: Tokenizer
     eot: int
     prefix: int
     begins: tuple[int, ...] = ()
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,11 @@ class HarnessModel(TemplateLM):
             new[row].append(token)
             # A character may take several tokens, and tokens before a stop sequence may join its first.
             recent = (self.tok_decode(new[row][-4 * len(stop) - 4 :], skip_special_tokens=False) for stop in wish.until)
-            return token == self.eot_token_id or any(stop in text for stop, text in zip(wish.until, recent, strict=True))
+            return (
+                token == self.eot_token_id
+                or token in self.tokens.ends
+                or any(stop in text for stop, text in zip(wish.until, recent, strict=True))
+            )
 
         vocabulary = self.tokens.tokenizer.vocab_size
         return generate(self._pipeline, prompts, wish.most, wish.sampling, ends=ends, vocabulary=vocabulary, numbers=numbers)

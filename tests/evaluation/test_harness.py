@@ -266,6 +266,19 @@ def test_special_tokens_that_are_generated_are_no_text(folders: dict[str, Path],
     assert found == ["the cat sat"], "stopped by a special token"
 
 
+def test_texts_end_at_every_token_that_the_model_s_files_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["gpt2"], tmp_path / "model"))
+    requests = instances("generate_until", [(text(3, seed), {"until": [], "max_gen_toks": 9}) for seed in range(4)])
+    lm = ours(folder)
+    plain = lm.generate_until(requests)
+    ends = [1, *lm.tok_encode(plain[1][0])]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with theirs("gpt2", folder) as right:
+        right.model.generation_config.eos_token_id = ends
+        wanted = right.generate_until(requests)
+    assert ours(folder).generate_until(requests) == wanted != plain
+
+
 def test_what_it_has_not_is_refused(folders: dict[str, Path]) -> None:
     lm = ours(folders["gpt2"])
     with pytest.raises(ValueError, match="num_beams"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import megazero
+from megazero.convert.convert import convert
+from megazero.convert.formats import Wanted
+from megazero.convert.registry import format_table, open_source
+from megazero.data.progress import silent
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
@@ -100,3 +107,26 @@ def test_the_tokens_of_transformers(folder: Path) -> None:
     assert all(len({tuple(row) for row in rows}) > 40 for rows in theirs.values()), "the prompts matter"
     assert ours(0, Axes(), folder) == theirs
     assert run_ranks(4, ours, Axes(tp=2, pp=2), folder) == [theirs] * 4
+
+
+def test_every_token_that_ends_a_text_does(folder: Path, tmp_path: Path) -> None:
+    """Those of generation_config.json, which may be several, else those of config.json; kept by a checkpoint of our own."""
+    transformers = pytest.importorskip("transformers")
+    prompt = prompts()[0]
+    (row,) = (own[len(prompt) :] for own in [megazero.load(folder / "gpt2", precision="fp64").generate(prompt, NEW)])
+    second = next(token for token in row[2:] if token not in row[:2])
+    place = row.index(second)
+    for name, without in (("generation_config.json", False), ("config.json", True)):
+        copied = shutil.copytree(folder / "gpt2", tmp_path / name)
+        if without:
+            (copied / "generation_config.json").unlink()
+        path = copied / name
+        unused = next(token for token in range(VOCABULARY) if token not in row)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [unused, second]}))
+        model = transformers.AutoModelForCausalLM.from_pretrained(copied, dtype=torch.float64).eval()
+        wanted = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)[0].tolist()
+        assert len(wanted) == len(prompt) + place + 1 < len(prompt) + NEW
+        with open_source(copied) as source:
+            convert(source, format_table()["megazero"], tmp_path / f"ours-{name}", Wanted(), silent)
+        for where in (copied, tmp_path / f"ours-{name}"):
+            assert megazero.load(where, precision="fp64").generate(prompt, NEW) == wanted, (name, where)

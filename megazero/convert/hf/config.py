@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,18 @@ def end_of_text(config: Config, family: Family, vocabulary: int) -> int | None:
     if isinstance(found, list):
         found = found[0] if found else None
     return found if type(found) is int and 0 <= found < vocabulary else None
+
+
+def ends_of_generation(companions: Mapping[str, Path], vocabulary: int) -> frozenset[int]:
+    """All ids at which `transformers` ends a generated text: those of generation_config.json, without one those of config.json.
+
+    companions: a model's files by name; none name no ids. Raises ConversionError for a file that is no JSON.
+    """
+    path = companions.get(GENERATION) or companions.get(CONFIG)
+    found = None if path is None else read_json(path).get("eos_token_id")
+    return frozenset(
+        number for number in (found if isinstance(found, list) else [found]) if type(number) is int and 0 <= number < vocabulary
+    )
 
 
 def named_dtype(config: Config) -> str | None:
