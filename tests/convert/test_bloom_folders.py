@@ -134,6 +134,40 @@ def test_masters_that_are_not_the_layer_files(tmp_path: Path, values: Globals) -
     ]
 
 
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [("layer_03-model_00-model_states", "layer_03-model_01-model_states"), ("rank_0_mp_rank_00_optim", "rank_0_mp_rank_01_optim")],
+)
+def test_files_of_other_ranks(tmp_path: Path, values: Globals, here: str, there: str) -> None:
+    """Swapped, they fit; what they hold does not."""
+    inside = save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2))
+    swap(next(inside.glob(f"*{here}*")), next(inside.glob(f"*{there}*")))
+    with open_megatron_deepspeed(tmp_path) as source, pytest.raises(ConversionError) as error:
+        for name in source.entries:
+            source.read(name)
+    assert "are not one tensor" in str(error.value) and "*_optim_states.pt" in str(error.value)
+
+
+def test_files_of_other_partitions(tmp_path: Path, values: Globals) -> None:
+    inside = save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2))
+    swap(inside / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    with pytest.raises(ConversionError, match=r"do not follow each other: .* should end the one and go on in the other"):
+        open_megatron_deepspeed(tmp_path)
+
+
+def test_a_tied_table_that_differs_is_averaged_and_nothing_else_is_said(tmp_path: Path, values: Globals) -> None:
+    save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2), behind=0.5)
+    with open_megatron_deepspeed(tmp_path) as source:
+        assert torch.allclose(source.read("embedding.word.weight"), values["weight"]["embedding.word.weight"] + 0.25, atol=1e-6)
+        assert len(source.report.replicas) == 1 and not source.report.apart
+
+
+def swap(here: Path, there: Path) -> None:
+    first, second = here.read_bytes(), there.read_bytes()
+    here.write_bytes(second)
+    there.write_bytes(first)
+
+
 def without(name: str) -> Any:
     def spoil(inside: Path) -> None:
         (inside / name).unlink()

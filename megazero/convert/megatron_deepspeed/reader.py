@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +36,59 @@ class MegatronDeepSpeedSource(Source):
         entries = {name: Entry(shape, {WEIGHT: weights.dtype(name), **dtypes}) for name, shape in weights.shapes.items()}
         super().__init__("megatron-deepspeed", path, run, entries, position, companions, report)
         self.weights, self.columns_of = weights, columns
-        self._off: dict[str, int] = {}
+        self._compared: set[str] = set()
         self.closing.callback(weights.files.close)
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         if self.columns_of is None:
             return self.weights.read(name)
         whole = self.columns_of.read(name, column)
-        if column == WEIGHT and name not in self._off:
+        if column == WEIGHT and name not in self._compared:
             self._compare(name, whole)
         return whole
 
     def _compare(self, name: str, master: Tensor) -> None:
-        """Counts where the layer files' weight is not the master rounded: the files are not of one step, or one of them was changed."""
-        pairs = self.weights.beside(name, master)
-        self._off[name] = sum(
-            _unequal(mine, theirs) for whole, kept in pairs for mine, theirs in zip(whole.split(_ROWS), kept.split(_ROWS), strict=True)
-        )
-        averaged = label(self.weights.theirs[name]) in {replica.key for replica in self.report.replicas}
-        if self._off[name] and not averaged:  # a mean of rounded replicas is not the rounded mean
-            note = f"{name}: {self._off[name]} of {master.numel()} master weights, rounded, are not what the layer files hold; the masters are taken"
+        """Counts where the layer files' weight is not the master rounded: the files are not of one step, or one of them was changed.
+
+        Raises ConversionError where they are far from each other, as those of other ranks or partitions are.
+        """
+        parts = [list(zip(whole.split(_ROWS), kept.split(_ROWS), strict=True)) for whole, kept in self.weights.beside(name, master)]
+        counts = [sum(_unequal(mine, theirs) for mine, theirs in pairs) for pairs in parts]
+        off, shown = sum(counts), label(self.weights.theirs[name])
+        averaged = any(replica.key == shown or replica.key.startswith(f"{shown} ") for replica in self.report.replicas)
+        if off and not averaged:  # a mean of rounded replicas is not the rounded mean
+            for t, (pairs, count) in enumerate(zip(parts, counts, strict=True)):
+                numel = sum(mine.numel() for mine, _ in pairs)
+                if count > numel / 2 and (distance := _distance(pairs)) > _FAR:
+                    raise ConversionError(
+                        f"{self.path}: {shown} of the layer files (tp rank {t}) and its masters in the optimizer's files are not one tensor: {count} of "
+                        f"{numel} elements differ, by {distance:.2g} of its norm. Files of other ranks, partitions or steps are among them. To convert "
+                        f"the weights of the layer files alone, move the *_optim_states.pt files elsewhere"
+                    )
+            note = f"{name}: {off} of {master.numel()} master weights, rounded, are not what the layer files hold; the masters are taken"
             self.report.apart.append(note)
+        self._compared.add(name)
 
 
 _ROWS = 1 << 10
 """Rows of a table that are compared at once."""
+_FAR = 0.5
+"""Of a tensor's norm. Unrelated weights are 1.4 of it apart, those of neighbouring steps a hundredth."""
 
 
 def _unequal(master: Tensor, stored: Tensor) -> int:
     rounded = master.to(stored.dtype)
     return int((rounded != stored).logical_and(~(rounded.isnan() & stored.isnan())).sum())
+
+
+def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The norm of what rounded masters and stored weights differ by, in norms of the stored ones."""
+    squares = [
+        ((master.to(stored.dtype).double() - stored.double()).square().sum().item(), stored.double().square().sum().item())
+        for master, stored in pairs
+    ]
+    apart, norm = (math.fsum(values) for values in zip(*squares, strict=True))
+    return math.sqrt(apart / max(norm, 1e-20))  # of zeros
 
 
 def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:

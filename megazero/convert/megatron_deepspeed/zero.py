@@ -17,6 +17,7 @@ import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def _cut(lengths: Sequence[int], group: int, at: int, numel: int) -> Iterator[Sl
 
 
 def _refuse_overhangs(listing: Listing, rank: int, slices: Mapping[str, Sequence[Slice]], states: Sequence[Mapping[str, Any]]) -> None:
-    """A slice lies inside every column's vector."""
+    """A slice lies inside every column's vector; what crosses a border goes to the end of one and on from the beginning of the next."""
     columns = _dtypes(states[0])
     lengths: dict[tuple[int, int], int] = {}
     for name, parts in slices.items():
@@ -243,6 +244,12 @@ def _refuse_overhangs(listing: Listing, rank: int, slices: Mapping[str, Sequence
                 raise ConversionError(
                     f"{listing.zero[rank, part.partition]}: {name} is said to be at {part.start} .. {part.start + part.numel} of group {part.group}, "
                     f"which has {lengths[key]} elements"
+                )
+        for before, after in pairwise(parts):
+            if after.start or before.start + before.numel != lengths[before.partition, before.group]:
+                raise ConversionError(
+                    f"{listing.zero[rank, before.partition].name} and {listing.zero[rank, after.partition].name} do not follow each other: {name} should "
+                    f"end the one and go on in the other. Have files of partitions been swapped?"
                 )
 
 
