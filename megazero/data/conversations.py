@@ -70,8 +70,25 @@ class Encoder:
         if self.eod_id is None:
             raise _wrong(raw, "a completion has to end with a separator, and the tokenizer names none: give --eod-id")
         with _named(raw):
-            before, after = self.tokenizer.encode(prompt), [*self.tokenizer.encode(completion), self.eod_id]
-        return self._conversation(raw, [*before, *after], [False] * len(before) + [True] * len(after))
+            before, after = self._parts(prompt, completion)
+        return self._conversation(raw, [*before, *after, self.eod_id], [False] * len(before) + [True] * (len(after) + 1))
+
+    def _parts(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Tokens of a prompt, and those of the completion behind it, which together are the text of both.
+
+        The prompt has the tokens that it has alone, as at generation, and the completion those that it has there: alone, pieces of many
+        models would begin with a blank. Where the two share a token, the completion has tokens of its own, if they read the same;
+        else the shared one and all behind it are the completion's.
+        """
+        before, whole = self.tokenizer.encode(prompt), self.tokenizer.encode(prompt + completion)
+        shared = next(
+            (place for place, (one, other) in enumerate(zip(before, whole, strict=False)) if one != other), min(len(before), len(whole))
+        )
+        if shared < len(before):
+            alone = self.tokenizer.encode(completion)
+            if self.tokenizer.decode([*before, *alone]) == self.tokenizer.decode(whole):
+                return before, alone
+        return whole[:shared], whole[shared:]
 
     def _rendered(self, raw: Raw, record: dict[str, Any]) -> Rendered:
         messages = _messages(raw, record["messages"])

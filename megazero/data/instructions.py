@@ -22,7 +22,7 @@ from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
 
-FORMAT = 3
+FORMAT = 4
 """Counts up when the same files become other tokens."""
 TOKENIZER_ENDINGS = (".json", ".txt", ".model", ".jinja")
 

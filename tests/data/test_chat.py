@@ -193,6 +193,31 @@ def test_prompt_and_completion(marked: Path, tmp_path: Path) -> None:
     assert second.learned.tolist() == [False, *[True] * len(tokenizer.encode("dog"))]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_completion_reads_as_it_stands_behind_its_prompt(kind: str, tmp_path: Path) -> None:
+    """Without the blank that pieces of some tokenizers begin a text with; the prompt keeps the tokens that it has alone where it can."""
+    folder = write_tokenizer(tmp_path, None, kind)
+    tokenizer = build_tokenizer("hf", str(folder))
+    pairs = [
+        ("two and two", " four"),
+        ("two:\n", "four"),
+        ("the quick fo", "x"),
+        ("two and two make ", "four"),
+        ("", "a dog"),
+        ("two ", "  two"),
+    ]
+    records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    found = read(write_lines(tmp_path / "x.jsonl", records), folder, vocab_size=400)
+    for (prompt, completion), conversation in zip(pairs, found, strict=True):
+        *ids, end = conversation.ids.tolist()
+        assert end == 0 and conversation.learned[-1]
+        assert tokenizer.decode(ids) == tokenizer.decode(tokenizer.encode(prompt + completion))
+        first = int(np.argmax(conversation.learned)) if prompt else 0
+        assert conversation.learned[max(first, 1) :].all()
+        before = tokenizer.encode(prompt)
+        assert ids[:first] == before[:first] and len(before) - first <= (prompt.endswith(" ") and kind != "bytes")
+
+
 WRONG = {
     "no json": ("{", "line 2: no JSON"),
     "no record": ("[1]", "line 2: no record, but list"),
