@@ -52,7 +52,7 @@ KINDS = {"word_embeddings.weight": EmbeddingPipe, "input_layernorm.weight": Para
 
 
 def pipeline(job: dict[str, Any]) -> nn.Module:
-    """DeepSpeed's own pipeline over these layers, cut as BLOOM's was; an untied head counts like an embedding."""
+    """DeepSpeed's own pipeline over these layers: cut as BLOOM's was; with an untied head as Microsoft's Megatron-DeepSpeed does it."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -67,7 +67,7 @@ def pipeline(job: dict[str, Any]) -> nn.Module:
 
     topology = PipeModelDataParallelTopology(num_pp=job["pp"], num_mp=job["tp"], num_dp=job["dp"])
     layers = [layer(index, shapes) for index, shapes in enumerate(job["specs"])]
-    return PipelineModule(layers, topology=topology, partition_method="type:transformer|embedding|lmhead")
+    return PipelineModule(layers, topology=topology, partition_method="type:transformer|embedding" if job["tied"] else "type:transformer")
 
 
 def main(folder: Path) -> None:

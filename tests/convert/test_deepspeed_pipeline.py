@@ -17,7 +17,7 @@ from megazero.config.derive import padded_vocab
 from megazero.convert.formats import Wanted
 from megazero.convert.megatron_deepspeed.stages import plan
 from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
-from megazero.convert.source import MOMENTS, WEIGHT
+from megazero.convert.source import MOMENTS, WEIGHT, ConversionError
 from tests.convert.bloom_files import Layout, layer_tensors, stage_parameters
 from tests.convert.sources import BLOOM, Made, made
 
@@ -93,7 +93,10 @@ def test_the_pipeline_engine_opens_it(case: Case, tmp_path: Path) -> None:
     wanted = case.wanted
     assert padded_vocab(case.source.model, wanted.tp) == case.layout.rows
     write_megatron_deepspeed(case.source, tmp_path / "checkpoint", wanted, lambda count: None)
-    weights = {(tuple([0, 1, 0] + [1] * layers + [0, 0, 1]), pp): layers for layers in range(1, 12) for pp in range(1, layers + 3)}
+    ends = int(case.tied)
+    weights = {
+        (tuple([0, ends, 0] + [1] * layers + [0, 0, ends]), pp): layers for layers in range(1, 12) for pp in range(1, layers + 2 * ends + 1)
+    }
     sizes = {"tp": wanted.tp, "pp": wanted.pp, "dp": wanted.dp}
     torch.save({**sizes, "tied": case.tied, "specs": case.specs(), "to balance": list(weights)}, tmp_path / "job.pt")
     for rank, read in enumerate(ranks(tmp_path, wanted.tp * wanted.pp * wanted.dp)):
@@ -110,3 +113,8 @@ def test_the_pipeline_engine_opens_it(case: Case, tmp_path: Path) -> None:
             model = replace(case.source.model, num_layers=weights[counted, pp])
             begins = [sum(counted[: stage.start]) for stage in plan(model, Wanted(pp=pp)).stages]
             assert begins == [sum(counted[:start]) for start in parts[:-1]], (model.num_layers, pp)
+
+
+def test_no_stage_without_a_block_where_the_head_is_untied(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"--pp 4 with --num-layers 3 and a head of its own: .* nearest: --pp 3"):
+        write_megatron_deepspeed(made(UNTIED), tmp_path, Wanted(pp=4), lambda count: None)

@@ -11,7 +11,7 @@ from megazero.convert.formats import Wanted
 from megazero.convert.megatron_deepspeed.names import Layers, Theirs, bloom_layers, theirs
 from megazero.convert.megatron_deepspeed.weights import PADDED
 from megazero.convert.shards import split_axis
-from megazero.convert.source import places
+from megazero.convert.source import ConversionError, places
 from megazero.mpu.place import Place
 
 
@@ -55,7 +55,16 @@ class Plan:
 
 
 def plan(model: ModelConfig, wanted: Wanted) -> Plan:
-    """How a model is laid out; its stages are those of DeepSpeed's `--pp-partition-method 'type:transformer|embedding'`."""
+    """How a model is laid out. Stages are those of BLOOM's `--pp-partition-method 'type:transformer|embedding'`; with a head of its own, which
+    only the other Megatron-DeepSpeed has, of the 'type:transformer' that is all it knows.
+
+    Raises ConversionError where DeepSpeed would then have stages without a block.
+    """
+    if model.untie_embeddings_and_output_weights and wanted.pp > model.num_layers:
+        raise ConversionError(
+            f"--pp {wanted.pp} with --num-layers {model.num_layers} and a head of its own: Megatron-DeepSpeed gives every stage a block "
+            f"there; nearest: --pp {model.num_layers}"
+        )
     layers = bloom_layers(model)
     everything = places(model)
     by_key: dict[tuple[int, str], list[str]] = {}
@@ -83,14 +92,15 @@ def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -
 def _stages(model: ModelConfig, layers: Layers, pp: int) -> Iterator[range]:
     """Numbers of layer files, by stage; functions without weights in between do not matter.
 
-    Embedding and head count as a layer each. What is left when all stages have as many goes one by one to the first ones; DeepSpeed's
-    partition_balanced does so, and looks for no better place.
+    A tied embedding and its use as the head count as a layer each. What is left when all stages have as many goes one by one to the first
+    ones; DeepSpeed's partition_balanced does so, and looks for no better place.
     """
-    each, left = divmod(model.num_layers + 2, pp)
+    front = 1 if layers.tied else 0
+    each, left = divmod(model.num_layers + 2 * front, pp)
     last = layers.final if layers.head is None else layers.head
     begin, counted = 0, 0
     for stage in range(pp):
         counted += each + (stage < left)
-        end = last + 1 if stage == pp - 1 else layers.blocks[0] + counted - 1
+        end = last + 1 if stage == pp - 1 else layers.blocks[0] + counted - front
         yield range(begin, end)
         begin = end
