@@ -23,6 +23,7 @@ from megazero.checkpoint.verify import elsewhere, verify
 from megazero.checkpoint.window import Shape, StoredTensors, Tensors
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
+from megazero.config.shape import SHAPE
 from megazero.convert.registry import open_source
 from megazero.convert.source import Source
 
@@ -117,6 +118,17 @@ def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
     return inspected
 
 
+def holds_adapters(inspected: Inspected) -> bool:
+    """Whether its tensors are adapters and not a model."""
+    return inspected.manifest is not None and inspected.run.lora.lora_rank is not None
+
+
+def open_merged(inspected: Inspected) -> Inspected:
+    """The model of a checkpoint of adapters: its base, with them added. Raises ConversionError where the base is not there."""
+    merged = _open_other(inspected.path, None)
+    return replace(merged, format=f"{merged.format}, adapters merged with their base")
+
+
 def _open_other(path: Path, format: str | None) -> Inspected:
     source = open_source(path, format)
     files = {str(file.relative_to(source.path)): file.stat().st_size for file in sorted(source.path.rglob("*")) if file.is_file()}
@@ -185,8 +197,8 @@ def tensor_statistics(inspected: Inspected, name: str) -> Record:
 def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Record:
     """What differs between two checkpoints, of any formats and layouts.
 
-    config    fields that differ: [a's value, b's]. Of two programs' checkpoints the model and the precision only, for the rest is no
-              program's but ours
+    config    fields that differ: [a's value, b's]. Of two programs' checkpoints the model's shape, derived values worked out, and the
+              precision only, for the rest is no program's but ours
     tensors   by name and column: elements, bit_equal, largest and relative difference; None where one of the two is not finite
     identical whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
     """
@@ -209,7 +221,7 @@ def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Recor
     return {
         "paths": [str(a.path), str(b.path)],
         "formats": [a.format, b.format],
-        "identical": same and not (only[0] or only[1] or shapes or columns or config.get("model")),
+        "identical": same and not (only[0] or only[1] or shapes or columns) and _shape(a.run) == _shape(b.run),
         "config": config,
         "position": _differing(a.position, b.position) if a.format == b.format else {},
         "layout": [a.layout, b.layout] if a.layout != b.layout else None,
@@ -239,9 +251,14 @@ def _dtypes(shape: Shape) -> dict[str, str]:
 def _config_difference(a: Inspected, b: Inspected) -> dict[str, dict[str, list[Any]]]:
     mine, other = run_dict(a.run), run_dict(b.run)
     if a.manifest is None or b.manifest is None:
-        mine, other = ({"model": run["model"], "optimizer": {"precision": run["optimizer"]["precision"]}} for run in (mine, other))
+        mine, other = ({"model": _shape(each.run), "optimizer": {"precision": each.run.optimizer.precision}} for each in (a, b))
     sections = {section: _differing(mine[section], other[section]) for section in mine}
     return {section: fields for section, fields in sections.items() if fields}
+
+
+def _shape(run: Run) -> dict[str, Any]:
+    """What a model's weights fix; how it was trained, its sequence length for instance, is no part of it."""
+    return {name: value(run.model) for name, value in SHAPE.items()}
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -5,8 +5,9 @@
     python tools/inspect_checkpoint.py runs/bloom --tensor 'blocks.*.mlp.up.weight'
     python tools/inspect_checkpoint.py runs/bloom/iter_0001000 runs/other --exit-code
 
-PATH is a checkpoint of megazero, a folder of them, or one of any other format that tools/convert_checkpoint.py reads. Values are read in
-pieces: memory does not grow with the model. Status: 0; 1 where a checkpoint is damaged, or with --exit-code where two differ; 2 for a
+PATH is a checkpoint of megazero, a folder of them, or one of any other format that tools/convert_checkpoint.py reads. One of adapters
+(--lora-rank) is shown as it is, and compared with a model as the model that it makes of its base. Values are read in pieces: memory does
+not grow with the model. Status: 0; 1 where a checkpoint is damaged, or with --exit-code where two differ; 2 for a
 mistake in the arguments; 141 where nobody reads the output any more.
 """
 
@@ -36,8 +37,10 @@ from megazero.inspection import (
     compare,
     compared_bytes,
     contents,
+    holds_adapters,
     is_ours,
     open_for_inspection,
+    open_merged,
     tensor_statistics,
 )
 from megazero.telemetry.banner import pairs, table
@@ -264,6 +267,8 @@ def run(args: argparse.Namespace) -> int:
         return DAMAGED if problems else 0
     with ExitStack() as stack:
         first, second = (stack.enter_context(opened(path, args.format)) for path in (args.path, args.other))
+        if holds_adapters(first) != holds_adapters(second):
+            first, second = (stack.enter_context(open_merged(each)) if holds_adapters(each) else each for each in (first, second))
         record = compare(first, second, counting("comparing", compared_bytes(first, second)))
     print(json.dumps(record) if args.json else shown_difference(record, args.all))
     return DAMAGED if args.exit_code and not record["identical"] else 0

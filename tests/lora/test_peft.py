@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.lora.families import CONFIGS, saved_base, their_base
 from tests.parity.float64 import in_float64
 from tests.parity.training import data_flags, job_on_rank, train
 
+inspect_checkpoint: Any = import_module("tools.inspect_checkpoint")
 peft = pytest.importorskip("peft")
 NUMBERS = "--precision fp64 --lora-rank 3 --seq-length 12 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 --clip-grad 0.002"
 TOLERANCE = {"bloom": 1e-6}
@@ -114,6 +117,27 @@ def test_the_merged_model_is_exported(trained: tuple[str, Path, Path], tmp_path:
         theirs = peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()(tokens()).logits
         ours = their_base(tmp_path / "merged")(tokens()).logits
     assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
+
+
+def test_adapters_are_compared_with_a_model_as_the_model_that_they_make(
+    trained: tuple[str, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, base, checkpoint = trained
+    with open_source(checkpoint) as source:
+        convert(source, format_table()["hf"], tmp_path / "merged", Wanted(), lambda _: None)
+    capsys.readouterr()
+
+    def compared(*paths: Path) -> tuple[int, dict[str, Any]]:
+        status = inspect_checkpoint.main([*map(str, paths), "--json", "--exit-code"])
+        return status, json.loads(capsys.readouterr().out)
+
+    for paths in ((checkpoint, tmp_path / "merged"), (tmp_path / "merged", checkpoint)):
+        status, record = compared(*paths)
+        assert status == 0 and record["identical"] and "megazero, adapters merged with their base" in record["formats"]
+    status, record = compared(checkpoint, base)
+    assert status == 1 and not (record["only_in_first"] or record["only_in_second"])
+    status, record = compared(checkpoint, checkpoint)
+    assert status == 0 and all(name.endswith(("lora_a", "lora_b")) for name in record["tensors"]), "two of adapters as they are"
 
 
 def peft_steps(model: Any, batches_of: Any, steps: int) -> list[tuple[float, float]]:
