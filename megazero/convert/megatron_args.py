@@ -59,6 +59,7 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
             *("use_rope_scaling", "window_size", "attention_output_gate", "hybrid_override_pattern", "is_hybrid_model"),
             *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "no_rope_freq", "retro_add_retriever"),
             *("experimental_attention_variant", "linear_attention_freq", "activation_func_clamp_value", "glu_linear_offset", "use_mup"),
+            *("layernorm_zero_centered_gamma", "softmax_scale"),
         ),
         _is_set,
     ),

@@ -225,6 +225,8 @@ REFUSED = {
     "rotary_percent": ({"rotary_percent": 0.5}, "rotary_percent 0.5 is not supported"),
     "experts": ({"num_experts": 8}, "num_experts 8 is not supported"),
     "layernorm_1p": ({"apply_layernorm_1p": True}, "apply_layernorm_1p True is not supported"),
+    "norms around zero": ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma True is not supported"),
+    "scale of scores": ({"softmax_scale": 2.0}, "softmax_scale 2.0 is not supported"),
     "positions": ({"position_embedding_type": "yarn"}, "position_embedding_type yarn is none of"),
     "ranks": ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size is 4, there are files for 2"),
     "layers": ({"num_layers": 5}, "blocks.4.attention.qkv.weight is missing"),
@@ -247,6 +249,18 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
     for rank in ("mp_rank_00_001", "mp_rank_01_000"):
         (inside / rank / "model_optim_rng.pt").unlink()
     with pytest.raises(ConversionError, match=r"mp_rank_00_001 holds no .*mp_rank_01_000 holds no .* are missing"):
+        open_megatron(tmp_path)
+
+
+@pytest.mark.parametrize("style", ["te", "legacy"])
+def test_files_of_other_stages(tmp_path, style):
+    """Swapped, they have every name that is needed; the blocks would stand in another order."""
+    inside = save_megatron(made(GPT), tmp_path, pp=2, style=style)
+    for here, there in (("mp_rank_00_000", "aside"), ("mp_rank_00_001", "mp_rank_00_000"), ("aside", "mp_rank_00_001")):
+        (inside / here).rename(inside / there)
+    with pytest.raises(
+        ConversionError, match=r"word_embeddings\.weight is in model chunk 2 of 2, not in the first.*final_layernorm.weight is in"
+    ):
         open_megatron(tmp_path)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.convert.megatron.names import NUMBERED
+from megazero.convert.megatron.names import EMBEDDING, FINAL, NUMBERED
 from megazero.convert.source import ConversionError
 
 Chunk = dict[str, Tensor]
@@ -39,6 +39,16 @@ def flat(nested: Mapping[str, Any], before: str = "") -> Chunk:
 def in_model_order(stages: list[list[Chunk]]) -> list[Chunk]:
     """The chunks of one tp rank as layers follow each other: virtual stage v of every pipeline stage, then v + 1."""
     return [stage[v] for v in range(len(stages[0])) for stage in stages]
+
+
+def misplaced(chunks: list[Chunk]) -> Iterator[str]:
+    """What shows that a tp rank's chunks do not stand in the model's order: only the first has an embedding, only the last a final norm."""
+    last = len(chunks) - 1
+    for names, right, what in ((EMBEDDING, 0, "first"), (FINAL, last, "last")):
+        wrong = {number: name for number, chunk in enumerate(chunks) for name in names if name in chunk and number != right}
+        if wrong:
+            found = f"{next(iter(wrong.values()))} is in model chunk {' and '.join(str(number + 1) for number in wrong)} of {len(chunks)}"
+            yield f"{found}, not in the {what}: have files of stages been swapped?"
 
 
 def numbered(chunks: list[Chunk]) -> Chunk:

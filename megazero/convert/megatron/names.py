@@ -38,6 +38,8 @@ _WHOLE: Mapping[str, tuple[str, ...]] = {
     },
     "head.weight": ("output_layer.weight", f"{LEGACY}.output_layer.weight"),
 }
+EMBEDDING, FINAL = _WHOLE["embedding.word.weight"], _WHOLE["head.norm.weight"]
+"""Names of what the model's first and its last part have."""
 TIED_COPIES = ("output_layer.weight", "word_embeddings_for_head.weight")
 """What the last stage calls its copy of a tied embedding."""
 

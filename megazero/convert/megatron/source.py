@@ -13,7 +13,7 @@ from megazero.config.schema import ModelConfig, Run
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.files.unpickle import Record
 from megazero.convert.megatron.assembly import Assembly, Ranks
-from megazero.convert.megatron.chunks import chunks_of, in_model_order, numbered
+from megazero.convert.megatron.chunks import chunks_of, in_model_order, misplaced, numbered
 from megazero.convert.megatron.folders import rank_files
 from megazero.convert.megatron.optimizer import State, optimizer_state
 from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args, true_vocabulary
@@ -53,7 +53,11 @@ def open_torch(folder: Path) -> MegatronSource:
     chunks = {rank: chunks_of(str(files[rank]), state) for rank, state in states.items()}
     if len({len(parts) for parts in chunks.values()}) > 1:
         raise ConversionError(f"{folder}: its ranks hold different numbers of model chunks ('model0', 'model1', ...)")
-    ranks = [numbered(in_model_order([chunks[t, p] for p in range(pp)])) for t in range(tp)]
+    ordered = [in_model_order([chunks[t, p] for p in range(pp)]) for t in range(tp)]
+    strange = [f"tensor-parallel rank {t}: {problem}" for t in range(tp) for problem in misplaced(ordered[t])]
+    if strange:
+        raise ConversionError(f"{folder}: " + "; ".join(strange))
+    ranks = [numbered(parts) for parts in ordered]
     report = Report()
     note_padding(report, args, model)
     assembly = Assembly(str(folder), model, ranks, report, qkv_bias_alone=has_qkv_bias_alone(args))
