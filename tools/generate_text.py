@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megazero.config.level import ConfigError
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tool import reader_left
 from megazero.inference.pipeline import Pipeline
@@ -192,6 +193,9 @@ def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     pipeline = Pipeline.of(opened.stages, grid, opened.chunk_map)
     manner = manner_of(args, opened, tokenizer)
     talk = Talk(opened.run.model, pipeline, tokenizer, manner, grid.rank == 0, partial(note, grid))
+    if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.begins) == 1 and args.prefix_id is None:
+        begins = tokenizer.begins[0]
+        talk.note(f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id {begins} does")
     talk.note(f"{args.load} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on {grid.device}")
     if args.interactive:
         converse(talk, grid)

@@ -22,6 +22,7 @@ from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import encoded
 from megazero.inference.sampling import Sampling
 from megazero.mpu.grid import single_process_grid
+from tests.evaluation.hf_folder import folder_of
 from tests.test_structure import ROOT
 
 generate_text: Any = import_module("tools.generate_text")
@@ -105,6 +106,18 @@ def test_a_conversation_through_a_pipe(model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [" " + text[: text.find(stop)] if stop in text else " " + text for text in texts]
     assert "has no tokens" in done.stderr, "an empty prompt, and nothing to begin with"
+
+
+def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LLaMA's tokenizer has transformers put one before every text."""
+    pytest.importorskip("transformers")
+    for family, words, told in (("llama", [], True), ("llama", ["--prefix-id", "1"], False), ("gpt2", [], False)):
+        path = tmp_path / family
+        if not path.exists():
+            folder_of(family, path)
+        args = generate_text.parser().parse_args(["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words])
+        generate_text.talk_on(args, single_process_grid("cpu"))
+        assert ("--prefix-id 1 does" in capsys.readouterr().err) is told, (family, words)
 
 
 def test_a_wrong_command_line_is_told_once() -> None:
