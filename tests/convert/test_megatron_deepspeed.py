@@ -157,9 +157,10 @@ def test_a_source_of_this_format_goes_through_unchanged(tmp_path: Path) -> None:
         assert first.run.optimizer.precision == "fp16"
         # 24 good iterations since the last overflow, doubled after 11 and 21: 3 towards the next
         assert first.position.loss_scale == {"scale": 4096.0, "good_steps": 3, "overflows": 1}
+        assert (first.run.optimizer.loss_scale_window, first.run.optimizer.hysteresis) == (10, 2)
         write_megatron_deepspeed(first, tmp_path / "b", Wanted(tp=2, pp=1, dp=2), lambda count: None)
     with open_source(tmp_path / "b") as second:
-        assert second.position == first.position and second.run.optimizer.precision == "fp16"
+        assert second.position == first.position and second.run.optimizer == first.run.optimizer
         for column in EVERYTHING:
             for name in second.entries:
                 assert torch.equal(second.read(name, column), values[column][name]), (name, column)

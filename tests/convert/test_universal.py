@@ -76,9 +76,12 @@ def test_there_and_back(tmp_path, model):
 def test_a_loss_scale_goes_along(tmp_path):
     source = made(BLOOM, precision="fp16", moments=True)
     source.position = replace(source.position, loss_scale={"scale": 4096.0, "good_steps": 3, "overflows": 1})
+    rules: dict[str, Any] = {"loss_scale_window": 50, "hysteresis": 3, "min_loss_scale": 8.0}
+    source.run = replace(source.run, optimizer=replace(source.run.optimizer, **rules))
     convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)
     with open_source(tmp_path / "out") as opened:
         assert opened.position == source.position and opened.run.optimizer.precision == "fp16"
+        assert {name: getattr(opened.run.optimizer, name) for name in rules} == rules
 
 
 def test_weights_alone(tmp_path):

@@ -6,14 +6,23 @@ later than ours, which the counts here make up for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megazero.config.schema import Run
 from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.source import Position, Source
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
+_RULES: Mapping[str, tuple[str, type]] = {
+    "scale_window": ("loss_scale_window", int),
+    "delayed_shift": ("hysteresis", int),
+    "min_scale": ("min_loss_scale", float),
+}
+"""Attribute of their scaler -> field of `OptimizerConfig`."""
 
 
 def loss_scale_of(scaler: Any) -> dict[str, float] | None:
@@ -24,6 +33,14 @@ def loss_scale_of(scaler: Any) -> dict[str, float] | None:
     good = held["cur_iter"] - held["last_overflow_iter"] - 1
     overflows = held.get("delayed_shift", 1) - held.get("cur_hysteresis", 1)
     return {"scale": float(held["cur_scale"]), "good_steps": max(0, good - 1) % int(held["scale_window"]), "overflows": int(overflows)}
+
+
+def with_loss_scale(run: Run, scaler: Any) -> Run:
+    """The run with what a dynamic scaler goes by: DeepSpeed takes these numbers from its checkpoint too."""
+    if loss_scale_of(scaler) is None:
+        return run
+    told = {ours: kind(scaler.state[theirs]) for theirs, (ours, kind) in _RULES.items() if scaler.state.get(theirs)}
+    return replace(run, optimizer=replace(run.optimizer, **told))
 
 
 def scaler_state(source: Source) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megazero.convert.files.unpickle import Record
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.columns import Columns
 from megazero.convert.megatron_deepspeed.folders import STEP, Files, Listing, checkpoint_folder, listing
-from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of
+from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of, with_loss_scale
 from megazero.convert.megatron_deepspeed.names import found_layers
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
@@ -117,6 +117,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     columns = Columns(files, there, weights, zero, report) if zero else None
     _note(report, zero, there, args, model.vocab_size)
     run = with_schedule(run_from_args(_with_hyper(args, zero), model, precision), args)
+    run = with_loss_scale(run, zero.scaler if zero else None)
     return MegatronDeepSpeedSource(folder, run, _position(state, args, zero, there), weights, columns, report, model_files)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import Files
-from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of
+from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of, with_loss_scale
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
@@ -47,6 +47,7 @@ def open_universal(path: Path) -> Source:
     entries = {name: Entry(place.shape, {column: dtypes[column][name] for column in columns}) for name, place in places(model).items()}
     known = _optimizer(folder, files, report) | {name: value for name, value in args.items() if value is not None}
     run = with_schedule(run_from_args(known, model, precision_of(args)), args)
+    run = with_loss_scale(run, _optimizer_state(folder, files).get("loss_scaler"))
     position = _position(folder, files, args, state, folders, report)
     source = HeldSource("universal", folder, run, position, held, entries)
     source.closing.callback(files.close)
@@ -89,8 +90,7 @@ def _has_moments(held: Held, folders: Mapping[str, Path]) -> bool:
 
 def _optimizer(folder: Path, files: Files, report: Report) -> dict[str, Any]:
     """The optimizer's numbers, by the arguments' names."""
-    path = folder / ZERO / OPTIMIZER
-    state = files[path] if path.is_file() else {}
+    state = _optimizer_state(folder, files)
     report.unused |= {
         f"{OPTIMIZER} {key}": "DeepSpeed's own bookkeeping" for key in state if key not in ("param_groups", "clip_grad", "loss_scaler")
     }
@@ -108,11 +108,16 @@ def _optimizer(folder: Path, files: Files, report: Report) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _optimizer_state(folder: Path, files: Files) -> Mapping[str, Any]:
+    path = folder / ZERO / OPTIMIZER
+    return files[path] if path.is_file() else {}
+
+
 def _position(folder: Path, files: Files, args: Mapping[str, Any], state: Mapping[str, Any], folders: Mapping[str, Path], report: Report) -> Position:  # fmt: skip
     iteration = int(state.get("iteration") or args.get("iteration") or state.get("global_steps") or 0)
     samples = int(args.get("consumed_train_samples") or state.get("global_samples") or 0)
     tokens = int(state.get("tokens") or args.get("consumed_train_tokens") or 0)
-    optimizer = files[folder / ZERO / OPTIMIZER] if (folder / ZERO / OPTIMIZER).is_file() else {}
+    optimizer = _optimizer_state(folder, files)
     steps = _steps(optimizer, files, folders, report) or float(iteration)
     return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, loss_scale_of(optimizer.get("loss_scaler")))
 
