@@ -80,6 +80,10 @@ class Wish:
         sampled = rest.pop("do_sample", None)
         sampling = Sampling(temperature=0.0, seed=int(rest.pop("seed", 1234)))
         sampling = replace(sampling, **{name: rest.pop(name) for name in _SAMPLING if rest.get(name) is not None})
+        if sampled and arguments.get("temperature") is None:
+            raise ValueError(
+                "do_sample without temperature: the likeliest tokens would be taken all the same; 1.0 draws from the model as it is"
+            )
         if sampled is False:
             sampling = replace(sampling, temperature=0.0)
         unknown = {name: value for name, value in rest.items() if value is not None}

@@ -283,6 +283,8 @@ def test_what_it_has_not_is_refused(folders: dict[str, Path]) -> None:
     lm = ours(folders["gpt2"])
     with pytest.raises(ValueError, match="num_beams"):
         lm.generate_until(instances("generate_until", [("the", {"until": [], "num_beams": 4})]))
+    with pytest.raises(ValueError, match="do_sample without temperature"):
+        lm.generate_until(instances("generate_until", [("the", {"until": [], "do_sample": True})]))
     with pytest.raises(ValueError, match="leave no room"):
         lm.generate_until(instances("generate_until", [("the", {"until": [], "max_gen_toks": CONTEXT})]))
     with pytest.raises(ValueError, match="batch_size auto"):
