@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -36,6 +38,22 @@ class Rounded(_Changed):
         return super().read(name, column).to(self.dtype)
 
 
+def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:
+    """Tokens that have a part of their own, with where that is said."""
+    if source.run.data.eod_id is not None:
+        yield "end of document", source.run.data.eod_id
+    for file in ("config.json", "generation_config.json"):
+        try:
+            said = json.loads(source.companions[file].read_text(encoding="utf-8"))
+        except (KeyError, OSError, ValueError):
+            continue
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            found = said.get(key) if isinstance(said, dict) else None
+            for token in found if isinstance(found, list) else [found]:
+                if type(token) is int:
+                    yield f"{key} in {file}", token
+
+
 class Trimmed(_Changed):
     """The first `vocabulary` rows of the embedding and of an untied head: what is beyond is another program's padding."""
 
@@ -44,6 +62,10 @@ class Trimmed(_Changed):
         assert rows is not None
         if not 0 < vocabulary <= rows:
             raise ConversionError(f"--vocab-size {vocabulary}: the checkpoint has {rows} rows; rows can be left out, not made")
+        lost = [(what, token) for what, token in _named_tokens(source) if vocabulary <= token < rows]
+        if lost:
+            listed, most = ", ".join(f"{what} {token}" for what, token in lost), max(token for _, token in lost)
+            raise ConversionError(f"--vocab-size {vocabulary} leaves out tokens that the model names: {listed}; nearest: {most + 1}")
         self.names = [name for name in ("embedding.word.weight", "head.weight") if name in source.entries]
         shorter = {name: Entry((vocabulary, *source.entries[name].shape[1:]), source.entries[name].columns) for name in self.names}
         run = replace(source.run, model=replace(source.model, vocab_size=vocabulary))

@@ -99,4 +99,17 @@ def test_trimmed_vocabulary_and_rounded_weights():
     assert "7 rows" in source.report.notes[0]
     with pytest.raises(ConversionError, match="97 rows"):
         Trimmed(source, 98)
+
+
+def test_tokens_that_the_model_names_are_not_left_out(tmp_path):
+    """transformers does not open a model whose padding token is beyond its table."""
+    config = tmp_path / "config.json"
+    config.write_text('{"pad_token_id": 96, "eos_token_id": [2, 95], "bos_token_id": 50256}')
+    source = made(companions={"config.json": config})
+    with pytest.raises(
+        ConversionError,
+        match=r"--vocab-size 90 leaves out tokens .* eos_token_id in config.json 95, pad_token_id in config.json 96; nearest: 97",
+    ):
+        Trimmed(source, 90)
+    assert Trimmed(made(), 90).model.vocab_size == 90
     assert Rounded(source, torch.float16).read("head.norm.bias").dtype == torch.float16
