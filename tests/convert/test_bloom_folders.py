@@ -148,6 +148,16 @@ def test_files_of_other_ranks(tmp_path: Path, values: Globals, here: str, there:
     assert "are not one tensor" in str(error.value) and "*_optim_states.pt" in str(error.value)
 
 
+def test_tp_ranks_that_store_other_dtypes(tmp_path: Path, values: Globals) -> None:
+    """Of one of them half of a tensor would be rounded."""
+    inside = save_bloom({WEIGHT: values[WEIGHT]}, MODEL, tmp_path, Layout(2, (1, 2), 2))
+    file = inside / "layer_04-model_01-model_states.pt"
+    content = torch.load(file, weights_only=True)
+    torch.save({key: tensor.float() if key == "self_attention.dense.weight" else tensor for key, tensor in content.items()}, file)
+    with pytest.raises(ConversionError, match=r"layer 4 self_attention\.dense\.weight is stored as torch.bfloat16 and torch.float32 by"):
+        open_megatron_deepspeed(tmp_path)
+
+
 def test_files_of_other_partitions(tmp_path: Path, values: Globals) -> None:
     inside = save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2))
     swap(inside / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")

@@ -108,6 +108,9 @@ class Weights:
     def _misfit(self, name: str) -> str:
         where, wanted, axis = self.theirs[name], self.shapes[name], split_axis(name)
         shapes = [list(rank[where.key].shape) for rank in self.stored[where.layer]]
+        dtypes = dict.fromkeys(str(rank[where.key].dtype) for rank in self.stored[where.layer])
+        if len(dtypes) > 1:
+            return f"{label(where)} is stored as {' and '.join(dtypes)} by the tp ranks"
         whole = list(shapes[0])
         if len(whole) == len(wanted):
             if axis is not None:
