@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import sys
@@ -239,6 +240,24 @@ def test_arguments_that_contradict(tmp_path: Path, values: Globals, said: dict[s
     save_bloom({WEIGHT: values[WEIGHT]}, MODEL, tmp_path, Layout(1, (3,)), **said)
     with pytest.raises(ConversionError, match=named):
         open_megatron_deepspeed(tmp_path)
+
+
+@pytest.mark.parametrize("by", ["name", "value"])
+def test_members_of_enumerations(tmp_path: Path, values: Globals, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3 pickles their names, all others their values."""
+
+    def named(member: enum.Enum, protocol: int) -> Any:
+        return (getattr, (type(member), member.name)) if by == "name" else (type(member), (member.value,))
+
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", named)
+    inside = save_bloom(values, MODEL, tmp_path, Layout(1, (3,), 2), dtype=torch.float16, bf16=False, fp16=True)
+    monkeypatch.undo()
+    assert (b"getattr" in (inside / "mp_rank_00_model_states.pt").read_bytes()) == (by == "name")
+    assert (b"getattr" in next(inside.glob("*optim_states.pt")).read_bytes()) == (by == "name")
+    with open_megatron_deepspeed(tmp_path) as source:
+        assert source.model.position_embedding == "alibi" and source.columns == EVERYTHING
+        for name, value in values[WEIGHT].items():
+            assert torch.equal(source.read(name), value), name
 
 
 def test_another_version_is_refused(tmp_path: Path, values: Globals) -> None:

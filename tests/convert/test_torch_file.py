@@ -120,6 +120,7 @@ def attacks(mark: Path) -> dict[str, tuple[Any, str]]:
         "exec": (Call(exec, f"open({str(mark)!r}, 'w')"), "builtins.exec"),
         "open": (Call(open, str(mark), "w"), "open"),
         "getattr": (Call(getattr, "text", "upper"), "builtins.getattr"),
+        "getattr of a function": (Call(getattr, Call(os.system, command), "text"), "system"),
         "setattr": (Call(setattr, Record, "name", "x"), "setattr"),
         "partial": (Call(functools.partial, os.system, command), "functools.partial"),
         "subprocess": (Call(subprocess.Popen, command), "Popen"),

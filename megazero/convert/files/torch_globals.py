@@ -207,6 +207,13 @@ def _remade(kind: Any, base: Any, state: Any = None) -> Record:
     return kind()
 
 
+def _member(kind: Any, name: Any) -> Record:
+    """An enumeration's member as the first versions of Python 3.11 write it: by name, where all others say `kind(value)`."""
+    if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str) and name.isidentifier()):
+        raise ConversionError("'builtins.getattr' of something other than an enumeration: refused, and nothing of it was run")
+    return kind(name)
+
+
 def torch_table() -> Mapping[str, Any]:
     """Dotted name -> what stands for it in a torch.save file. Plain objects without meaning for tensors are records."""
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -228,6 +235,7 @@ def torch_table() -> Mapping[str, Any]:
         "builtins.list": _list,
         "builtins.dict": _mapping,
         "builtins.bytes": _bytes,
+        "builtins.getattr": _member,
         "_codecs.encode": _encode,
         "copyreg._reconstructor": _remade,
         "numpy.dtype": NumpyType,

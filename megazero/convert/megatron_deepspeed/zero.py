@@ -253,6 +253,11 @@ def _refuse_overhangs(listing: Listing, rank: int, slices: Mapping[str, Sequence
                 )
 
 
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Members of DeepSpeed's ZeroStageEnum, by value."""
+
+
 def _number(value: Any) -> int:
-    """A number that may be an enumeration's member."""
-    return int(value.args[0]) if isinstance(value, Record) and value.args else int(value)
+    """A number, or a member of DeepSpeed's stages of ZeRO."""
+    given = value.args[0] if isinstance(value, Record) and value.args else value
+    return _STAGES.index(given) if given in _STAGES else int(given)
