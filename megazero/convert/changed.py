@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
+from megazero.convert.hf.config import CONFIG, GENERATION, NAMED_IDS, ids_of, read_json
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
 
 
@@ -42,16 +42,12 @@ def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:
     """Tokens that have a part of their own, with where that is said."""
     if source.run.data.eod_id is not None:
         yield "end of document", source.run.data.eod_id
-    for file in ("config.json", "generation_config.json"):
+    for file in (CONFIG, GENERATION):
         try:
-            said = json.loads(source.companions[file].read_text(encoding="utf-8"))
-        except (KeyError, OSError, ValueError):
+            said = read_json(source.companions[file])
+        except (KeyError, ConversionError):
             continue
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            found = said.get(key) if isinstance(said, dict) else None
-            for token in found if isinstance(found, list) else [found]:
-                if type(token) is int:
-                    yield f"{key} in {file}", token
+        yield from ((f"{key} in {file}", token) for key in NAMED_IDS for token in ids_of(said, key))
 
 
 class Trimmed(_Changed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.derive import max_positions
@@ -60,7 +60,8 @@ class Talk:
     note: Callable[[str], None]
     asked: int = 0
     """Prompts so far: they number the draws."""
-    noted: set[str] = field(default_factory=set)
+    warned: bool = False
+    """Whether it was said that a text outgrows the context."""
 
     def read(self, prompts: Sequence[str]) -> list[Prompt]:
         """On rank 0. Raises DataError."""
@@ -121,9 +122,9 @@ class Talk:
         total = longest + self.manner.max_new_tokens
         learned = self.model.position_embedding == "learned"
         most = max_positions(self.model) if learned else self.model.seq_length
-        if total <= most or self.noted:
+        if total <= most or self.warned:
             return
-        self.noted.add("length")
+        self.warned = True
         fate = "the oldest leave the context, and every token takes a whole forward pass" if learned else "it was trained on shorter ones"
         self.note(f"up to {total} tokens, more than the model's {most}: beyond them {fate}")
 

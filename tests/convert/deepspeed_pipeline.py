@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.convert.deepspeed_universal import tree
+from tests.convert.deepspeed_universal import deepspeed_as_it_comes, engine_for, held_by, tree
 
 
 class Layer(nn.Module):
@@ -75,33 +75,14 @@ def main(folder: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
     world = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    import deepspeed
     from deepspeed.runtime.utils import partition_balanced
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for nothing
-    deepspeed.init_distributed("gloo")
+    deepspeed_as_it_comes().init_distributed("gloo")
     job = torch.load(folder / "job.pt", weights_only=False)
-    module = pipeline(job)
-    groups = [[p for p in module.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.3}, {"params": groups[1], "weight_decay": 0.0}], lr=1.0)
-    config = {
-        "train_batch_size": job["dp"],
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": True},
-    }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    engine = engine_for(pipeline(job), train_batch_size=job["dp"])
     path, client = engine.load_checkpoint(str(folder / "checkpoint"))
     engine.optimizer._lazy_init_hp_params_optimizer_state()  # where the moments are found, otherwise linked in the first step
-    named = list(engine.module.named_parameters())
-    read: dict[str, Any] = {"path": path, "args": vars(client["args"]), "steps": engine.global_steps}
-    read["bf16"] = {name: parameter.detach().clone() for name, parameter in named}
-    read["weight"] = {name: safe_get_full_fp32_param(parameter) for name, parameter in named}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        read[moment] = {name: safe_get_full_optimizer_state(parameter, moment) for name, parameter in named}
+    read = held_by(engine) | {"path": path, "args": vars(client["args"])}
     read["balanced"] = {case: partition_balanced(*case) for case in job["to balance"]}
     torch.save(read, folder / f"read-{rank}.pt")
 

@@ -33,11 +33,16 @@ def tree(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
     return root
 
 
-def engine_for(module: nn.Module) -> Any:
-    """ZeRO-1 in bf16 over torch's AdamW, which loads universal checkpoints; groups as Megatron makes them."""
+def deepspeed_as_it_comes() -> Any:
+    """The package; what it would compile for collectives, for nothing, is taken out."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for nothing
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def engine_for(module: nn.Module, **more: Any) -> Any:
+    """ZeRO-1 in bf16 over torch's AdamW; groups as Megatron makes them. more: of DeepSpeed's configuration."""
     groups = [[p for p in module.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
     optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.3}, {"params": groups[1], "weight_decay": 0.0}], lr=1.0)
     config = {
@@ -46,24 +51,30 @@ def engine_for(module: nn.Module) -> Any:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": True},
-        "checkpoint": {"load_universal": True},
+        **more,
     }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed_as_it_comes().initialize(model=module, optimizer=optimizer, config=config)
     return engine
+
+
+def held_by(engine: Any) -> dict[str, Any]:
+    """Steps, and by parameter its 16-bit values, master and moments, put together over the ranks that share them."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    named = list(engine.module.named_parameters())
+    held: dict[str, Any] = {"steps": engine.global_steps}
+    held["bf16"] = {name: parameter.detach().clone() for name, parameter in named}
+    held["weight"] = {name: safe_get_full_fp32_param(parameter) for name, parameter in named}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        held[moment] = {name: safe_get_full_optimizer_state(parameter, moment) for name, parameter in named}
+    return held
 
 
 def read_by_engine(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What the engine's optimizer holds after loading."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    engine = engine_for(tree(shapes))
+    engine = engine_for(tree(shapes), checkpoint={"load_universal": True})
     path, client = engine.load_checkpoint(str(folder / "universal"))
-    named = list(engine.module.named_parameters())
-    state: dict[str, Any] = {"path": path, "args": vars(client["args"]), "steps": engine.global_steps}
-    state["bf16"] = {name: parameter.detach().clone() for name, parameter in named}
-    state["weight"] = {name: safe_get_full_fp32_param(parameter) for name, parameter in named}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        state[moment] = {name: safe_get_full_optimizer_state(parameter, moment) for name, parameter in named}
+    state = held_by(engine) | {"path": path, "args": vars(client["args"])}
     inner = engine.optimizer.optimizer
     state["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
     state["adam steps"] = [inner.state[group["params"][0]]["step"] for group in inner.param_groups]

@@ -21,7 +21,8 @@ from megazero.convert.source import ConversionError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
-_ENDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+NAMED_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+"""Keys under which both files name tokens."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -93,16 +94,20 @@ def end_of_text(config: Config, family: Family, vocabulary: int) -> int | None:
     return found if type(found) is int and 0 <= found < vocabulary else None
 
 
+def ids_of(config: Config, key: str) -> list[int]:
+    """The ids under one of `NAMED_IDS`: none, one, or a list."""
+    found = config.get(key)
+    return [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]
+
+
 def ends_of_generation(companions: Mapping[str, Path], vocabulary: int) -> frozenset[int]:
     """All ids at which `transformers` ends a generated text: those of generation_config.json, without one those of config.json.
 
     companions: a model's files by name; none name no ids. Raises ConversionError for a file that is no JSON.
     """
     path = companions.get(GENERATION) or companions.get(CONFIG)
-    found = None if path is None else read_json(path).get("eos_token_id")
-    return frozenset(
-        number for number in (found if isinstance(found, list) else [found]) if type(number) is int and 0 <= number < vocabulary
-    )
+    named = [] if path is None else ids_of(read_json(path), "eos_token_id")
+    return frozenset(number for number in named if 0 <= number < vocabulary)
 
 
 def named_dtype(config: Config) -> str | None:
@@ -156,7 +161,7 @@ def kept_config(original: Config, where: Path, family: Family, run: Run, dtype: 
 
 def generation_config(config: Config) -> dict[str, Any]:
     """A generation_config.json for a model that had none."""
-    return {"_from_model_config": True} | {key: config[key] for key in _ENDS if config.get(key) is not None}
+    return {"_from_model_config": True} | {key: config[key] for key in NAMED_IDS if config.get(key) is not None}
 
 
 def run_of(config: Config, where: Path, dtype: torch.dtype) -> Run:
