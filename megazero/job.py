@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,12 +15,15 @@ import torch
 from megazero import device as devices
 from megazero.adapters import load_base, peft_files, step_flops
 from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
+from megazero.checkpoint.agreement import together
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token
+from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.dump import dump
+from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
@@ -189,7 +193,8 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     aside = background_group(grid.world) if run.checkpoint.async_save else None
     beside = (peft_files(run), model_files(run, prepared.found)) if grid.rank == 0 and run.checkpoint.save else ()
     checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, _each(beside))
-    checkpoints.claim()
+    with _refused(f"--save {run.checkpoint.save}"):
+        checkpoints.claim()
     scaler = LossScaler(run.optimizer, grid.device)
     minutes = run.trainer.exit_duration_in_mins
     trainer = Trainer(
@@ -218,6 +223,15 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
     if run.checkpoint.async_save:
         trainer.log.note(f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written")
     return job
+
+
+@contextmanager
+def _refused(flag: str) -> Iterator[None]:
+    """What a folder or file answers to the first writing turns out to be: on every rank a mistake in the configuration, not a fault."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        raise ConfigError([f"{flag}: {error}"]) from error
 
 
 def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], None] | None:
@@ -297,7 +311,12 @@ def _log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
 
 
 def _sinks(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None) -> list[Sink]:
-    """Rank 0 shows and writes; the others have nothing to say."""
+    """Rank 0 shows and writes; the others have nothing to say. Called by all ranks, which fail together."""
+    files: list[Sink] = []
+    places = _told_in(run)
+    if places:
+        with _refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
+            together(grid.world, grid.device, (lambda: files.extend(_files(run, position, fence))) if grid.rank == 0 else None)
     if grid.rank != 0:
         return []
     total = Progress(run.schedule).total_iterations
@@ -309,7 +328,17 @@ def _sinks(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None)
         interval=run.trainer.log_interval,
         seconds_to_deadline=None if minutes is None else 60 * minutes,
     )
-    sinks: list[Sink] = [lines]
+    return [lines, *files]
+
+
+def _told_in(run: Run) -> dict[str, str]:
+    """Flags that name what the log is written to, and their values."""
+    places = {"--metrics-file": run.trainer.metrics_file, "--tensorboard-dir": run.trainer.tensorboard_dir}
+    return {flag: place for flag, place in places.items() if place}
+
+
+def _files(run: Run, position: Position, fence: Fence | None) -> list[Sink]:
+    sinks: list[Sink] = []
     if run.trainer.metrics_file:
         sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None))
     if run.trainer.tensorboard_dir:

@@ -10,7 +10,7 @@ import yaml
 
 from megazero.config.flags import option_called
 from megazero.config.level import Level
-from megazero.config.options import did_you_mean, run_options, sections
+from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 
 RESOLVED = "resolved"
@@ -63,7 +63,7 @@ def read_yaml(path: str | Path) -> Level:
         level.unread = True
         return level
     except yaml.YAMLError as reason:
-        level.problems.append(f"--config {path}: is no YAML ({' '.join(str(reason).split())})")
+        level.problems.append(f"--config {path}: is no YAML: {_first_mistake(reason)}")
         level.unread = True
         return level
     if content is None:
@@ -81,6 +81,13 @@ def read_yaml(path: str | Path) -> Level:
     return level
 
 
+def _first_mistake(error: yaml.YAMLError) -> str:
+    """Where and what, in a line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return where + " ".join(str(problem or error).split())
+
+
 def _read_section(level: Level, section: str, value: object) -> None:
     if not isinstance(value, dict):
         if value is not None:
@@ -96,8 +103,7 @@ def _read_key(level: Level, key: str, value: object, section: str | None) -> Non
     known = option_called(key)
     if known is None:
         names = [name for name, option in run_options().items() if section in (None, option.section)]
-        hint = did_you_mean(key.replace("-", "_"), names if section else [*names, *sections()])
-        hint = hint or did_you_mean(key.replace("-", "_"), run_options())
+        hint = did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(key, run_options())
         level.problems.append(f"{level.name}: there is no {where}{hint}")
         return
     if section is not None and known.section != section:

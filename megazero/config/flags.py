@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.level import Level
-from megazero.config.options import Option, did_you_mean, options_of, run_options, sections
+from megazero.config.options import Option, did_you_mean_flag, options_of, run_options, sections
 from megazero.config.schema import option
 
 _SHORT_FORMS = {"--fp16": ("precision", "fp16"), "--bf16": ("precision", "bf16")}
@@ -114,12 +114,11 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     level, command = Level("the command line"), {}
     stray, groups = _cut(argv)
     level.problems += [f"{word!r} stands alone: a value follows its --flag" for word in stray]
-    precision: dict[str, str] = {}
     for flag, words in groups:
         meaning = _flag_table().get(flag)
         if meaning is None:
             shown = " ".join([flag, *words])
-            level.problems.append(f"{shown}: there is no {flag}{did_you_mean(_spelled(flag), _flag_table())}")
+            level.problems.append(f"{shown}: there is no {flag}{did_you_mean_flag(flag, _flag_table())}")
             continue
         known = meaning.option
         try:
@@ -137,16 +136,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             command[known.name] = value
             continue
         level.put(known.name, value, flag)
-        if known.name == "precision":
-            precision[value] = flag if flag in _SHORT_FORMS else f"{flag} {value}"
-    if len(precision) > 1:
-        level.problems.append(f"{' and '.join(precision.values())} contradict each other: a run has one precision")
     return CommandLine(level, Command(**command))
-
-
-def _spelled(flag: str) -> str:
-    """A flag as it would be spelled here: two dashes, no underscores."""
-    return "--" + flag.lstrip("-").replace("_", "-")
 
 
 def _negation(known: Option) -> str:

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config.schema import Run
+from megazero.config.vocabulary import choice_elsewhere, flag_elsewhere
 
 _WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 
@@ -106,7 +107,9 @@ class Option:
         for choice in self.choices:
             if str(value).lower() == choice.lower():
                 return choice
-        raise ValueError(f"{str(value)!r} is not one of {', '.join(self.choices)}{did_you_mean(str(value).lower(), self.choices)}")
+        ours = choice_elsewhere(self.name, str(value))
+        hint = f"; did you mean {ours}?" if ours else did_you_mean(str(value).lower(), self.choices)
+        raise ValueError(f"{str(value)!r} is not one of {', '.join(self.choices)}{hint}")
 
 
 def whole_number(value: str | int | float) -> int:
@@ -121,6 +124,20 @@ def _exact(number: float) -> int:
     if not number.is_integer():
         raise ValueError(number)
     return int(number)
+
+
+def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
+    """`; did you mean --x?`: what a flag of another program is here, else a flag that is spelled alike."""
+    elsewhere = flag_elsewhere(flag)
+    if elsewhere is None:
+        return did_you_mean("--" + flag.lstrip("-").replace("_", "-"), known)
+    return f"; did you mean {elsewhere}?" if elsewhere.startswith("--") else f"; it is {elsewhere}"
+
+
+def did_you_mean_key(key: str, known: Iterable[str]) -> str:
+    """The same for a key of a file, where flags are spelled without dashes in front and with underscores."""
+    elsewhere = flag_elsewhere(key)
+    return f"; here it is {elsewhere}" if elsewhere else did_you_mean(key.replace("-", "_"), known)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

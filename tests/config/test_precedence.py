@@ -135,7 +135,8 @@ def test_a_dump_is_nested_by_section_and_complete() -> None:
         ("parallel: {pp: 1}\npp: 1", "gives pp a second time"),
         ("parallel: 3", "parallel holds no fields, but 3"),
         ("- 1", "holds no settings, but list"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is no YAML: line 1, column 5: expected the node content"),
+        ("model: {num_layers: 3}\n  lr: 3", "is no YAML: line 2, column 3: "),
     ],
 )
 def test_mistakes_in_yaml_are_named(text: str, part: str, tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Words of other programs: what they are called here is said, and is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.config.flags import read_command_line
+from megazero.config.options import run_options
+from megazero.config.parse import ConfigError, parse_run
+from megazero.config.vocabulary import CHOICES, FLAGS, spelled
+
+ASKED = {
+    # what people type, and what they are told
+    "--learning-rate 1e-4": "did you mean --lr?",
+    "--learning_rate 1e-4": "did you mean --lr?",
+    "--per_device_train_batch_size 4": "did you mean --micro-batch-size?",
+    "--gradient_checkpointing": "did you mean --recompute-granularity full?",
+    "--use-rotary-position-embeddings": "did you mean --position-embedding rotary?",
+    "--use-distributed-optimizer": "did you mean --zero-stage 1?",
+    "--local-rank=0": "it is what torchrun tells each rank",
+    "--position-embedding rope": "did you mean rotary?",
+    "--activation silu": "did you mean swiglu?",
+    "--activation gelu_new": "did you mean gelu-tanh?",
+    "--norm rms_norm": "did you mean rmsnorm?",
+    "--precision bfloat16": "did you mean bf16?",
+    "--device gpu": "did you mean cuda?",
+    "--lr-decay-style constant_with_warmup": "did you mean constant?",
+    "--tokenizer GPT2BPETokenizer": "did you mean gpt2?",
+}
+
+
+@pytest.mark.parametrize("line", ASKED)
+def test_words_of_other_programs_get_their_suggestion(line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(line.split(), 1)
+    (problem,) = caught.value.problems
+    assert ASKED[line] in problem
+
+
+def test_a_file_gets_them_too(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {n_layer: 3, activation: silu}\nlearning_rate: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_run(["--config", str(tmp_path / "run.yaml")], 1)
+    told = " ".join(caught.value.problems)
+    assert "there is no model.n_layer; here it is --num-layers" in told
+    assert "there is no learning_rate; here it is --lr" in told and "did you mean swiglu?" in told
+
+
+def test_every_suggestion_can_be_followed() -> None:
+    """A flag that is named exists, and takes the words behind it; a word that is ours already is in no list."""
+    for word, ours in FLAGS.items():
+        assert read_command_line([f"--{word}"]).level.problems, f"--{word} is a flag here"
+        assert spelled(word) == word
+        if ours.startswith("--"):
+            words = ours.split(",")[0].split()
+            problems = read_command_line(words).level.problems
+            assert all("takes one value" in problem or "needs one value" in problem for problem in problems), (word, problems)
+    for name, table in CHOICES.items():
+        choices = run_options()[name].choices
+        assert choices is not None
+        for word, ours in table.items():
+            assert ours in choices and word not in choices and spelled(word) == word, (name, word)
