@@ -15,6 +15,7 @@ from megazero.config.schema import Run
 from megazero.convert.companions import companions, contents_of, write_companions
 from megazero.convert.registry import open_source
 from megazero.convert.tokenizers import tokenizer_files
+from megazero.data.progress import to_stderr
 
 OF_THE_MODEL = ("config.json", "generation_config.json")
 """What stays where the run has a tokenizer of its own choice."""
@@ -26,7 +27,7 @@ def model_files(run: Run, found: Found | None) -> Callable[[Path], None] | None:
     They come from the checkpoint that the run resumes from, else from that of --init-from.
     """
     files = companions(found.path) if found is not None else _of_start(run)
-    contents = contents_of(files)
+    contents = contents_of(files, to_stderr)
     return partial(write_companions, contents) if contents else None
 
 

@@ -23,6 +23,7 @@ FLOORS = {
     "megazero.streams": 0,
     "megazero.batch": 0,
     "megazero.durable": 0,
+    "megazero.names": 0,
     "fused_ops": 1,
     "megazero.telemetry": 1,
     "megazero.mpu": 2,

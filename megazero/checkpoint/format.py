@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megazero.checkpoint.reshard import Span
 from megazero.mpu.place import Box, Place
+from megazero.names import is_bare
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -174,6 +175,9 @@ def decode(raw: bytes) -> Manifest:
         raise ValueError(f"{MANIFEST} has format version {document['version']}; this program reads version {VERSION}")
     tensors = {name: _stored_tensor(record) for name, record in document["tensors"].items()}
     files = [StoredFile(f["name"], f["bytes"], f["header_sha256"]) for f in document["files"]]
+    outside = next((file.name for file in files if not is_bare(file.name)), None)
+    if outside is not None:
+        raise Damaged(f"{MANIFEST} names {str(outside)[:80]!r}, which is no file of its folder")
     return Manifest(tensors, files, document["run"], document["progress"], document["layout"])
 
 

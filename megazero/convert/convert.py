@@ -37,7 +37,7 @@ def convert(source: Source, target: Format, output: Path, wanted: Wanted, report
     with _becoming(output) as temporary:
         target.write(source, temporary, wanted, lambda count: progress.reach(progress.done + count / size))
         if not target.has_companions:
-            write_companions(contents_of(source.companions), temporary)
+            write_companions(contents_of(source.companions, source.report.notes.append), temporary)
     seconds = max(time.monotonic() - began, 1e-9)
     report(f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {clock(seconds)} ({total / size / seconds:,.1f} {unit}/s)")
 

@@ -128,7 +128,7 @@ def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance)
     writers: list[list[Held]] = [list(fragments) for fragments in files]
     run = _as_recorded(source.run, wanted.dtype)
     write_manifest(inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1})
-    write_companions(contents_of(source.companions), inside)
+    write_companions(contents_of(source.companions, source.report.notes.append), inside)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megazero.convert.files.torch_globals import torch_table
 from megazero.convert.files.unpickle import Record, unpickle
 from megazero.convert.source import ConversionError
 from megazero.mpu.place import Box
+from megazero.names import is_bare
 
 METADATA = ".metadata"
 KNOWN = ("torch.distributed.*", "megatron.*", "pathlib.*")
@@ -124,8 +125,8 @@ def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]
         if info.get("transform_descriptors"):
             raise ConversionError(f"{name} is stored through {', '.join(map(str, info.get('transform_descriptors')))}, which is not read")
         file = str(info.get("relative_path"))
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            raise ConversionError(f"{name} is said to be in {file!r}, outside of the checkpoint")
+        if not is_bare(file):
+            raise ConversionError(f"{name} is said to be in {file[:80]!r}, which is no file of the checkpoint's folder")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if any(stop > n for (_, stop), n in zip(box, shape, strict=True)):
             raise ConversionError(f"a piece of {name} reaches beyond its shape {list(shape)}")

@@ -17,6 +17,7 @@ from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import read_json
 from megazero.convert.source import ConversionError
+from megazero.names import is_bare
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -47,9 +48,9 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     found = read_json(path).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise ConversionError(f"{path} has no weight_map of keys and files")
-    outside = [name for name in found.values() if Path(name).name != name]
-    if outside:
-        raise ConversionError(f"{path} names {outside[0]!r}, which is no file of its folder")
+    outside = next((name for name in found.values() if not is_bare(name)), None)
+    if outside is not None:
+        raise ConversionError(f"{path} names {outside[:80]!r}, which is no file of its folder")
     return found
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megazero.convert.companions import is_own
 from megazero.convert.hf.config import write_json
 from megazero.convert.hf.tables import Config
 from megazero.convert.source import Source
 from megazero.data.gpt2 import END_OF_TEXT, byte_symbols
+from megazero.data.indexed import DataError
 from megazero.data.tokenizer import gpt2_files, sentencepiece_file
 
 _BELONGING = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -46,6 +48,7 @@ def _write_bytes(place: Path, folder: Path) -> str:
 
 def _write_gpt2(place: Path, folder: Path) -> str | None:
     vocab_file, merges_file = gpt2_files(str(place))
+    _refuse_links(vocab_file, merges_file)
     vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
     lines = merges_file.read_text(encoding="utf-8").split("\n")
     merges = [line.rstrip("\r").split(" ") for line in lines[lines[0].startswith("#version") :] if line.strip()]
@@ -87,14 +90,23 @@ def _write_byte_level(folder: Path, vocab: Mapping[str, int], merges: list[list[
 def _copy_hf(place: Path, folder: Path) -> None:
     """tokenizer.json, and what transformers keeps beside it."""
     file = place / "tokenizer.json" if place.is_dir() else place
-    shutil.copyfile(file, folder / "tokenizer.json")
-    for name in _BESIDE:
-        if (file.parent / name).is_file():
-            shutil.copyfile(file.parent / name, folder / name)
+    there = [file, *(file.parent / name for name in _BESIDE if (file.parent / name).is_file())]
+    _refuse_links(*there)
+    for path in there:
+        shutil.copyfile(path, folder / ("tokenizer.json" if path == file else path.name))
 
 
 def _copy_sentencepiece(place: Path, folder: Path) -> None:
-    shutil.copyfile(sentencepiece_file(str(place)), folder / "tokenizer.model")
+    file = sentencepiece_file(str(place))
+    _refuse_links(file)
+    shutil.copyfile(file, folder / "tokenizer.model")
+
+
+def _refuse_links(*files: Path) -> None:
+    """Raises DataError for one that leads out of its folder: what it leads to may be no tokenizer."""
+    for file in files:
+        if not is_own(file):
+            raise DataError(f"{file} is a link to {file.resolve()}, outside of its folder, and such files are not copied")
 
 
 _WRITERS: Mapping[str, Callable[[Path, Path], str | None]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.dtypes import compute_dtype
+from megazero.convert.companions import own
 from megazero.convert.files.safetensors_file import Slot, write_safetensors
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.hf.config import (
@@ -42,8 +43,8 @@ def write_hf(source: Source, folder: Path, wanted: Wanted, advance: Advance, *, 
     anything is written, where no family computes what the model does, and where a weight is too large for the dtype.
     """
     dtype = wanted.dtype or compute_dtype(source.run.optimizer.precision)
-    where = source.companions.get(CONFIG)
-    original = None if where is None else read_json(where)
+    kept = own(source.companions, source.report.notes.append)
+    original = read_json(kept[CONFIG]) if CONFIG in kept else None
     family = family_for(source.model, None if original is None else original.get("model_type"))
     lost = [problem for need in family.unsaid for problem in need.problems(source.model)]
     source.report.notes += [f"{CONFIG} of a {family.model_type} model has no key for it: {problem}" for problem in lost]
@@ -57,8 +58,8 @@ def write_hf(source: Source, folder: Path, wanted: Wanted, advance: Advance, *, 
         weight_map = {slot.key: name for name, shard in shards.items() for slot in shard}
         sizes = {"total_size": sum(slot.nbytes for slot in slots)}
         write_json(folder / INDEX, {"metadata": sizes, "weight_map": weight_map})
-    made = _write_configs(source, folder, family, original, dtype)
-    _carry(source, folder)
+    made = _write_configs(source, kept, folder, family, original, dtype)
+    _carry(kept, folder)
     write_tokenizer(source, folder, made)
 
 
@@ -104,24 +105,26 @@ def _refuse_overflow(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         raise ConversionError(f"{name} holds {largest:g}, and {dtype} ends at {torch.finfo(dtype).max:g}; nearest: --dtype bf16, or fp32")
 
 
-def _write_configs(source: Source, folder: Path, family: Family, original: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+def _write_configs(
+    source: Source, kept: Mapping[str, Path], folder: Path, family: Family, original: dict[str, Any] | None, dtype: torch.dtype
+) -> dict[str, Any]:
     """config.json and generation_config.json; returns the former."""
     if original is not None and original.get("model_type") == family.model_type:
-        made = kept_config(original, source.companions[CONFIG], family, source.run, dtype)
+        made = kept_config(original, kept[CONFIG], family, source.run, dtype)
     else:
         made, original = new_config(family, source.run, dtype), None
     write_json(folder / CONFIG, made)
-    kept = source.companions.get(GENERATION)
-    if kept is None:
+    generation = kept.get(GENERATION)
+    if generation is None:
         write_json(folder / GENERATION, generation_config(made))
     elif original is not None and original.get("eos_token_id") == made.get("eos_token_id"):
-        shutil.copyfile(kept, folder / GENERATION)
+        shutil.copyfile(generation, folder / GENERATION)
     else:
-        write_json(folder / GENERATION, read_json(kept) | {"eos_token_id": made.get("eos_token_id")})
+        write_json(folder / GENERATION, read_json(generation) | {"eos_token_id": made.get("eos_token_id")})
     return made
 
 
-def _carry(source: Source, folder: Path) -> None:
-    for name, path in source.companions.items():
+def _carry(kept: Mapping[str, Path], folder: Path) -> None:
+    for name, path in kept.items():
         if name not in (CONFIG, GENERATION):
             shutil.copyfile(path, folder / name)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megazero.convert.source import ConversionError
+from megazero.convert.tracker import word_in
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -25,7 +26,7 @@ def checkpoint_folder(path: Path) -> Path:
     if not (path / TRACKER).is_file():
         newest = [inside for inside in path.glob("iter_*") if inside.name[5:].isdecimal() and _is_one(inside)]
         return path if _is_one(path) else max(newest, key=lambda inside: int(inside.name[5:]), default=path)
-    word = (path / TRACKER).read_text().strip()
+    word = word_in(path / TRACKER)
     if word != "release" and not word.isdecimal():
         raise ConversionError(f"{path / TRACKER} holds {word!r}, neither a number nor 'release'")
     return path / iteration_folder(word)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.source import ConversionError
+from megazero.convert.tracker import named_folder, word_in
 
 LATEST = "latest"
 KNOWN = ("deepspeed.*", "megatron.*", "apex.*", "transformers.*", "enum.*", "signal.*", "torch.nn.*", "torch.optim.*")
@@ -66,7 +67,7 @@ def checkpoint_folder(path: Path) -> Path:
     if _has_layers(path):
         return path
     if (path / LATEST).is_file():
-        named = path / (path / LATEST).read_text().strip()
+        named = named_folder(path / LATEST)
         if not _has_layers(named):
             raise ConversionError(
                 f"{path / LATEST} names {named.name!r}, in which there are no layer files (layer_NN-model_NN-model_states.pt)"
@@ -85,7 +86,7 @@ def recognises(path: Path) -> bool:
     if _has_layers(path) or any(_has_layers(inside) for inside in path.glob("global_step*")):
         return True
     latest = path / LATEST
-    return latest.is_file() and STEP.fullmatch(latest.read_text().strip()) is not None
+    return latest.is_file() and STEP.fullmatch(word_in(latest)) is not None
 
 
 def _has_layers(folder: Path) -> bool:

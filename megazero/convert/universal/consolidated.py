@@ -27,6 +27,7 @@ from megazero.convert.megatron_deepspeed.folders import KNOWN
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.convert.tracker import named_folder
 from megazero.convert.universal.folders import model_states
 from megazero.convert.universal.held import Held, HeldSource, Parameter, precision_of
 from megazero.convert.universal.names import written_names
@@ -50,7 +51,7 @@ def _told_by(path: Path) -> Path | None:
     if (path / ARGS_FILE).is_file():
         return path / ARGS_FILE
     latest = path / "latest"
-    folders = [path, *([path / latest.read_text().strip()] if latest.is_file() else [])]
+    folders = [path, *([named_folder(latest)] if latest.is_file() else [])]
     return next((found for folder in folders if (found := model_states(folder)) is not None), None)
 
 

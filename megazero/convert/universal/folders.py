@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, WEIGHT, ConversionError
+from megazero.convert.tracker import named_folder
 
 LATEST = "latest_universal"
 ZERO = "zero"
@@ -21,7 +22,7 @@ def checkpoint_folder(path: Path) -> Path:
         return path
     if not (path / LATEST).is_file():
         raise ConversionError(f"{path} holds no universal checkpoint: neither {ZERO}/<parameter>/fp32.pt nor {LATEST}")
-    named = path / (path / LATEST).read_text().strip()
+    named = named_folder(path / LATEST)
     if not _is_one(named):
         raise ConversionError(f"{path / LATEST} names {named.name!r}, which holds no {ZERO}/<parameter>/fp32.pt")
     return named
