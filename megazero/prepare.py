@@ -7,6 +7,7 @@ a file system does the work, the others wait for its file lock. And what is wron
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -66,10 +67,11 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
         if tokenizer is not None:
             run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
         assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
-        datasets, text = _datasets(run, tokenizer, text, report)
+        found = find(run.checkpoint.load) if run.checkpoint.load else None
+        datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
     except DataError as error:
         raise ConfigError([str(error)]) from error
-    found, changes = _resume(run, world_size, datasets)
+    changes = _changes(found, run, world_size, datasets)
     run = with_base(run, found)
     return Prepared(run, datasets, tokenizer, text, found, changes)
 
@@ -83,10 +85,24 @@ def _with_data(run: Run, report: Report) -> tuple[Run, str]:
     return replace(run, data=data, trainer=trainer), corpus.description
 
 
-def _datasets(run: Run, tokenizer: Tokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
-    """The run's samples, and what they are."""
+def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Datasets, str]]) -> tuple[Datasets, str]:
+    """Datasets for the samples asked for; for those used where a checkpoint's order is theirs, as that of earlier versions is.
+
+    build: datasets of at least so many training samples, and what they are.
+    """
+    asked, used = samples_asked(run), samples_used(run)
+    made = build(asked)
+    if found is not None and used != asked and not run.checkpoint.finetune and not _same_order(found, made[0]):
+        other = build(used)
+        if _same_order(found, other[0]):
+            return other
+    return made
+
+
+def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
+    """At least `needed` training samples and those of validation, and what they are."""
     assert run.model.vocab_size is not None
-    needed, valid = samples_needed(run), validation_samples(run)
+    valid = validation_samples(run)
     if run.data.instruction_data:
         assert tokenizer is not None, "validated: instruction data has --tokenizer"
         shape = {"seq_length": run.model.seq_length, "vocab_size": run.model.vocab_size}
@@ -104,7 +120,13 @@ def _datasets(run: Run, tokenizer: Tokenizer | None, text: str, report: Report) 
     return datasets, text
 
 
-def samples_needed(run: Run) -> int:
+def samples_asked(run: Run) -> int:
+    """Training samples that the datasets are built for, as Megatron-LM does: --train-samples as given, though what is left of them for
+    no whole batch is never used. Epochs, shares of a blend and with these the order from the first sample on follow from it."""
+    return samples_used(run) if run.schedule.train_samples is None else run.schedule.train_samples
+
+
+def samples_used(run: Run) -> int:
     """Training samples that the run consumes."""
     steps = Progress(run.schedule)
     assert steps.total_iterations is not None, "the resolved run has a length"
@@ -175,23 +197,27 @@ def _closed(folder: str) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written in"
 
 
-def _resume(run: Run, world_size: int, datasets: Datasets) -> tuple[Found | None, tuple[Change, ...]]:
-    found = find(run.checkpoint.load) if run.checkpoint.load else None
+def _changes(found: Found | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:
     if found is None:
-        return None, ()
+        return ()
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
     problems = [*comparison.problems, *_other_order(run, found, datasets)]
     if problems:
         raise ConfigError([f"{found.path}: {problem}" for problem in problems])
-    return found, comparison.changes
+    return comparison.changes
+
+
+def _same_order(found: Found, datasets: Datasets) -> bool:
+    """Whether samples come as they did for the checkpoint; true where it does not say (conversations, before they were counted)."""
+    then = found.progress.get("data_plans")
+    return not then or then == [list(plan) for plan in datasets.train.plans]
 
 
 def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
     """A run of another length may need other epochs, and these are shuffled together: the order changes from the first sample on. That of
     conversations changes when there are others in the files."""
-    then, now = found.progress.get("data_plans"), [list(plan) for plan in datasets.train.plans]
-    same_data = not run.checkpoint.finetune and not run.checkpoint.override_data
-    if not then or then == now or not same_data:  # none: conversations, before they were counted
+    then, now = found.progress.get("data_plans") or [], [list(plan) for plan in datasets.train.plans]
+    if run.checkpoint.finetune or run.checkpoint.override_data or _same_order(found, datasets):
         return []
     if run.data.instruction_data != run_from(found.run).data.instruction_data:
         return []  # which is an error of its own
@@ -202,6 +228,6 @@ def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
         ]
     epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
     return [
-        f"--train-iters or --train-samples: {samples_needed(run):,} samples take {epochs[1]} epochs of the data in another order than the"
+        f"--train-iters or --train-samples: {samples_asked(run):,} samples take {epochs[1]} epochs of the data in another order than the"
         f" checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: --override-data"
     ]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from megazero import prepare as preparation
 from megazero.config.parse import ConfigError, parse_run
+from megazero.data.inspect import first_samples
 from megazero.data.progress import silent
 from megazero.prepare import prepare, validation_samples
+from tests.reference import REFERENCE, needs_reference
 
 SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16, "--vocab-size", 1003, "--train-iters", 2]
 
@@ -73,3 +80,43 @@ def test_kernels_that_do_not_exist_are_refused(flags: list[object], monkeypatch:
     monkeypatch.setenv("MEGAZERO_FUSED", "avx1024")
     with pytest.raises(ConfigError, match="MEGAZERO_FUSED=avx1024: choose one of auto, reference"):
         prepare(parse_run([str(word) for word in flags], 1), 1, silent)
+
+
+@needs_reference
+def test_data_are_built_for_the_samples_that_were_asked(tmp_path: Path) -> None:
+    """Megatron-LM's own order for 20,000 samples. Of them 18,000 are used here, for which the second epoch would be shuffled apart."""
+    assert REFERENCE is not None
+    record = REFERENCE / "orders" / "owt-seq128-seed1234-two-epochs.json"
+    settings = json.loads(record.read_text())
+    words = ["--data-path", REFERENCE / settings["blend"][0][0], "--split", settings["split"], "--seed", settings["seed"]]
+    words += ["--train-samples", settings["requested_samples"][0], "--global-batch-size", 9000, "--micro-batch-size", 9000]
+    words += ["--seq-length", settings["sequence_length"], "--vocab-size", 5000, "--eval-iters", 0, "--data-cache-path", tmp_path]
+    run = parse_run([str(word) for word in [*SHAPE[:6], *words]], 1)
+    datasets = prepare(run, 1, silent).datasets
+    expected = np.load(record.with_suffix(".npz"))["train"]
+    assert len(datasets.train) == settings["lengths"][0] and len(expected) > 10
+    assert np.array_equal(first_samples(datasets.train, len(expected)), expected)
+
+
+def test_a_checkpoint_of_data_built_for_the_samples_used_goes_on_with_these(
+    flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before built them for whole batches of --train-samples."""
+
+    def prepared(train_samples: int, found: Any = None) -> Any:
+        monkeypatch.setattr(preparation, "find", lambda folder: found)
+        monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
+        words = [*flags[:-4], "--train-samples", train_samples, "--global-batch-size", 500, *flags[-4:], "--load", corpus.parent]
+        words[words.index("--train-iters") : words.index("--train-iters") + 2] = []
+        return prepare(parse_run([str(word) for word in [*words, "--eval-iters", 0]], 1), 1, silent).datasets.train
+
+    asked, used = prepared(1499), prepared(1000)
+    assert asked.plans != used.plans, "the test has to tell them apart"
+
+    def checkpoint(plans: Any) -> Any:
+        return SimpleNamespace(progress={"data_plans": [list(plan) for plan in plans]}, run={}, layout={}, path="runs/a")
+
+    for then in (asked, used):
+        assert prepared(1499, checkpoint(then.plans)).plans == then.plans
+    with pytest.raises(ConfigError, match=r"1,499 samples take .* epochs of the data in another order"):
+        prepared(1499, checkpoint([(99, 0)]))
