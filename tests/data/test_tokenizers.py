@@ -3,10 +3,13 @@
 import json
 import random
 import unicodedata
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megazero.data.gpt2 import GPT2Tokenizer, byte_symbols
+from megazero.data.gpt2 import GPT2Tokenizer, byte_symbols, join
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -78,6 +81,69 @@ def test_every_character_class_is_cut_as_the_library_does(trained, original):
         for symbol in random.Random(0).sample(symbols, min(100, len(symbols))):
             text = f"a{symbol}1{symbol} {symbol}{symbol}  {symbol}."
             assert mine.encode(text) == original.encode(text).ids, (hex(ord(symbol)), unicodedata.category(symbol))
+
+
+def joined_in_passes(ids: list[int], merges: dict[tuple[int, int], tuple[int, int]]) -> list[int]:
+    """As the original does it: a pass over the whole word for each pair."""
+    while pairs := [pair for pair in pairwise(ids) if pair in merges]:
+        pair, out = min(pairs, key=lambda each: merges[each][0]), []
+        while ids:
+            both = tuple(ids[:2]) == pair
+            out.append(merges[pair][1] if both else ids[0])
+            ids = ids[1 + both :]
+        ids = out
+    return ids
+
+
+@st.composite
+def lists_of_merges(draw) -> dict[tuple[int, int], tuple[int, int]]:
+    """Over the tokens 0 to 3; in any order, so that a join can make an earlier pair."""
+    made = list(range(4))
+    pairs: dict[tuple[int, int], int] = {}
+    for _ in range(draw(st.integers(1, 12))):
+        pair = draw(st.tuples(st.sampled_from(made), st.sampled_from(made)))
+        if pair not in pairs:
+            pairs[pair] = len(made)
+            made.append(len(made))
+    ranks = draw(st.permutations(range(len(pairs))))
+    return {pair: (rank, number) for (pair, number), rank in zip(pairs.items(), ranks, strict=True)}
+
+
+@settings(max_examples=400, deadline=None)
+@given(merges=lists_of_merges(), ids=st.lists(st.integers(0, 3), max_size=60))
+def test_pairs_are_joined_as_the_original_joins_them(merges, ids):
+    assert join(ids, merges) == joined_in_passes(list(ids), merges)
+
+
+def test_a_long_word_takes_steps_as_it_has_letters(trained):
+    """Passes would look at each pair of 40,000 letters some hundred times, which took half a minute."""
+
+    class Counting(dict):
+        looked = 0
+
+        def get(self, key, default=None):
+            self.looked += 1
+            return super().get(key, default)
+
+    mine = GPT2Tokenizer(trained / "vocab.json", trained / "merges.txt")
+    word = "".join(random.Random(1).choice(("the", "cat", "sat", "dog", "x", "mat")) for _ in range(15_000))
+    letters = [mine._first[ord(letter)] for letter in word]
+    merges = Counting(mine.merges)
+    ids = join(letters, merges)
+    assert len(word) > 35_000 and len(ids) < 30_000 and merges.looked < 4 * len(word)
+    assert mine.encode(word) == ids, "the library joins the same"
+    assert mine._library is not None
+
+
+def test_a_list_that_is_out_of_order_is_joined_here(tmp_path):
+    """A join makes a pair that stands before it: the library would take that at once, the original after all others of the first."""
+    tokens = [*byte_symbols(), "bb", "abb", "bbb", "bbbb"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("bb b\nb b\na bb\n")
+    mine = GPT2Tokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert mine._library is None
+    assert mine.decode(mine.encode("abbbbb")) == "abbbbb"
+    assert mine.encode("bbbb") == [tokens.index("bb")] * 2
 
 
 @needs_reference
