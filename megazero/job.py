@@ -340,9 +340,9 @@ def _told_in(run: Run) -> dict[str, str]:
 def _files(run: Run, position: Position, fence: Fence | None) -> list[Sink]:
     sinks: list[Sink] = []
     if run.trainer.metrics_file:
-        sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None))
+        sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None, lines.note))
     if run.trainer.tensorboard_dir:
         from megazero.telemetry.tensorboard import TensorBoard
 
-        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1))
+        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1, lines.note))
     return sinks

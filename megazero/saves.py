@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megazero.checkpoint.background import Outcome
 from megazero.checkpoint.fence import FenceLost
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.saving import Saved
+from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.units import transfer
+
+PAUSES = (0.0, 1.0, 5.0, 15.0)
+"""Seconds before each try of a run's last save. Together less than the 30 s that a cluster gives a job between SIGTERM and SIGKILL."""
+_ENDS_THE_RUN = (FenceLost, PeerError)
+"""Failures after which another try cannot help: the folder is another job's, or a rank is gone."""
 
 
 class Position(Protocol):
@@ -25,15 +31,24 @@ class Saves:
 
     record  what is stored with the state; called when the state is, by all ranks
     note    tells the person who reads along
+    pauses  seconds before each try of the last save
 
-    A save beside the run that fails is told, and training goes on; the next one tries again. The last save of a run is waited for,
-    and if it fails, so does the run. One exception: when another job has taken the folder over, the run stops (`superseded`).
+    A save that fails, on a full disk say, is told, and training goes on; what was there is as it was, and the next save tries again.
+    The last save of a run is tried as often as there are pauses; if all fail, so does the run. Where another job has taken the folder
+    over no try can help, and the run stops (`superseded`).
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, record: Callable[[Any], dict[str, Any]], note: Callable[[str], None], *, in_background: bool
+        self,
+        checkpoints: Checkpoints,
+        record: Callable[[Any], dict[str, Any]],
+        note: Callable[[str], None],
+        *,
+        in_background: bool,
+        pauses: Sequence[float] = PAUSES,
     ) -> None:
         self._checkpoints, self._record, self._note, self._in_background = checkpoints, record, note, in_background
+        self._pauses = pauses
         self.saved_at = -1
         """Iteration that is saved, or being saved."""
         self.superseded = False
@@ -46,8 +61,10 @@ class Saves:
             return
         if self._in_background:
             self._start(position)
-        else:
-            self._save_now(position)
+            return
+        outcome = self._try(position)
+        if outcome.error is not None:
+            self._warn(outcome, "training goes on, and the next save tries again")
 
     def look(self) -> None:
         """Tell how a save beside the run has ended, if it has. Communicates nothing."""
@@ -56,16 +73,32 @@ class Saves:
             self._tell(outcome)
 
     def finish(self, position: Position) -> None:
-        """Return when this position is saved. Raises what prevented it. Called by all ranks."""
+        """Return when this position is saved. Raises what prevented the last try. Called by all ranks."""
         if self._checkpoints.busy:
             self._collect()
-        if self.saved_at != position.iteration:
-            self._save_now(position)
+        tries = len(self._pauses)
+        for number, pause in enumerate(self._pauses, 1):
+            if self.saved_at == position.iteration:
+                return
+            time.sleep(pause)
+            outcome = self._try(position)
+            if outcome.error is not None:
+                self._warn(outcome, f"this was try {number} of {tries}")
+                if number == tries:
+                    raise outcome.error
 
-    def _save_now(self, position: Position) -> None:
-        saved = self._checkpoints.save(position.iteration, self._record(position))
+    def _try(self, position: Position) -> Outcome:
+        """Save on this thread, and how that ended: well on all ranks or on none. Raises what ends the run."""
+        record = self._record(position)
+        try:
+            saved = self._checkpoints.save(position.iteration, record)
+        except _ENDS_THE_RUN:
+            raise
+        except Exception as error:
+            return Outcome(position.iteration, error=error)
         self.saved_at = position.iteration
         self._note(_words(saved))
+        return Outcome(position.iteration, saved)
 
     def _start(self, position: Position) -> None:
         began = time.perf_counter()
@@ -76,11 +109,11 @@ class Saves:
         self.saved_at, self._waited = position.iteration, time.perf_counter() - began
 
     def _collect(self) -> None:
-        """Wait for the save under way. Raises FenceLost, on all ranks; other failures are told."""
+        """Wait for the save under way. Raises what ends the run; other failures are told."""
         outcome = self._checkpoints.wait()
         if outcome is not None:
             self._tell(outcome)
-            if isinstance(outcome.error, FenceLost):
+            if isinstance(outcome.error, _ENDS_THE_RUN):
                 raise outcome.error
 
     def _tell(self, outcome: Outcome) -> None:
@@ -92,10 +125,13 @@ class Saves:
         else:
             if self.saved_at == outcome.iteration:
                 self.saved_at = -1
-            self._note(
-                f"WARNING: the checkpoint of iteration {outcome.iteration} could not be written: {outcome.error}. The one before it is as"
-                " it was; training goes on, and the next save tries again"
-            )
+            self._warn(outcome, "training goes on, and the next save tries again")
+
+    def _warn(self, outcome: Outcome, then: str) -> None:
+        self._note(
+            f"WARNING: the checkpoint of iteration {outcome.iteration} could not be written: {outcome.error}. What was there"
+            f" before is as it was; {then}"
+        )
 
 
 def _words(saved: Saved) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,12 +24,16 @@ class MetricsFile:
 
     Every line is one `write` on a descriptor opened with O_APPEND, so that a killed process leaves at most one torn
     line, the last, which is cut here when the file is opened again. `may_write` is asked before each write; when it
-    says no, SupersededError is raised and nothing is written. Raises OSError when the file cannot be written.
+    says no, SupersededError is raised and nothing is written. Raises OSError when the file cannot be opened.
+
+    What a disk does not take, a full one say, waits in memory and is tried again with the next line; `tell` gets a word about it.
     """
 
-    def __init__(self, path: str | Path, may_write: Callable[[], bool] | None = None) -> None:
+    def __init__(self, path: str | Path, may_write: Callable[[], bool] | None = None, tell: Callable[[str], None] | None = None) -> None:
         self.path = Path(path)
-        self._may_write = may_write
+        self._may_write, self._tell = may_write, tell or _tell_stderr
+        self._waiting: deque[bytes] = deque()
+        self._behind = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
@@ -48,21 +54,48 @@ class MetricsFile:
         """Append one object as one line."""
         line = json.dumps(values, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
         self._check()
-        try:
-            written = os.write(self._descriptor, line)
-        except OSError as error:  # of a write, it does not tell which file it was for
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if written != len(line):
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes were written; is the disk full?")
+        self._waiting.append(line)
+        self._drain()
 
     def flush(self, durable: bool) -> None:
+        if self._waiting:
+            self._drain()
         if durable and self._regular:
-            os.fsync(self._descriptor)
+            self._trying(lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
         if self._descriptor >= 0:
+            self.flush(False)
+            if self._waiting:
+                self._tell(f"WARNING: the last {len(self._waiting)} lines of {self.path} could not be written")
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _drain(self) -> None:
+        """Write the lines that wait, each at once; of one that the disk took in part the rest goes on waiting."""
+
+        def write() -> None:
+            while self._waiting:
+                written = os.write(self._descriptor, self._waiting[0])
+                rest = self._waiting.popleft()[written:]
+                if rest:
+                    self._waiting.appendleft(rest)
+
+        self._trying(write)
+
+    def _trying(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._behind:
+                self._tell(
+                    f"WARNING: {self.path} cannot be written: {error.strerror}. Its lines wait in memory, and each new one tries again"
+                )
+            self._behind = True
+        else:
+            if self._behind:
+                self._tell(f"{self.path} can be written again, and has all lines")
+            self._behind = False
 
     def _check(self) -> None:
         if self._may_write is not None and not self._may_write():
@@ -83,3 +116,7 @@ def cut_torn_line(descriptor: int) -> int:
     if position < end:
         os.ftruncate(descriptor, position)
     return end - position
+
+
+def _tell_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +27,47 @@ class TensorBoard:
     """Writes event files into `folder`. A `Sink`; rank 0 only.
 
     `first_iteration` is the first one this process runs: what an interrupted run had written from there on is hidden.
-    Raises ValueError, with what to install, where TensorBoard is missing.
+    Raises ValueError, with what to install, where TensorBoard is missing. When its files cannot be written, on a full disk say, the
+    curves end there and `tell` gets a word about it: its writer does not survive a failure, and no run should end for a picture.
     """
 
-    def __init__(self, folder: str | Path, first_iteration: int = 1) -> None:
+    def __init__(self, folder: str | Path, first_iteration: int = 1, tell: Callable[[str], None] = print) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError("--tensorboard-dir needs TensorBoard, which is not installed: pip install tensorboard") from error
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration if first_iteration > 1 else None)
+        self._folder, self._tell = folder, tell
 
     def step(self, record: StepRecord) -> None:
-        for key, curve in _CURVES.items():
-            value = getattr(record, key)
-            if value is not None:
-                self._writer.add_scalar(curve, value, record.iteration)
+        values = {curve: getattr(record, key) for key, curve in _CURVES.items()}
+        self._draw({curve: value for curve, value in values.items() if value is not None}, record.iteration)
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        for name, loss in losses.items():
-            self._writer.add_scalar(f"valid/{name.removeprefix('valid_loss').strip('/') or 'loss'}", loss, iteration)
+        self._draw({f"valid/{name.removeprefix('valid_loss').strip('/') or 'loss'}": loss for name, loss in losses.items()}, iteration)
 
     def note(self, text: str) -> None:
         """Remarks are not curves."""
 
     def flush(self, durable: bool) -> None:
         if durable:
-            self._writer.flush()
+            self._trying(lambda: self._writer.flush())
 
     def close(self) -> None:
-        self._writer.close()
+        self._trying(lambda: self._writer.close())
+
+    def _draw(self, values: dict[str, float], iteration: int) -> None:
+        def draw() -> None:
+            for curve, value in values.items():
+                self._writer.add_scalar(curve, value, iteration)
+
+        self._trying(draw)
+
+    def _trying(self, action: Callable[[], None]) -> None:
+        if self._writer is None:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._tell(f"WARNING: TensorBoard's files in {self._folder} cannot be written: {error}. Its curves end here")
+            self._writer = None
