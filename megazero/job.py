@@ -312,23 +312,24 @@ def _log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
 
 def _sinks(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None) -> list[Sink]:
     """Rank 0 shows and writes; the others have nothing to say. Called by all ranks, which fail together."""
-    files: list[Sink] = []
+    lines, files = _log_lines(run), list[Sink]()
     places = _told_in(run)
     if places:
         with _refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
-            together(grid.world, grid.device, (lambda: files.extend(_files(run, position, fence))) if grid.rank == 0 else None)
-    if grid.rank != 0:
-        return []
+            together(grid.world, grid.device, (lambda: files.extend(_files(run, position, fence, lines.note))) if grid.rank == 0 else None)
+    return [lines, *files] if grid.rank == 0 else []
+
+
+def _log_lines(run: Run) -> LogLines:
     total = Progress(run.schedule).total_iterations
     assert total is not None
     minutes = run.trainer.exit_duration_in_mins
-    lines = LogLines(
+    return LogLines(
         total,
         fp16=run.optimizer.precision == "fp16",
         interval=run.trainer.log_interval,
         seconds_to_deadline=None if minutes is None else 60 * minutes,
     )
-    return [lines, *files]
 
 
 def _told_in(run: Run) -> dict[str, str]:
@@ -337,12 +338,12 @@ def _told_in(run: Run) -> dict[str, str]:
     return {flag: place for flag, place in places.items() if place}
 
 
-def _files(run: Run, position: Position, fence: Fence | None) -> list[Sink]:
+def _files(run: Run, position: Position, fence: Fence | None, tell: Callable[[str], None]) -> list[Sink]:
     sinks: list[Sink] = []
     if run.trainer.metrics_file:
-        sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None, lines.note))
+        sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None, tell))
     if run.trainer.tensorboard_dir:
         from megazero.telemetry.tensorboard import TensorBoard
 
-        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1, lines.note))
+        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1, tell))
     return sinks
