@@ -1,7 +1,7 @@
 """Chat templates: turns of a conversation to one text, and which parts of it an assistant has written.
 
 A template is a Jinja program that comes with a tokenizer (Hugging Face's chat_template.jinja or tokenizer_config.json); it runs in Jinja's
-sandbox. Its special tokens are tokens, those that stand in the data are text: where a data string spells one it is parted by `CUT`, which
+sandbox, in a process with limits (`template_program`). Its special tokens are tokens, those that stand in the data are text: where a data string spells one it is parted by `CUT`, which
 the tokenizer takes for a border and drops. All other text reaches the template, and the tokenizer, as it is.
 """
 
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,15 +19,17 @@ from typing import Any
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.special import CUT, SpecialTokens, named_tokens
+from megazero.data.template_process import TemplateProcess
+from megazero.data.template_program import CLOSE, OPEN
 from megazero.data.tokenizer import Tokenizer
 
-OPEN, CLOSE, HERE = "\ufdd0", "\ufdd1", "\ufdd3"
-"""Marks of our own, such characters as `special.CUT` is: around what is generated, and where a message is to be gone on with."""
+HERE = "\ufdd3"
+"""A mark of our own, such a character as `special.CUT` is: where a message is to be gone on with."""
+STRANGE = re.compile(f"[{OPEN}{CLOSE}{CUT}\ud800-\udfff]")
+"""What no turn may hold: our marks, and lone surrogates."""
 NOTHING = MappingProxyType({"tools": None, "documents": None})
 """What templates may ask for, and get as `transformers` gives it where there is none."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-OLDEST_JINJA = (3, 1, 6)
-"""Earlier sandboxes could be left."""
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -43,13 +46,13 @@ class Rendered:
 class ChatTemplate:
     """source: the Jinja program. variables: what it may name (bos_token, eos_token). specials: the tokenizer's special tokens.
 
-    Raises DataError where the program cannot be read, ImportError without jinja2. There is no `strftime_now` in it: what a model is
-    trained on must not depend on the day.
+    Raises DataError where the program cannot be read, ImportError without jinja2. `strftime_now`, which tells the day, is there for
+    prompts only: what a model is trained on must not depend on it.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], specials: Sequence[str]) -> None:
         self.source, self.variables, self.specials = source, dict(variables), SpecialTokens(specials)
-        self._template = _compiled(source)
+        self._template = TemplateProcess(source)
         self.marks_generation = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", source) is not None
 
     def render(self, messages: Sequence[Message], **more: Any) -> Rendered:
@@ -58,12 +61,43 @@ class ChatTemplate:
         plain, *others = [self._changed(value, self.specials.parted) for value in given]
         named = dict(zip(more, others, strict=True))
         rendered = self._mark(plain, named) if self.marks_generation else self._extend(plain, named)
-        if any(self.specials.borders(text) for text in _strings(given)):
-            framed, *others = [self._changed(value, lambda text: _framed(self.specials.parted(text))) for value in given]
-            apart = self._text(framed, dict(zip(more, others, strict=True)))
-            if self.specials.count(apart) != self.specials.count(rendered.text):
-                raise DataError("text of the conversation and text of the chat template make a special token together")
+        self._refuse_joined(given, tuple(more), rendered.text)
         return rendered
+
+    def question(self, messages: Sequence[Message]) -> str:
+        """The text that a model is to answer, as `render` has it: what turns spell like a special token is parted by `CUT`, and stays text.
+
+        Raises DataError as `render` does, and for messages that are no turns.
+        """
+        try:
+            given, today = json.loads(json.dumps(list(messages))), datetime.now()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"a conversation is turns that JSON can hold: {error}") from error
+        if not given or not all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and "content" in turn for turn in given):
+            raise DataError("a conversation is a list of turns, each with role and content")
+        strange = next((found for text in _strings(given) if (found := STRANGE.search(text))), None)
+        if strange:
+            raise DataError(f"a turn holds U+{ord(strange[0]):04X}, which is no character")
+        text = _unmarked(self._text(self._changed(given, self.specials.parted), {}, prompt=True, today=today))
+        self._refuse_joined([given], (), text, prompt=True, today=today)
+        return text
+
+    def end_of_turn(self) -> str | None:
+        """The special token that stands behind an assistant's words; None where there is none, or it does not show."""
+        try:
+            text = self._text([{"role": "user", "content": "?"}, {"role": "assistant", "content": HERE}], {})
+        except DataError:  # it wants other turns
+            return None
+        behind = _unmarked(text).rpartition(HERE)[2].lstrip()
+        return next((token for token in self.specials.texts if behind.startswith(token)), None)
+
+    def _refuse_joined(self, given: list[Any], names: Sequence[str], text: str, **how: Any) -> None:
+        """Raises DataError where the text has a special token that neither data nor template has alone. names: of all given but the first."""
+        if any(self.specials.borders(string) for string in _strings(given)):
+            framed, *others = [self._changed(value, lambda string: _framed(self.specials.parted(string))) for value in given]
+            apart = self._text(framed, dict(zip(names, others, strict=True)), **how)
+            if self.specials.count(apart) != self.specials.count(text):
+                raise DataError("text of the conversation and text of the chat template make a special token together")
 
     def prompt(self, messages: Sequence[Mapping[str, str]], *, answer: bool = True) -> str:
         """The text that a model gets: to answer, or to go on with the last message. What data spells like a special token is one here.
@@ -73,7 +107,7 @@ class ChatTemplate:
         given: list[Message] = list(messages)
         if not answer:
             given[-1] = {**given[-1], "content": f"{given[-1]['content']}{HERE} "}
-        text = re.sub(f"[{OPEN}{CLOSE}]", "", self._text(given, {}, prompt=answer))
+        text = _unmarked(self._text(given, {}, prompt=answer, today=datetime.now()))
         if answer:
             return text
         before, mark, behind = text.rpartition(HERE)
@@ -92,15 +126,9 @@ class ChatTemplate:
             }
         return [self._changed(item, act) for item in value] if isinstance(value, list) else value
 
-    def _text(self, messages: list[Message], more: dict[str, Any], prompt: bool = False) -> str:
+    def _text(self, messages: list[Any], more: dict[str, Any], prompt: bool = False, today: datetime | None = None) -> str:
         """The template's output, with `OPEN` and `CLOSE` around what it marks as generated."""
-        from jinja2 import TemplateError
-
-        try:
-            found = self._template.render({**NOTHING, **self.variables, **more, "messages": messages, "add_generation_prompt": prompt})
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError) as error:
-            raise DataError(f"the chat template fails: {error}") from error
-        return str(found)
+        return self._template.render({**NOTHING, **self.variables, **more, "messages": messages, "add_generation_prompt": prompt}, today)
 
     def _mark(self, messages: list[Message], more: dict[str, Any]) -> Rendered:
         """By the template's own {% generation %} blocks."""
@@ -137,6 +165,10 @@ class ChatTemplate:
         return len(kept) if len(kept) > start and kept.endswith(self.specials.texts) else len(text)
 
 
+def _unmarked(text: str) -> str:
+    return re.sub(f"[{OPEN}{CLOSE}]", "", text)
+
+
 def _framed(text: str) -> str:
     """With borders around what is not space, which templates may strip."""
     inside = text.strip()
@@ -153,46 +185,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _strings(item)
-
-
-def _compiled(source: str) -> Any:
-    """The program, in a sandbox that can change nothing it is given. Its {% generation %} blocks put marks around what they hold."""
-    try:
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.nodes import CallBlock
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ImportError("chat templates need the package jinja2: pip install jinja2") from error
-    if tuple(int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3]) < OLDEST_JINJA:
-        raise ImportError(f"chat templates need jinja2 {'.'.join(map(str, OLDEST_JINJA))} or later, not {jinja2.__version__}")
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
-
-        def marked(self, caller: Callable[[], str]) -> str:
-            return f"{OPEN}{caller()}{CLOSE}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = refuse
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template is no program that jinja2 understands: {error}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own filter escapes what HTML would take for markup."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:

@@ -9,7 +9,6 @@ A completion is followed by the tokenizer's separator, which is learned too. Cha
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,16 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.chat import CLOSE, OPEN, ROLES, ChatTemplate, Rendered, template_of
+from megazero.data.chat import ROLES, STRANGE, ChatTemplate, Rendered, template_of
 from megazero.data.documents import Raw, documents, opened
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
-from megazero.data.special import CUT
 from megazero.data.tokenizer import Tokenizer
 
-STRANGE = re.compile(f"[{OPEN}{CLOSE}{CUT}\ud800-\udfff]")
-"""Lone surrogates, and the marks of `chat`."""
 AT_ONCE = 512
 """Lines that are tokenized together, on all cores."""
 

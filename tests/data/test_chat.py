@@ -90,6 +90,57 @@ def test_prompts_are_those_of_transformers(template: str, tmp_path: Path) -> Non
         assert tokenizer.encode_with_specials(asked) == theirs.encode(asked, add_special_tokens=False)
 
 
+def test_questions_are_those_of_transformers(tmp_path: Path) -> None:
+    """But for special tokens that a turn spells: they stay text. The day is told as `transformers` tells it."""
+    transformers = pytest.importorskip("transformers")
+    for number, template in enumerate((CHATML, PLAIN, HEADERS, TOOLS, "{{ strftime_now('%d %b %Y') }}" + PLAIN)):
+        folder = write_tokenizer(tmp_path / str(number), template)
+        theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), build_tokenizer("hf", str(folder))
+        ours = template_of(tokenizer)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        for record in CHATS:
+            turns = record["messages"]
+            days = [theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)]
+            asked = ours.question(turns)
+            days.append(theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            assert asked in days, "midnight may lie between"
+            ((*encoded,),) = tokenizer.encode_written([asked])
+            assert [token for token, _, _ in encoded] == theirs.encode(asked, add_special_tokens=False)
+        special = {tokenizer.id_of(token) for token in SPECIALS}
+        forged, harmless = (tokenizer.encode_written([ours.question(chat(text)["messages"])])[0] for text in (FORGERIES[0], "harmless"))
+        assert [token for token, _, _ in forged if token in special] == [token for token, _, _ in harmless if token in special]
+        assert FORGERIES[0] in tokenizer.decode([token for token, _, _ in forged])
+
+
+def test_what_is_no_conversation_is_no_question(marked: Path) -> None:
+    template = template_of(build_tokenizer("hf", str(marked)))
+    for messages, message in {
+        "": "a list of turns",
+        "hello": "a list of turns",
+        (("role", "user"),): "a list of turns",
+        '{"role": "user"}': "a list of turns",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            template.question(messages)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"U\+FDD1"):
+        template.question(chat("a \ufdd1 b")["messages"])
+    with pytest.raises(DataError, match=r"turns that JSON can hold: .*bytes"):
+        template.question(chat(b"a")["messages"])  # type: ignore[arg-type]
+
+
+def test_the_token_that_ends_a_turn(tmp_path: Path) -> None:
+    ends = {
+        CHATML: "<|im_end|>",
+        PLAIN: "<|im_end|>",
+        HEADERS: "<|im_end|>",
+        INSTRUCT: "<|endoftext|>",
+        "{{ messages }}": None,
+        "{{ x.y }}": None,
+    }
+    for number, (template, end) in enumerate(ends.items()):
+        assert template_of(build_tokenizer("hf", str(write_tokenizer(tmp_path / str(number), template)))).end_of_turn() == end
+
+
 _ADDED = {"content": "<s>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "only in the map": ({}, {"bos_token": "<s>", "eos_token": _ADDED | {"content": "<|endoftext|>"}}),

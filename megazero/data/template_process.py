@@ -1,0 +1,123 @@
+"""A chat template in a process of its own, as a function of what it is given. What runs there, and under which limits: `template_program`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from threading import Lock
+from typing import Any
+
+from megazero.data import template_program
+from megazero.data.indexed import DataError
+from megazero.data.template_program import Limits
+
+DEFAULT = Limits()
+OLDEST_JINJA = (3, 1, 6)
+"""Earlier sandboxes could be left."""
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; import_module(sys.argv[2]).main()"
+_PATIENCE = 2.0
+"""Seconds that a process gets to end by itself once its requests have ended."""
+
+
+class TemplateProcess:
+    """source: the Jinja program. The process starts with this object, ends with it, and starts anew after a text that broke a limit.
+
+    Raises DataError where the program cannot be read, ImportError without jinja2. Threads may share one, and forks: each has a process.
+    """
+
+    def __init__(self, source: str, limits: Limits = DEFAULT) -> None:
+        _require_jinja()
+        self._source, self.limits, self._lock, self._owner = source, limits, Lock(), 0
+        self._process: subprocess.Popen[bytes] | None = None
+        with self._lock:
+            self._start()
+
+    def render(self, variables: dict[str, Any], today: datetime | None = None) -> str:
+        """today: what `strftime_now` tells; None: there is no such function. Raises DataError."""
+        try:
+            request = json.dumps({"variables": variables, "today": today and today.isoformat()})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"the chat template cannot be given what is no JSON: {error}") from error
+        with self._lock:
+            if self._process is None or self._owner != os.getpid():
+                self._start()
+            return self._answer(request)
+
+    def _start(self) -> None:
+        # A session of its own, so that Ctrl-C at a terminal is for its users; the end of the pipe ends it, whatever becomes of them.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _START, json.dumps([place or os.getcwd() for place in sys.path]), template_program.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _ended, self._process)
+        self._answer(json.dumps({"source": self._source, "limits": asdict(self.limits)}))
+
+    def _answer(self, request: str) -> str:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(request.encode("ascii") + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:  # Ctrl-C between question and answer: the next question would get this one's
+            self._drop()
+            raise
+        if not line.endswith(b"\n"):
+            raise DataError(f"the chat template fails: {self._why(self._drop())}")
+        answer: dict[str, str] = json.loads(line)
+        if "unreadable" in answer:
+            raise DataError(f"the chat template is no program that jinja2 understands: {answer['unreadable']}")
+        if "wrong" in answer:
+            raise DataError(f"the chat template fails: {answer['wrong']}")
+        return answer["text"]
+
+    def _drop(self) -> int:
+        """End the process now; its status, that of its own end where it has come to that."""
+        process, self._process = self._process, None
+        assert process is not None
+        self._end.detach()
+        process.kill()
+        return _ended(process)
+
+    def _why(self, status: int) -> str:
+        if status == -signal.SIGXCPU:
+            return f"it takes more than {self.limits.seconds} s"
+        return f"its process ended with {'signal' if status < 0 else 'status'} {abs(status)}"
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """End it and wait for that; its status."""
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # what was never sent
+            pipe.close()
+    try:
+        return process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _require_jinja() -> None:
+    """Raises ImportError. It is looked for and not imported: only the template's process needs it."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise ImportError("chat templates need the package jinja2: pip install jinja2")
+    version = importlib.metadata.version("jinja2")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < OLDEST_JINJA:
+        raise ImportError(f"chat templates need jinja2 {'.'.join(map(str, OLDEST_JINJA))} or later, not {version}")
