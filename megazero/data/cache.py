@@ -16,20 +16,28 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.indexed import DataError
+from megazero.data.mapped import DataError, Mapping, map_npy
 from megazero.data.progress import Report, clock
 from megazero.durable import sync_folder
 
 FORMAT = 1
 FACTS = "facts.json"
 SAY_EVERY = 5.0
+UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
+"""What damaged files make of reading them."""
+
+
+class Cached(dict[str, NDArray]):
+    """Arrays by name, and the mappings of the files that they lie in."""
+
+    mappings: Sequence[Mapping] = ()
 
 
 def default_root() -> Path:
@@ -64,6 +72,8 @@ def once(
             lock.flush()
             report(text)
 
+        if folder.exists():
+            report(f"{folder} is damaged, and is built again")
         say(f"building {name} in {root}")
         _build(root, folder, build, say, complete)
     return folder
@@ -115,39 +125,43 @@ def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], repo
             shutil.rmtree(left, ignore_errors=True)
 
 
-def cached_arrays(
-    root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report
-) -> dict[str, NDArray]:
-    """Arrays that `facts` determine, memory-mapped from the cache. Each is an .npy file in its own right."""
+def cached_arrays(root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report) -> Cached:
+    """Arrays that `facts` determine, memory-mapped from the cache. Each is an .npy file in its own right; one whose hash is another than
+    when it was written is built again."""
 
     def write(folder: Path, say: Report) -> None:
         arrays = build(say)
         for name, values in arrays.items():
             np.save(folder / f"{name}.npy", values)
         shapes = {name: [list(values.shape), values.dtype.str] for name, values in arrays.items()}
-        (folder / FACTS).write_text(json.dumps({"what": what, **facts, "arrays": shapes}, indent=1, sort_keys=True))
+        hashes = {name: _hash(values) for name, values in arrays.items()}
+        (folder / FACTS).write_text(json.dumps({"what": what, **facts, "arrays": shapes, "sha256": hashes}, indent=1, sort_keys=True))
 
     def complete(folder: Path) -> bool:
         return _open(folder) is not None
 
-    arrays = _open(once(root, key_of(what, facts), write, report, complete))
+    name = key_of(what, facts)
+    arrays = _open(root / name) or _open(once(root, name, write, report, complete))
     assert arrays is not None, "once returns what is complete"
     return arrays
 
 
-def _open(folder: Path) -> dict[str, NDArray] | None:
-    """None when something is missing or does not have the shape that was written."""
+def _open(folder: Path) -> Cached | None:
+    """None when something is missing or is not what was written: reading all of it takes a second per GB, and an order with a wrong
+    number in it would be a run on other data."""
     try:
-        shapes = json.loads((folder / FACTS).read_text())["arrays"]
-        arrays = {name: _map(folder / f"{name}.npy") for name in shapes}
-    except (OSError, ValueError, KeyError):
+        record = json.loads((folder / FACTS).read_text())
+        files = {name: map_npy(folder / f"{name}.npy") for name in record["arrays"]}
+        found = Cached({name: values for name, (values, _) in files.items()})
+        found.mappings = [mapping for _, mappings in files.values() for mapping in mappings]
+        same = all(
+            [list(values.shape), values.dtype.str] == record["arrays"][name] and _hash(values) == record["sha256"][name]
+            for name, values in found.items()
+        )
+    except UNREADABLE:
         return None
-    same = all([list(arrays[name].shape), arrays[name].dtype.str] == shape for name, shape in shapes.items())
-    return arrays if same else None
+    return found if same else None
 
 
-def _map(path: Path) -> NDArray:
-    """A memory-mapped .npy as a plain array; numpy cannot map an empty one."""
-    if path.stat().st_size <= 128:
-        return np.load(path)
-    return np.asarray(np.load(path, mmap_mode="r"))
+def _hash(values: NDArray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data if values.size else b"").hexdigest()

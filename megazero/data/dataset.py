@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.blend import blend_index, wanted
-from megazero.data.cache import cached_arrays
+from megazero.data.cache import Cached, cached_arrays
 from megazero.data.facts import identity
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import Plan, build_orders, plan
@@ -54,11 +54,11 @@ class Samples(Protocol):
 class GPTDataset:
     """Samples of one split of one pair of files. Raises IndexError past its end, DataError on ids outside the vocabulary."""
 
-    def __init__(self, data: IndexedDataset, orders: dict[str, NDArray], how: Plan, seq_length: int, vocab_size: int | None) -> None:
+    def __init__(self, data: IndexedDataset, orders: Cached, how: Plan, seq_length: int, vocab_size: int | None) -> None:
         self.data, self.seq_length, self.vocab_size = data, seq_length, vocab_size
+        self._mappings = (*data.mappings, *orders.mappings)
         self.plans = ((how.epochs, how.separate_from),)
         self.documents, self.rows, self.order = (orders[name] for name in ("document_index", "sample_index", "shuffle_index"))
-        self._columns = np.arange(seq_length + 1)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -66,6 +66,8 @@ class GPTDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.data.prefix}: sample {index} of {len(self)}")
+        for mapping in self._mappings:
+            mapping.require_whole()
         sample = int(self.order[index])
         (first, offset), (last, stop) = self.rows[sample : sample + 2].tolist()
         sequences = self.documents[first : last + 1]
@@ -74,10 +76,8 @@ class GPTDataset:
         lengths[-1] = stop + 1
         starts[0] += offset
         lengths[0] -= offset
-        before = np.cumsum(lengths) - lengths
-        places = np.repeat(starts - before, lengths)
-        places += self._columns
-        tokens = self.data.tokens[places].astype(np.int64)
+        pieces = [self.data.read(start, length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+        tokens = np.concatenate(pieces).astype(np.int64)
         if self.vocab_size is not None:
             self._check(tokens, index)
         return tokens
@@ -96,7 +96,8 @@ class BlendedDataset:
     the surplus may point past the end of a small dataset, which raises IndexError when it is asked for.
     """
 
-    def __init__(self, parts: Sequence[Samples], index: dict[str, NDArray]) -> None:
+    def __init__(self, parts: Sequence[Samples], index: Cached) -> None:
+        self._mappings = index.mappings
         self.parts, self.part, self.item = parts, index["dataset_index"], index["dataset_sample_index"]
         self.plans = tuple(plan for part in parts for plan in part.plans)
 
@@ -106,6 +107,8 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"blend: sample {index} of {len(self)}")
+        for mapping in self._mappings:
+            mapping.require_whole()
         sample = self.parts[int(self.part[index])][int(self.item[index])]
         assert not isinstance(sample, PackedSample), "blends are of running text"
         return sample

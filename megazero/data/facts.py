@@ -48,13 +48,13 @@ def facts_of(data: IndexedDataset, root: Path, report: Report) -> Facts:
 
 def _scan(data: IndexedDataset, report: Report) -> NDArray[np.int64]:
     """Files above 8 GiB are sampled: 1 TB would take minutes before the first step. Datasets check each sample they serve all the same."""
-    count, itemsize = len(data.tokens), data.dtype.itemsize
+    count, itemsize = data.count, data.dtype.itemsize
     blocks = -(-count // BLOCK)
     stride = -(-count * itemsize // MOST_SCANNED) if count else 1
     progress = Progress(report, f"checking token ids of {data.bin_path}", count * itemsize / stride / 1e6, "MB")
     smallest, largest, scanned = 0, -1, 0
     for number in range(0, blocks, stride):
-        part = data.tokens[number * BLOCK : (number + 1) * BLOCK]
+        part = data.read(number * BLOCK, min(BLOCK, count - number * BLOCK))
         smallest, largest, scanned = min(smallest, int(part.min())), max(largest, int(part.max())), scanned + len(part)
         progress.reach(scanned * itemsize / 1e6)
     return np.array([smallest, largest, scanned], dtype=np.int64)

@@ -4,17 +4,23 @@
 int64 byte pointers[N], int64 document_indices[D] (first 0, last N), optionally int8 modes[N].
 
 Opening costs a few page reads whatever the size, so that every rank may do it: it checks sizes and ends. `check` reads the whole .idx and
-is called once, by whoever builds the index caches.
+is called once, by whoever builds the index caches. The .idx is mapped into memory; ids are read from .bin by offset, so that a file that is
+cut off under a run is an error with its name.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megazero.data.mapped import DataError, cut_off, map_bytes
+
+__all__ = ["BLOCK", "CODES", "DTYPES", "HEADER", "MAGIC", "DataError", "IndexedDataset", "dtype_for", "pair"]
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -23,10 +29,6 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 BLOCK = 1 << 22
-
-
-class DataError(ValueError):
-    """A file of data is missing, incomplete, inconsistent, or does not fit the run."""
 
 
 def pair(prefix: str | Path) -> tuple[Path, Path]:
@@ -40,9 +42,9 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedDataset:
-    """Memory-mapped view of a pair of files.
+    """A pair of files, open for reading.
 
-    tokens             [all ids], dtype of the file
+    count              ids in .bin
     lengths            int32 [N], ids of each sequence
     pointers           int64 [N], byte where each sequence starts in .bin
     document_indices   int64 [documents + 1], first sequence of each document
@@ -54,7 +56,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self.bin_path, self.idx_path = pair(prefix)
         self._require_files()
-        raw = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r")) if self.idx_path.stat().st_size else np.empty(0, np.uint8)
+        raw, self.mappings = map_bytes(self.idx_path)
         self.dtype, sequences, bounds = self._header(raw)
         sizes = (4 * sequences, 8 * sequences, 8 * bounds)
         bare = HEADER.size + sum(sizes)
@@ -68,19 +70,30 @@ class IndexedDataset:
         self.pointers: NDArray[np.int64] = raw[ends[1] : ends[2]].view("<i8")
         self.document_indices: NDArray[np.int64] = raw[ends[2] : ends[3]].view("<i8")
         self.modes: NDArray[np.int8] | None = raw[ends[3] :].view(np.int8) if raw.size > bare else None
-        self._check_ends()
-        count = self.bin_path.stat().st_size // self.dtype.itemsize
-        self.tokens: NDArray[Any] = np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r")) if count else np.empty(0, self.dtype)
+        self._bin = open(self.bin_path, "rb", buffering=0)  # noqa: SIM115 - as long as the dataset
+        self.count = self._check_ends() // self.dtype.itemsize
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
-        """Ids of one sequence, a view of the file."""
+        """Ids of one sequence."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix}: sequence {sequence} of {len(self)}")
-        start = int(self.pointers[sequence]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[sequence])]
+        return self.read(int(self.pointers[sequence]) // self.dtype.itemsize, int(self.lengths[sequence]))
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Ids start .. start+count-1, in the dtype of the file. Raises DataError where the file does not have them any more."""
+        itemsize = self.dtype.itemsize
+        found = os.pread(self._bin.fileno(), count * itemsize, start * itemsize)
+        while 0 < len(found) < count * itemsize:  # a call to the system reads 2 GiB at most
+            more = os.pread(self._bin.fileno(), count * itemsize - len(found), start * itemsize + len(found))
+            if not more:
+                break
+            found += more
+        if len(found) < count * itemsize:
+            raise cut_off(self.bin_path, self.count * itemsize, os.fstat(self._bin.fileno()).st_size)
+        return np.frombuffer(found, dtype=self.dtype)
 
     def tokens_between(self, first: int, last: int) -> int:
         """Ids in sequences first .. last-1, in constant time (sequences lie back to back, which `check` proves)."""
@@ -110,14 +123,21 @@ class IndexedDataset:
             raise DataError(f"{self.idx_path} has {bounds} document bounds; the least is 1")
         return DTYPES[code], sequences, bounds
 
-    def _check_ends(self) -> None:
+    def _check_ends(self) -> int:
+        """Bytes of .bin."""
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
             raise DataError(f"{self.idx_path}: document bounds run from {first} to {last}, not from 0 to {len(self)} sequences")
         expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
-        found = self.bin_path.stat().st_size
+        found = os.fstat(self._bin.fileno()).st_size
         if expected != found:
             raise DataError(f"{self.bin_path} has {found} bytes, but {self.idx_path} describes {expected}: truncated, or not its pair")
+        if found % self.dtype.itemsize:
+            raise DataError(
+                f"{self.bin_path} has {found} bytes and {self.idx_path} says so: no whole number of {self.dtype} ids of {self.dtype.itemsize} "
+                "bytes, so one of them is damaged"
+            )
+        return found
 
     def check(self) -> None:
         """Read the whole .idx: lengths not negative, sequences back to back, document bounds in order. Raises DataError."""

@@ -18,6 +18,7 @@ from megazero.data.conversations import Encoder, read_conversations
 from megazero.data.dataset import EmptyDataset
 from megazero.data.documents import find_files
 from megazero.data.indexed import DataError
+from megazero.data.mapped import Mapping
 from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class Conversations:
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
     starts: NDArray[np.int64]
+    mappings: Sequence[Mapping]
 
 
 def build_instructions(
@@ -88,7 +90,7 @@ def _tokenized(flag: str, names: Sequence[str], cfg: DataConfig, encoder: Encode
         return {"tokens": np.concatenate(tokens), "learned": np.concatenate(learned), "starts": np.cumsum(lengths, dtype=np.int64)}
 
     arrays = cached_arrays(cache_root(cfg), "conversations", facts, build, report)
-    found = Conversations(facts, arrays["tokens"], arrays["learned"], arrays["starts"])
+    found = Conversations(facts, arrays["tokens"], arrays["learned"], arrays["starts"], arrays.mappings)
     if len(found.starts) < 2:
         raise DataError(f"{flag} {' '.join(names)}: holds no conversation")
     return found
@@ -108,7 +110,15 @@ def _packed(flag: str, read: Conversations, cfg: DataConfig, seq_length: int, re
     packs = Packs(arrays["members"], arrays["bounds"])
     padding = 0 if cfg.eod_id is None else cfg.eod_id
     dataset = PackedDataset(
-        read.tokens, read.learned, read.starts, packs, seq_length=seq_length, padding=padding, seed=cfg.seed, requested=requested
+        read.tokens,
+        read.learned,
+        read.starts,
+        packs,
+        seq_length=seq_length,
+        padding=padding,
+        seed=cfg.seed,
+        requested=requested,
+        mappings=(*read.mappings, *arrays.mappings),
     )
     held = int(np.minimum(lengths, capacity).sum())
     text = (

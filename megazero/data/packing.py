@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.dataset import PackedSample
+from megazero.data.mapped import Mapping
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -66,6 +67,7 @@ class PackedDataset:
     starts           where each begins, and the end: int64 [conversations + 1]
     padding          the token that fills a sample up; no prediction of it counts
     requested        samples that the run takes; there are as many epochs as that needs
+    mappings         of the files that all this lies in
 
     Raises IndexError past its end.
     """
@@ -85,7 +87,9 @@ class PackedDataset:
         padding: int,
         seed: int,
         requested: int | None,
+        mappings: Sequence[Mapping] = (),
     ) -> None:
+        self._mappings = mappings
         self.tokens, self.learned, self.starts, self.packs = tokens, learned, starts, packs
         self.seq_length, self.padding, self.seed = seq_length, padding, seed
         self.epoch_samples = len(packs.bounds) - 1
@@ -99,6 +103,8 @@ class PackedDataset:
     def __getitem__(self, index: int) -> PackedSample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        for mapping in self._mappings:
+            mapping.require_whole()
         epoch, place = divmod(index, self.epoch_samples)
         return self.sample(int(self._order(epoch)[place]))
 

@@ -83,8 +83,8 @@ class PairWriter:
     def copy(self, source: IndexedDataset) -> None:
         """Append every sequence and document of another pair, in blocks; ids are converted to this pair's dtype."""
         first = self.sequences
-        for start in range(0, len(source.tokens), BLOCK):
-            self._write_ids(source.tokens[start : start + BLOCK])
+        for start in range(0, source.count, BLOCK):
+            self._write_ids(source.read(start, min(BLOCK, source.count - start)))
         self._lengths.frombytes(source.lengths.tobytes())
         self._bounds.frombytes((source.document_indices[1:] + first).tobytes())
         if source.modes is not None:

@@ -32,7 +32,7 @@ def indexed_documents(prefix: str) -> Iterator[Document]:
     for number in range(len(bounds) - 1):
         first, last = int(bounds[number]), int(bounds[number + 1])
         start = int(data.pointers[first]) // data.dtype.itemsize if last > first else 0
-        yield Document(prefix, number, data.tokens[start : start + data.tokens_between(first, last)])
+        yield Document(prefix, number, data.read(start, data.tokens_between(first, last)))
 
 
 def text_documents(inputs: Sequence[str | Path], reader: Reader, tokenizer: Tokenizer, append: int | None = None) -> Iterator[Document]:

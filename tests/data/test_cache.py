@@ -67,13 +67,34 @@ def test_damaged_caches_are_rebuilt(tmp_path):
 
     builds: list[int] = []
     folder = tmp_path / key_of("w", FACTS)
-    for damage in (lambda: None, lambda: os.truncate(folder / "x.npy", 300), (folder / "none.npy").unlink, (folder / "facts.json").unlink):
+
+    def flip(name: str, at: int) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[at] ^= 1
+        (folder / name).write_bytes(content)
+
+    damages = {
+        "nothing": lambda: None,
+        "cut": lambda: os.truncate(folder / "x.npy", 300),
+        "empty": lambda: os.truncate(folder / "x.npy", 0),
+        "one bit": lambda: flip("x.npy", 400),
+        "header": lambda: flip("x.npy", 3),
+        "gone": (folder / "none.npy").unlink,
+        "no facts": (folder / "facts.json").unlink,
+        "list": lambda: (folder / "facts.json").write_text("[]"),
+        "other": lambda: (folder / "facts.json").write_text('{"arrays": 5}'),
+        "deep": lambda: (folder / "facts.json").write_text("[" * 100_000),
+    }
+    said: list[str] = []
+    for damage in damages.values():
         if builds:
             damage()
         for _ in range(2):
-            arrays = cached_arrays(tmp_path, "w", FACTS, build, silent)
+            arrays = cached_arrays(tmp_path, "w", FACTS, build, said.append)
             assert np.array_equal(arrays["x"], np.arange(100)) and arrays["none"].shape == (0, 2)
-    assert len(builds) == 4
+    assert len(builds) == len(damages)
+    assert sum("is damaged, and is built again" in line for line in said) == len(damages) - 1
+    assert not list(tmp_path.glob("*unfinished*"))
 
 
 def test_keys_tell_facts_apart():

@@ -102,7 +102,7 @@ def test_samples_of_an_empty_split(tmp_path):
 
 def test_ids_outside_the_vocabulary(tmp_path):
     data = write_pair(tmp_path / "p", [40] * 20, vocab_size=500)
-    largest = int(data.tokens.max())
+    largest = int(data.read(0, data.count).max())
     assert len(_build(tmp_path, [data.prefix], vocab_size=largest + 1).train) >= 10
     with pytest.raises(DataError, match=rf"p\.bin holds token id {largest}, outside the vocabulary of {largest} "):
         _build(tmp_path, [data.prefix], vocab_size=largest)
@@ -129,7 +129,7 @@ def test_named_validation_sets_read_their_whole_file(tmp_path):
     cfg = {"valid_data_path": ("wiki", other.prefix, "again", data.prefix)}
     named = _build(tmp_path, [data.prefix], cfg=cfg, named_samples=5).named_valid
     assert list(named) == ["wiki", "again"] and len(named["wiki"]) >= 5
-    assert np.isin(named["wiki"][0], other.tokens).all()
+    assert np.isin(named["wiki"][0], other.read(0, other.count)).all()
 
 
 @pytest.mark.parametrize("words", [(), ("a", "b"), ("1", "a", "2"), ("1", "a", "b", "c"), ("0", "a"), ("-1", "a", "2", "b"), ("nan", "a")])

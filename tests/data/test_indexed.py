@@ -3,11 +3,17 @@
 import os
 import re
 import struct
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from megazero.config.schema import DataConfig
+from megazero.data.build import build_datasets
 from megazero.data.indexed import HEADER, DataError, IndexedDataset, dtype_for
 from megazero.data.writer import PairWriter, merge
 from tests.data.pairs import write_pair
@@ -41,7 +47,7 @@ def test_other_peoples_files(tmp_path):
     source = REFERENCE / "meg-gpt2-openwebtext_text_document"
     data = IndexedDataset(source)
     data.check()
-    assert (len(data), len(data.tokens), data.dtype) == (1000, 1_361_845, np.dtype("<u2"))
+    assert (len(data), data.count, data.dtype) == (1000, 1_361_845, np.dtype("<u2"))
     merge([str(source)], str(tmp_path / "copy"))
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"copy{ending}").read_bytes() == Path(f"{source}{ending}").read_bytes()
@@ -53,13 +59,19 @@ def test_dtype_by_vocabulary():
 
 def test_an_empty_pair(tmp_path):
     assert len(write_pair(tmp_path / "none", [])) == 0
-    assert len(write_pair(tmp_path / "hollow", [0, 0]).tokens) == 0
+    assert write_pair(tmp_path / "hollow", [0, 0]).count == 0
 
 
 def _patch(path: Path, offset: int, data: bytes) -> None:
     content = bytearray(path.read_bytes())
     content[offset : offset + len(data)] = data
     path.write_bytes(content)
+
+
+def _misalign(prefix: str) -> None:
+    """The last sequence one byte further on, in a .bin of one byte more."""
+    _patch(Path(prefix + ".idx"), POINTERS + 24, struct.pack("<q", 19))
+    Path(prefix + ".bin").write_bytes(bytes(21))
 
 
 LENGTHS, POINTERS, BOUNDS = HEADER.size, HEADER.size + 4 * 4, HEADER.size + 12 * 4
@@ -79,6 +91,7 @@ BROKEN = {
     "length": (lambda p: _patch(Path(p + ".idx"), LENGTHS + 4, b"\x04"), r"p\.idx: sequence 2 starts at byte 10.*end at byte 12"),
     "pointer": (lambda p: _patch(Path(p + ".idx"), POINTERS + 8, b"\x06"), r"p\.idx: sequence 1 starts at byte 6.*end at byte 4"),
     "bounds": (lambda p: _patch(Path(p + ".idx"), BOUNDS + 8, b"\x03"), r"p\.idx: document 1 ends at sequence 2 before"),
+    "misaligned": (_misalign, r"p\.bin has 21 bytes and .*p\.idx says so: no whole number of uint16 ids"),
     "no idx": (lambda p: Path(p + ".idx").unlink(), r"no file .*p\.idx"),
 }
 
@@ -117,6 +130,10 @@ def test_an_existing_pair_is_kept_unless_asked(tmp_path):
     assert IndexedDataset(tmp_path / "p")[0].tolist() == [0, 1, 2]
 
 
+def _all(data: IndexedDataset) -> list[int]:
+    return data.read(0, data.count).tolist()
+
+
 def test_merge_widens_and_keeps_order(tmp_path):
     first, second = write_pair(tmp_path / "a", [3, 0, 2]), write_pair(tmp_path / "b", [4], 100_000, "<i4", seed=1)
     merge([first.prefix, second.prefix, first.prefix], str(tmp_path / "m"))
@@ -124,4 +141,53 @@ def test_merge_widens_and_keeps_order(tmp_path):
     data.check()
     assert data.dtype == np.dtype("<i4")
     assert data.lengths.tolist() == [3, 0, 2, 4, 3, 0, 2] and data.document_indices.tolist() == list(range(8))
-    assert data.tokens.tolist() == [*first.tokens.tolist(), *second.tokens.tolist(), *first.tokens.tolist()]
+    assert _all(data) == [*_all(first), *_all(second), *_all(first)]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=8)), max_size=3), cut=st.integers(0, 122) | st.none())
+def test_a_damaged_index_is_one_error_or_reads_what_it_says(tmp_path, changes, cut):
+    with PairWriter(tmp_path / "p", np.dtype("<u2"), overwrite=True) as writer:
+        writer.write(np.arange(1, 11, dtype="<u2"), [2, 3, 4, 1])
+    for offset, data in changes:
+        _patch(tmp_path / "p.idx", offset, data)
+    if cut is not None:
+        os.truncate(tmp_path / "p.idx", cut)
+    try:
+        found = IndexedDataset(tmp_path / "p")
+        found.check()
+    except DataError as error:
+        assert str(tmp_path / "p") in str(error)
+    else:
+        rows = [found[number] for number in range(len(found))]
+        assert b"".join(row.tobytes() for row in rows) == (tmp_path / "p.bin").read_bytes()
+
+
+def _read_under_cuts(folder: str) -> list[str]:
+    """What is said when a file of the data is cut off after the first sample was read."""
+    said = []
+    for ending in (".bin", ".idx", "shuffle_index.npy", "document_index.npy", "dataset_index.npy"):
+        place = Path(folder) / ending
+        place.mkdir()
+        write_pair(place / "p", [600] * 40)
+        cfg = DataConfig(data_path=("1", str(place / "p")), split="1", data_cache_path=str(place / "cache"))
+        train = build_datasets(cfg, seq_length=4, samples=(5000, 0, 0)).train
+        assert train[0] is not None
+        (file,) = [path for path in place.rglob("*") if path.name.endswith(ending)]
+        os.truncate(file, 100)
+        try:
+            train[4999]
+            said.append(f"{ending}: nothing")
+        except DataError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_file_that_is_cut_off_under_a_run_is_named(tmp_path):
+    """In a process of its own: reading beyond the end of a mapped file is SIGBUS."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        said = pool.submit(_read_under_cuts, str(tmp_path)).result()
+    names = ["p.bin", "p.idx", "shuffle_index.npy", "document_index.npy", "dataset_index.npy"]
+    assert len(said) == len(names)
+    for name, text in zip(names, said, strict=True):
+        assert re.search(rf"{re.escape(name)} has 100 bytes, \d+ when it was opened: it was cut off", text), text
