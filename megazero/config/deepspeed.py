@@ -1,27 +1,44 @@
 """`--deepspeed-config FILE.json`: the keys that mean something here, mapped; the others refused by name.
 
 "auto" leaves a key to the flags. A key whose feature is not built is refused where its value asks for the feature,
-and accepted where it says what holds anyway ("device": "none", "contiguous_gradients": true).
+and accepted where it says what holds anyway ("device": "none", "contiguous_gradients": true). What the file leaves
+out has DeepSpeed's defaults (`deepspeed_defaults`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.level import SIBLINGS, Level
 from megazero.config.options import did_you_mean, run_options
 
 
 @dataclass
 class DeepSpeedLevel(Level):
-    """Settings of a DeepSpeed file. `accumulation` is its gradient_accumulation_steps, a relation rather than a field."""
+    """Settings of a DeepSpeed file.
+
+    accumulation  its gradient_accumulation_steps, a relation rather than a field; "auto" leaves it open, as None does
+    beneath       what DeepSpeed takes for keys that the file leaves out
+    told          field of `beneath` -> the sentence about it
+    """
 
     accumulation: int | None = None
+    beneath: Level = dataclass_field(default_factory=lambda: Level("DeepSpeed's defaults"))
+    told: dict[str, str] = dataclass_field(default_factory=dict)
+
+    def assumed(self, above: Sequence[Level]) -> list[str]:
+        """Sentences about the defaults of DeepSpeed's that hold, since no level above them says otherwise."""
+        said = {name for level in above for name in level.settings}
+        siblings = {name for group in SIBLINGS if not said.isdisjoint(group) for name in group}
+        held = [sentence for name, sentence in self.told.items() if name not in said | siblings]
+        return [f"{self.name} leaves these to DeepSpeed's own defaults: {'; '.join(held)}"] if held else []
 
     def contradictions(self, flags: Level) -> list[str]:
         """Keys that say something else than a flag of the command line."""
@@ -37,11 +54,15 @@ class DeepSpeedLevel(Level):
         return found
 
     def accumulate(self, settings: dict[str, Any], world_size: int | None) -> list[str]:
-        """Hold global batch = micro-batch x dp x accumulation: compute the global batch where nothing gives it."""
+        """Hold global batch = micro-batch x dp x accumulation: compute the one of them that nothing gives, as DeepSpeed does."""
         ranks = settings.get("tp", 1) * settings.get("pp", 1)
         if self.accumulation is None or world_size is None or ranks < 1 or world_size % ranks:
             return []
-        micro, dp = settings.get("micro_batch_size", run_options()["micro_batch_size"].default), world_size // ranks
+        dp = world_size // ranks
+        each, left = divmod(settings.get("global_batch_size", 0), dp * self.accumulation)
+        if each and not left:
+            settings.setdefault("micro_batch_size", each)
+        micro = settings.get("micro_batch_size", run_options()["micro_batch_size"].default)
         product = micro * dp * self.accumulation
         given = settings.setdefault("global_batch_size", product)
         if given == product:
@@ -133,7 +154,8 @@ def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
         level.problems.append(f"--deepspeed-config {path}: holds no settings, but {type(content).__name__}")
         level.unread = True
         return level
-    keys = {key: value for key, value in _flattened(content, "").items() if value != "auto"}
+    every = _flattened(content, "")
+    keys = {key: value for key, value in every.items() if value != "auto"}
     for key, value in keys.items():
         if key in FIELDS:
             _put(level, key, FIELDS[key], value)
@@ -146,6 +168,10 @@ def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
             level.problems.append(f"{level.name}: there is no {key}{hint}")
     for translate in (_precision, _optimizer, _scheduler, _buckets, _tensorboard, _accumulation):
         translate(level, keys)
+    if level.accumulation is None and "gradient_accumulation_steps" not in every and "micro_batch_size" in level.settings:
+        level.accumulation = None if "train_batch_size" in every else 1  # which DeepSpeed takes
+    level.problems += other_peak(level.name, every, level.settings)
+    level.beneath, level.told = missing_keys(level.name, every, level.settings)
     return level
 
 

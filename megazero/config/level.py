@@ -16,12 +16,13 @@ SIBLINGS: tuple[tuple[str, ...], ...] = (
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in one message."""
+    """Everything that is wrong with a configuration, in one message; notes tell where values in it are from."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
         head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1)))
+        lines = [f"  {i}. {p}" for i, p in enumerate(problems, 1)] + [f"  ({note})" for note in notes]
+        super().__init__(f"{head} in the configuration:\n" + "\n".join(lines))
 
 
 @dataclass

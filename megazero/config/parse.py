@@ -1,13 +1,14 @@
 """From a command line to a frozen, validated run.
 
-Flags win over --config, that over --deepspeed-config, that over --preset, that over the model of --init-from, that over the
-defaults. Whatever is wrong, in any of them, is collected and raised as one ConfigError.
+Flags win over --config, that over --deepspeed-config, that over --preset, that over what DeepSpeed takes for keys that its file
+leaves out, that over the model of --init-from, that over the defaults. Whatever is wrong, in any of them, is collected and raised as one ConfigError.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.deepspeed import DeepSpeedLevel, read_deepspeed
@@ -20,7 +21,7 @@ from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.shape import contradictions, without_overruled_tokenizer
 from megazero.config.validate import problems_of
 
-__all__ = ["DEFAULT_ITERATIONS", "DEFAULT_MINUTES", "ConfigError", "command", "dump", "parse_run"]
+__all__ = ["DEFAULT_ITERATIONS", "DEFAULT_MINUTES", "Asked", "ConfigError", "ask", "command", "dump", "parse_run"]
 
 DEFAULT_ITERATIONS, DEFAULT_MINUTES = 100, 10.0
 """Length of a run that was given none: whichever is reached first."""
@@ -31,7 +32,26 @@ def command(argv: Sequence[str]) -> Command:
     return read_command_line(argv).command
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for.
+
+    run      with nothing wrong in it
+    command  what to do with it
+    notes    sentences that its user should read before it starts, and that no rank but one should print
+    """
+
+    run: Run
+    command: Command
+    notes: tuple[str, ...]
+
+
 def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], Level] | None = None) -> Run:
+    """The run alone; arguments and errors are those of `ask`."""
+    return ask(argv, world_size, model_of).run
+
+
+def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], Level] | None = None) -> Asked:
     """The run that a command line describes, on `world_size` ranks.
 
     model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for --init-from; None in
@@ -51,6 +71,7 @@ def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[s
                 f"--world-size {line.command.world_size} goes with --validate-only; torchrun sets the number of ranks otherwise"
             )
     levels = _levels(line.level, line.command)
+    notes = _deepspeed_defaults(levels)
     for level in levels:
         problems += [*(level.problems if level is not line.level else ()), *level.sibling_problems()]
     model = _model_level(levels, model_of)
@@ -65,8 +86,17 @@ def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[s
     problems += problems_of(run, world_size, bad=bad, given=frozenset(line.level.settings))
     problems += contradictions(model, run, bad) if model is not None else ()
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return run
+        raise ConfigError(list(dict.fromkeys(problems)), notes)
+    return Asked(run, line.command, tuple(notes))
+
+
+def _deepspeed_defaults(levels: list[Level]) -> list[str]:
+    """Put what a DeepSpeed file leaves out beneath all levels, and say what of it holds."""
+    for level in [level for level in levels if isinstance(level, DeepSpeedLevel) and not level.unread]:
+        told = level.assumed(levels)
+        levels.insert(0, level.beneath)
+        return told
+    return []
 
 
 def _levels(flags: Level, given: Command) -> list[Level]:

@@ -1,14 +1,16 @@
-"""--deepspeed-config: what maps, what is refused by name, what contradicts."""
+"""--deepspeed-config: what maps, what is refused by name, what contradicts, and what DeepSpeed does about keys that are missing."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megazero.config.parse import ConfigError, parse_run
+from megazero.config.parse import ConfigError, ask, parse_run
 from megazero.config.schema import Run
 
 
@@ -33,7 +35,10 @@ def test_a_whole_file(tmp_path: Path) -> None:
             "gradient_clipping": 0.7,
             "steps_per_print": 20,
             "optimizer": {"type": "Adam", "params": {"lr": 2e-4, "betas": [0.8, 0.98], "eps": 1e-7, "weight_decay": 0.02}},
-            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 200, "warmup_type": "linear"}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_num_steps": 10, "total_num_steps": 200, "warmup_max_lr": 2e-4, "warmup_type": "linear"},
+            },
             "fp16": {
                 "enabled": True,
                 "loss_scale": 0,
@@ -87,7 +92,7 @@ def test_auto_is_taken_from_the_flags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "precision"),
-    [({}, "bf16"), ({"fp16": {"enabled": False}}, "fp32"), ({"bf16": {"enabled": True}}, "bf16"), ({"fp16": {"enabled": True}}, "fp16")],
+    [({}, "fp32"), ({"fp16": {"enabled": False}}, "fp32"), ({"bf16": {"enabled": True}}, "bf16"), ({"fp16": {"enabled": True}}, "fp16")],
 )
 def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> None:
     assert parse(tmp_path, content).optimizer.precision == precision
@@ -157,3 +162,109 @@ def test_cosine_ends_at_its_ratio(tmp_path: Path) -> None:
 
 def test_accumulation_without_a_batch_gives_the_batch(tmp_path: Path) -> None:
     assert parse(tmp_path, {"gradient_accumulation_steps": 4}, world_size=8).schedule.global_batch_size == 2 * 8 * 4
+
+
+def defaults_of(function: Any) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
+    """Compared with DeepSpeed's own code, not with our table."""
+    deepspeed = pytest.importorskip("deepspeed")
+    from deepspeed.ops.adam.fused_adam import FusedAdam
+    from deepspeed.runtime import constants, lr_schedules
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
+    content = {"optimizer": {"type": "Adam"}, "scheduler": scheduler, "fp16": {"enabled": True}}
+    run = parse(tmp_path, content, "--train-iters", "5000")
+    o, s, theirs = run.optimizer, run.schedule, defaults_of(FusedAdam.__init__)
+    adam = (s.lr, (o.adam_beta1, o.adam_beta2), o.adam_eps, o.weight_decay)
+    assert adam == tuple(theirs[name] for name in ("lr", "betas", "eps", "weight_decay")), deepspeed.__version__
+    assert s.lr_warmup_iters == defaults_of(lr_schedules.WarmupLR.__init__)["warmup_num_steps"] == 1000
+    assert o.clip_grad == constants.GRADIENT_CLIPPING_DEFAULT
+    scale = DeepSpeedFP16Config(enabled=True)
+    assert o.loss_scale is None and scale.loss_scale == 0
+    assert (o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
+        2**scale.initial_scale_power,
+        scale.loss_scale_window,
+        scale.hysteresis,
+        scale.min_loss_scale,
+    )
+    sgd = parse(tmp_path, {"optimizer": {"type": "SGD"}})
+    theirs = defaults_of(torch.optim.SGD.__init__)
+    assert (sgd.schedule.lr, sgd.optimizer.sgd_momentum, sgd.optimizer.weight_decay) == (
+        theirs["lr"],
+        theirs["momentum"],
+        theirs["weight_decay"],
+    )
+    assert sgd.schedule.lr_decay_style == "constant", "no scheduler changes the rate"
+    decay = parse(tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": scheduler["params"]}}, "--train-iters", "5000")
+    assert decay.schedule.lr == defaults_of(lr_schedules.WarmupDecayLR.__init__)["warmup_max_lr"]
+
+
+def test_what_the_user_says_lies_over_deepspeeds_defaults(tmp_path: Path) -> None:
+    content = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}}}
+    run = parse(tmp_path, content, "--adam-beta2", "0.98", "--bf16", "--lr-decay-style", "cosine", "--clip-grad", "0.5")
+    assert (run.optimizer.adam_beta1, run.optimizer.adam_beta2, run.optimizer.precision, run.optimizer.clip_grad) == (
+        0.9,
+        0.98,
+        "bf16",
+        0.5,
+    )
+    assert run.schedule.lr_decay_style == "cosine" and run.optimizer.weight_decay == 0.0
+    preset = parse(tmp_path, content, "--preset", "bloom-3b")
+    assert (preset.optimizer.adam_beta2, preset.optimizer.weight_decay, preset.optimizer.precision) == (0.95, 0.1, "fp16")
+    scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
+    samples = parse(tmp_path, {"scheduler": scheduler}, "--train-samples", "48000", "--lr-warmup-samples", "480").schedule
+    assert (samples.lr_warmup_iters, samples.lr_warmup_samples) == (None, 480)
+    auto = parse(tmp_path, {"optimizer": {"type": "AdamW", "params": {"betas": "auto"}}, "gradient_clipping": "auto"})
+    assert (auto.optimizer.adam_beta2, auto.optimizer.weight_decay) == (0.95, 0.0), '"auto" is ours to fill in'
+
+
+def test_a_file_without_an_optimizer_leaves_it_to_the_flags(tmp_path: Path) -> None:
+    run = parse(tmp_path, {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
+    plain = parse_run([], 4)
+    assert (run.schedule, run.optimizer) == (plain.schedule, plain.optimizer)
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}}, "bf16": {"enabled": True}}))
+    (told,) = ask(["--deepspeed-config", str(path), "--adam-beta1", "0.8"], 1).notes
+    for part in (
+        "gradient_clipping: --clip-grad 1 (versions before",
+        "--weight-decay 0;",
+        "--adam-beta2 0.999",
+        "--lr-decay-style constant",
+    ):
+        assert part in told, told
+    assert "--adam-beta1" not in told and "--lr 0.001" not in told and "--precision" not in told
+    assert ask([], 1).notes == ()
+
+
+def test_a_missing_key_that_breaks_a_run_is_told_with_what_it_breaks(tmp_path: Path) -> None:
+    content = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
+    assert parse(tmp_path, content).schedule.lr_warmup_iters == 1000, "a constant rate may warm up to the end"
+    content["scheduler"]["type"] = "WarmupDecayLR"
+    with pytest.raises(ConfigError, match=r"--lr-warmup-iters 1000 is longer than --train-iters 100(.|\n)*warmup_num_steps"):
+        parse(tmp_path, content)
+    content["optimizer"] = {"params": {"lr": 2e-4}}
+    with pytest.raises(ConfigError, match=r"then warms up to 0\.001, not to optimizer\.params\.lr 0\.0002"):
+        parse(tmp_path, content, "--train-iters", "2000")
+
+
+@pytest.mark.parametrize(
+    ("content", "micro", "batch"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, 4, 16),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 4, 48),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": 3}, 4, 48),
+        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 6}, 6, 48),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}, 4, 32),
+    ],
+)
+def test_the_third_of_batch_micro_batch_and_accumulation_follows(content: dict[str, Any], micro: int, batch: int, tmp_path: Path) -> None:
+    """As DeepSpeed computes it, but for what is "auto": that is the default batch of 24, rounded up to whole micro-batches on 4 ranks."""
+    schedule = parse(tmp_path, content).schedule
+    assert (schedule.micro_batch_size, schedule.global_batch_size) == (micro, batch)

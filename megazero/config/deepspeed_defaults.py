@@ -1,0 +1,119 @@
+"""What DeepSpeed itself does where its JSON says nothing, as far as it decides what is learned.
+
+A block that is there (optimizer, scheduler, fp16) is DeepSpeed's, and so are the values that it leaves out. Where the optimizer
+or the scheduler is left out altogether, DeepSpeed takes the calling program's, which is this one with its flags. How results are
+computed (buckets, overlap, the dtype that gradients travel in) stays as it is here: they do not depend on it.
+Whatever the user says anywhere lies over these values, a preset included; our own defaults lie beneath them.
+Read in DeepSpeed 0.19.8: runtime/constants.py, runtime/lr_schedules.py, runtime/precision_config.py, ops/adam/fused_adam.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.config.level import Level
+from megazero.config.options import run_options
+
+
+_TYPES = ("adam", "adamw", "sgd")
+DECAY_PEAK = 1e-3
+"""What WarmupDecayLR warms up to where nothing is said, whatever the optimizer's lr is. (WarmupLR and WarmupCosineLR take the optimizer's.)"""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A key that a file may leave out.
+
+    key      as the file would spell it
+    field    our field
+    value    what DeepSpeed takes, in our field's terms
+    applies  whether DeepSpeed would look at the key at all, by the keys that the file has
+    remark   what else there is to know
+    """
+
+    key: str
+    field: str
+    value: Any
+    applies: Callable[[Mapping[str, Any]], bool]
+    remark: str = ""
+
+
+def _always(keys: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _optimizes_by(*kinds: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda keys: str(keys.get("optimizer.type", "")).lower() in kinds
+
+
+def _fp16(keys: Mapping[str, Any]) -> bool:
+    return keys.get("fp16.enabled") is True
+
+
+def _no_precision(keys: Mapping[str, Any]) -> bool:
+    return not any(f"{precision}.enabled" in keys for precision in ("fp16", "bf16"))
+
+
+def _no_scheduler(keys: Mapping[str, Any]) -> bool:
+    return _optimizes_by(*_TYPES)(keys) and not any(key.startswith("scheduler.") for key in keys)
+
+
+def _warms_up(keys: Mapping[str, Any]) -> bool:
+    return keys.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+def _decays(keys: Mapping[str, Any]) -> bool:
+    return keys.get("scheduler.type") == "WarmupDecayLR"
+
+
+MISSING = (
+    Missing("fp16 and bf16", "precision", "fp32", _no_precision),
+    Missing("gradient_clipping", "clip_grad", 1.0, _always, "versions before the default was 1.0 did not clip"),
+    Missing("scheduler.params.warmup_max_lr", "lr", DECAY_PEAK, _decays),
+    Missing("optimizer.params.lr", "lr", 1e-3, _optimizes_by(*_TYPES)),
+    Missing("optimizer.params.weight_decay", "weight_decay", 0.0, _optimizes_by(*_TYPES)),
+    Missing("optimizer.params.betas", "adam_beta1", 0.9, _optimizes_by("adam", "adamw")),
+    Missing("optimizer.params.betas", "adam_beta2", 0.999, _optimizes_by("adam", "adamw")),
+    Missing("optimizer.params.eps", "adam_eps", 1e-8, _optimizes_by("adam", "adamw")),
+    Missing("optimizer.params.momentum", "sgd_momentum", 0.0, _optimizes_by("sgd")),
+    Missing("scheduler", "lr_decay_style", "constant", _no_scheduler, "the rate stays as it is"),
+    Missing("scheduler.params.warmup_num_steps", "lr_warmup_iters", 1000, _warms_up),
+    Missing("fp16.initial_scale_power", "initial_loss_scale", 2.0**16, _fp16),
+    Missing("fp16.loss_scale_window", "loss_scale_window", 1000, _fp16),
+    Missing("fp16.hysteresis", "hysteresis", 2, _fp16),
+    Missing("fp16.min_loss_scale", "min_loss_scale", 1.0, _fp16),
+)
+"""In the order in which they are told. Where `gradient_clipping` is concerned, versions differ."""
+
+
+def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) -> tuple[Level, dict[str, str]]:
+    """The defaults that hold for a file, and each one's sentence by field.
+
+    name: of the file. keys: all that it has, "auto" ones included, which are the flags' and no default's. settings: fields that the
+    file sets.
+    """
+    level, told = Level(f"DeepSpeed's defaults under {name}", resolved=True), {}
+    for row in MISSING:
+        if row.key in keys or row.field in {*settings, *told} or not row.applies(keys):
+            continue
+        level.put(row.field, row.value, f"{name} without {row.key}")
+        remark = f" ({row.remark})" if row.remark else ""
+        told[row.field] = f"{row.key}: {run_options()[row.field].flag} {_shown(row.value)}{remark}"
+    return level, told
+
+
+def other_peak(name: str, keys: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """A rate in the file that DeepSpeed would not go to. It is refused, since nobody who writes it means the other."""
+    lr = settings.get("lr")
+    if not _decays(keys) or "scheduler.params.warmup_max_lr" in keys or lr in (None, DECAY_PEAK):
+        return []
+    return [
+        f"{name}: scheduler.params.warmup_max_lr is left out, and DeepSpeed's WarmupDecayLR then warms up to {DECAY_PEAK:g}, not to "
+        f"optimizer.params.lr {lr:g}: write the one that is meant"
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
