@@ -10,9 +10,6 @@ def _lora(f: Facts) -> Found:
     lora, model, start = f.run.lora, f.run.model, f.run.checkpoint
     rank = lora.lora_rank
     if rank is None:
-        for name in ("lora_alpha", "lora_targets", "lora_dropout"):
-            if name in f.given and getattr(lora, name):
-                yield f"--{name.replace('_', '-')} has no effect without --lora-rank R"
         return
     if start.init_from is None and start.load is None:
         yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained beside the weights of a model, which are not"
@@ -26,6 +23,4 @@ def _lora(f: Facts) -> Found:
         yield f"--lora-targets {' '.join(absent)}: with --activation {model.activation} there are {', '.join(layers_of(model))}"
 
 
-LORA_CHECKS = (
-    check(_lora, "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "init_from", "load", "extend_vocabulary", "activation"),
-)
+LORA_CHECKS = (check(_lora, "lora_rank", "lora_targets", "init_from", "load", "extend_vocabulary", "activation"),)

@@ -1,15 +1,10 @@
-"""Relations that batches, rates, data and checkpoints must satisfy, and flags that would have no effect."""
+"""Relations that batches, rates, data and checkpoints must satisfy."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from megazero.config.derive import ffn_width, query_groups
 from megazero.config.facts import Facts, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.fp8 import MULTIPLE, block_layers, fp8_layers
-from megazero.config.options import run_options
-from megazero.config.schema import Run
 
 
 def _batch(f: Facts) -> Found:
@@ -86,7 +81,7 @@ def _optimizer_impl(f: Facts) -> Found:
     if o.optimizer_impl == "apex":
         if o.precision == "fp64":
             yield "--optimizer-impl apex computes in fp32, not in --precision fp64; nearest: --optimizer-impl megazero"
-        if not _adam(f.run):
+        if o.optimizer not in ("adam", "adamw"):
             yield "--optimizer-impl apex has no effect without --optimizer adam or adamw"
         if device == "cpu":
             yield "--optimizer-impl apex has kernels for CUDA only, not for --device cpu; nearest: --optimizer-impl megazero"
@@ -171,8 +166,6 @@ def _tokens(f: Facts) -> Found:
         yield f"--tokenizer-path {d.tokenizer_path} has no effect " + (
             "without --tokenizer" if d.tokenizer is None else "on --tokenizer byte"
         )
-    if "sample_prompt" in f.given and d.data_path and d.tokenizer is None:
-        yield "--sample-prompt has no effect without --tokenizer: ids are used as they are, and there is none to read the text with"
     if vocab is not None and d.eod_id is not None and d.eod_id >= vocab:
         yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
     wants = [flag for flag, on in (("--document-mask", f.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss)) if on]
@@ -197,72 +190,6 @@ def _checkpoint(f: Facts) -> Found:
             f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of its own, not that of "
             "this model"
         )
-
-
-def _fp16(run: Run) -> bool:
-    return run.optimizer.precision == "fp16"
-
-
-def _dynamic(run: Run) -> bool:
-    return _fp16(run) and run.optimizer.loss_scale is None
-
-
-def _adam(run: Run) -> bool:
-    return run.optimizer.optimizer != "sgd"
-
-
-def _saves(run: Run) -> bool:
-    return run.checkpoint.save is not None
-
-
-def _loads(run: Run) -> bool:
-    return run.checkpoint.load is not None
-
-
-def _instructed(run: Run) -> bool:
-    return bool(run.data.instruction_data)
-
-
-def _falls(run: Run) -> bool:
-    return run.schedule.lr_decay_style == "wsd"
-
-
-EFFECT: Mapping[str, tuple[Callable[[Run], bool], str]] = MappingProxyType(
-    {
-        "loss_scale": (_fp16, "--precision fp16"),
-        "initial_loss_scale": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
-        "loss_scale_window": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
-        "hysteresis": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
-        "min_loss_scale": (_dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)"),
-        "adam_beta1": (_adam, "--optimizer adam or adamw"),
-        "adam_beta2": (_adam, "--optimizer adam or adamw"),
-        "adam_eps": (_adam, "--optimizer adam or adamw"),
-        "sgd_momentum": (lambda run: not _adam(run), "--optimizer sgd"),
-        "fp8_amax_history": (lambda run: run.optimizer.fp8 == "delayed", "--fp8 delayed"),
-        "rotary_base": (lambda run: run.model.position_embedding == "rotary", "--position-embedding rotary"),
-        "lr_wsd_decay_iters": (_falls, "--lr-decay-style wsd"),
-        "lr_wsd_decay_samples": (_falls, "--lr-decay-style wsd"),
-        "save_interval": (_saves, "--save DIR"),
-        "keep_last": (_saves, "--save DIR"),
-        "save_retain_interval": (_saves, "--save DIR"),
-        "async_save": (_saves, "--save DIR"),
-        "finetune": (_loads, "--load DIR"),
-        "no_load_optim": (_loads, "--load DIR"),
-        "valid_instruction_data": (_instructed, "--instruction-data FILE.jsonl"),
-        "long_conversations": (_instructed, "--instruction-data FILE.jsonl"),
-        "extend_vocabulary": (lambda run: run.checkpoint.init_from is not None, "--init-from DIR"),
-    }
-)
-"""Fields whose flag only means something in some runs: when, and how to get there. Overrides of a resume are not among
-them: they say what may change should there be something to resume."""
-
-
-def _effect(f: Facts) -> Found:
-    for name, (effective, needs) in EFFECT.items():
-        known = run_options()[name]
-        value = getattr(getattr(f.run, known.section), name)
-        if name in f.given and value not in (None, False) and not effective(f.run):
-            yield f"{known.flag} has no effect without {needs}"
 
 
 TRAINING_CHECKS = (
@@ -293,10 +220,5 @@ TRAINING_CHECKS = (
         _checkpoint,
         *("save_retain_interval", "keep_last", "save", "async_save", "backend", "finetune", "no_load_optim"),
         *("load", "init_from", "extend_vocabulary", "lora_rank", "data_path", "instruction_data"),
-    ),
-    check(
-        _effect,
-        *("precision", "loss_scale", "optimizer", "fp8", "position_embedding", "lr_decay_style", "save", "load", "init_from"),
-        "instruction_data",
     ),
 )

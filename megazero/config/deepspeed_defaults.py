@@ -16,7 +16,6 @@ from typing import Any
 from megazero.config.level import Level
 from megazero.config.options import run_options
 
-
 _TYPES = ("adam", "adamw", "sgd")
 DECAY_PEAK = 1e-3
 """What WarmupDecayLR warms up to where nothing is said, whatever the optimizer's lr is. (WarmupLR and WarmupCosineLR take the optimizer's.)"""
@@ -94,7 +93,8 @@ def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) ->
     name: of the file. keys: all that it has, "auto" ones included, which are the flags' and no default's. settings: fields that the
     file sets.
     """
-    level, told = Level(f"DeepSpeed's defaults under {name}", resolved=True), {}
+    level = Level(f"DeepSpeed's defaults under {name}", resolved=True)
+    told: dict[str, str] = {}
     for row in MISSING:
         if row.key in keys or row.field in {*settings, *told} or not row.applies(keys):
             continue

@@ -13,6 +13,8 @@ from typing import Any
 
 from megazero.config.deepspeed import DeepSpeedLevel, read_deepspeed
 from megazero.config.dump import build_run, dump, read_yaml
+from megazero.config.effects import without_effect
+from megazero.config.facts import Facts
 from megazero.config.flags import Command, help_text, read_command_line
 from megazero.config.level import ConfigError, Level, merge
 from megazero.config.options import run_options
@@ -82,12 +84,12 @@ def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], L
     for level in levels:
         if isinstance(level, DeepSpeedLevel):
             problems += level.contradictions(line.level) + level.accumulate(settings, world_size)
-    run, bad = build_run(_with_defaults(settings, world_size)), _unknown(levels)
-    problems += problems_of(run, world_size, bad=bad, given=frozenset(line.level.settings))
+    run, bad, given = build_run(_with_defaults(settings, world_size)), _unknown(levels), frozenset(line.level.settings)
+    problems += problems_of(run, world_size, bad=bad, given=given)
     problems += contradictions(model, run, bad) if model is not None else ()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
-    return Asked(run, line.command, tuple(notes))
+    return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given))))
 
 
 def _deepspeed_defaults(levels: list[Level]) -> list[str]:

@@ -1,7 +1,7 @@
 """What is wrong with a run: all of it, each with flag names, numbers and the nearest valid values.
 
-Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS` and `LORA_CHECKS` are the relations between fields; each names the fields it
-reads and is left out when one of them is already known to be wrong, so that one mistake is reported once.
+Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS`, `LORA_CHECKS` and `EFFECT_CHECKS` are the relations between
+fields; each names the fields it reads and is left out when one of them is already known to be wrong, so that one mistake is reported once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from megazero.config.checks_layout import LAYOUT_CHECKS
 from megazero.config.checks_lora import LORA_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
+from megazero.config.effects import EFFECT_CHECKS
 from megazero.config.facts import Facts
 from megazero.config.options import run_options
 from megazero.config.schema import Run
@@ -103,7 +104,7 @@ def problems_of(run: Run, world_size: int | None, *, bad: set[str] | None = None
     if world_size is not None and world_size < 1:
         return [*found, f"--world-size {world_size}: must be at least 1"]
     facts = Facts(run, world_size, given)
-    for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS):
+    for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *EFFECT_CHECKS):
         if bad.isdisjoint(check.reads):
             found += check.problems(facts)
     return found

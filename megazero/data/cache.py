@@ -74,7 +74,6 @@ def once(
 
         if folder.exists():
             report(f"{folder} is damaged, and is built again")
-        say(f"building {name} in {root}")
         _build(root, folder, build, say, complete)
     return folder
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from fused_ops.attention.rule import ASKED, Case, Offer, obstacle
-from megazero.config.checks_training import EFFECT
 from megazero.config.dtypes import compute_dtype
+from megazero.config.effects import EFFECTS
+from megazero.config.level import Level
 from megazero.config.options import run_options
-from megazero.config.parse import ConfigError, parse_run
+from megazero.config.parse import ConfigError, ask, parse_run
 from megazero.config.validate import RANGES
 
 
@@ -62,7 +63,6 @@ REFUSED = [
         "no linear layer's weight on a rank (attention.qkv 108 x 36, attention.output 36 x 36, mlp.up 100 x 36",
         "--hidden-size 48",
     ),
-    ("--fp8 --fp8-amax-history 8", 1, "--fp8-amax-history has no effect without --fp8 delayed", "--fp8 delayed"),
     ("--num-layers 2 --pp 5", 5, "--pp 5 x --virtual-stages 1 = 5 model chunks, but --num-layers 2", "--num-layers 3"),
     (
         "--num-layers 2 --pp 2 --virtual-stages 3",
@@ -139,13 +139,11 @@ REFUSED = [
     ("--data-path p q --vocab-size 9", 1, "'p' is not a weight", "--data-path 1 q"),
     ("--data-path 1 p 0 q --vocab-size 9", 1, "'0' is not a weight, a number above 0", "--data-path 1 p 2 q"),
     ("--data-path 1 p nan q --vocab-size 9", 1, "'nan' is not a weight, a number above 0", "--data-path 1 p 2 q"),
-    ("--data-path p --vocab-size 9 --sample-prompt def", 1, "--sample-prompt has no effect without --tokenizer", "--tokenizer byte"),
     ("--valid-data-path a p b", 1, "--valid-data-path has 3 words", "--valid-data-path a p b q"),
     ("--valid-data-path a p a q", 1, "a name of its own", "--valid-data-path a p b q"),
     ("--save d --keep-last-k 0 --save-retain-interval 9", 1, "has no effect with --keep-last-k 0", "--save d --keep-last-k 1"),
     ("--save d --save-retain-interval 0", 1, "--save-retain-interval 0", "--save d --save-retain-interval 1"),
     ("--save d --async-save --backend mpi", 1, "cannot be made beside --distributed-backend mpi", "--save d --async-save --backend gloo"),
-    ("--async-save", 1, "--async-save has no effect without --save DIR", "--save d --async-save"),
     ("--split 0,0,0", 1, "--split 0,0,0", "--split 0,1,0"),
     ("--split 1,2,3,4", 1, "up to three shares", "--split 1"),
     ("--split 50,-1", 1, "none negative", "--split 50,1"),
@@ -187,13 +185,112 @@ def test_numbers_without_a_bound_are_known() -> None:
     assert unbounded == {"zero_stage"}
 
 
-@pytest.mark.parametrize("name", sorted(EFFECT))
-def test_a_flag_without_effect_is_refused_on_the_command_line(name: str) -> None:
-    known = run_options()[name]
-    value = "" if known.kind is bool else f" {known.choices[-1]}" if known.choices else " 1"
-    style = " --optimizer sgd" if name.startswith("adam") else ""
-    found = problems(f"{known.flag}{value.replace('1', '0.5') if known.kind is float else value}{style}")
-    assert any(f"{known.flag} has no effect without" in text for text in found), found
+FALLS = "a --lr-decay-style that falls"
+DATA, TEXT = "--data-path p --vocab-size 9", "--data-path p --tokenizer byte"
+PACKED = "--instruction-data x.jsonl --tokenizer byte"
+# words, ranks, what the sentence holds, words that give the flag an effect
+POINTLESS = [
+    ("--loss-scale 8", 1, "--loss-scale 8 has no effect without --precision fp16", "--fp16"),
+    *(
+        (f"{flag} 4096", 1, f"{flag} 4096 has no effect without --precision fp16 and a dynamic", "--fp16")
+        for flag in ("--initial-loss-scale", "--loss-scale-window", "--hysteresis")
+    ),
+    ("--fp16 --loss-scale 8 --min-loss-scale 4", 1, "--min-loss-scale 4 has no effect", "--loss-scale none"),
+    *((f"--optimizer sgd {flag} 0.5", 1, f"{flag} 0.5 has no effect", "--optimizer adam") for flag in ("--adam-beta1", "--adam-beta2")),
+    ("--optimizer sgd --adam-eps 0.5", 1, "--adam-eps 0.5 has no effect", "--optimizer adamw"),
+    ("--sgd-momentum 0.5", 1, "has no effect without --optimizer sgd", "--optimizer sgd"),
+    ("--fp8 --fp8-amax-history 8", 1, "has no effect without --fp8 delayed", "--fp8 delayed"),
+    ("--rotary-base 500", 1, "--rotary-base 500 has no effect without --position-embedding rotary", "--position-embedding rotary"),
+    ("--min-lr 1e-5 --lr-decay-style constant", 1, f"--min-lr 1e-05 has no effect without {FALLS}", "--min-lr 0"),
+    ("--lr-decay-iters 90 --lr-decay-style constant", 1, f"--lr-decay-iters 90 has no effect without {FALLS}", "--lr-decay-style linear"),
+    ("--train-samples 96 --lr-decay-samples 90 --lr-decay-style constant", 1, FALLS, "--lr-warmup-fraction 0.1"),
+    ("--lr-wsd-decay-iters 9", 1, "--lr-wsd-decay-iters 9 has no effect without --lr-decay-style wsd", "--lr-decay-style wsd"),
+    ("--train-samples 96 --lr-wsd-decay-samples 9", 1, "has no effect without --lr-decay-style wsd", "--lr-decay-style wsd"),
+    ("--save-interval 9", 1, "--save-interval 9 has no effect without --save DIR", "--save d"),
+    ("--keep-last-k 9", 1, "--keep-last 9 has no effect without --save DIR", "--save d"),
+    ("--save-retain-interval 9", 1, "has no effect without --save DIR", "--save d"),
+    ("--async-save", 1, "--async-save has no effect without --save DIR", "--save d"),
+    ("--finetune", 1, "--finetune has no effect without --load DIR", "--load d"),
+    ("--no-load-optim", 1, "--no-load-optim has no effect without --load DIR", "--load d"),
+    ("--valid-instruction-data v.jsonl", 1, "has no effect without --instruction-data", PACKED),
+    ("--long-conversations drop", 1, "--long-conversations drop has no effect without --instruction-data", PACKED),
+    (f"{DATA} --extend-vocabulary", 1, "--extend-vocabulary has no effect without --init-from DIR", ""),
+    ("--lora-alpha 3", 1, "--lora-alpha 3 has no effect without --lora-rank R", f"{DATA} --lora-rank 2 --load d"),
+    ("--lora-targets qkv", 1, "--lora-targets qkv has no effect", f"{DATA} --lora-rank 2 --load d"),
+    ("--lora-dropout 0.5", 1, "--lora-dropout 0.5 has no effect", f"{DATA} --lora-rank 2 --load d"),
+    (f"{DATA} --sample-prompt def", 1, "--sample-prompt def has no effect without --tokenizer", "--tokenizer byte"),
+    (f"{DATA} --sample-tokens 9", 1, "--sample-tokens 9 has no effect without --tokenizer", "--tokenizer byte --sample-prompt def"),
+]
+IDLE = [
+    (f"{TEXT} --sample-tokens 9", 1, "--sample-tokens 9 has no effect without --sample-prompt TEXT", "--sample-prompt def"),
+    ("--sequence-parallel", 2, "--sequence-parallel has no effect without --tp above 1", "--tp 2"),
+    ("--partition-by time", 2, "--partition-by time has no effect without --pp above 1", "--pp 2"),
+    ("--zero-stage 1 --tp 2", 2, "--zero-stage 1 has no effect without several data-parallel ranks", "--tp 1"),
+    (
+        "--zero-stage 1 --pp 2 --untie-embeddings-and-output-weights",
+        2,
+        "--zero-stage 1 has no effect",
+        "--no-untie-embeddings-and-output-weights",
+    ),
+    ("--no-overlap --tp 2", 2, "--no-overlap has no effect without several data-parallel ranks", "--sequence-parallel"),
+    ("--grad-reduce-dtype bf16", 1, "--grad-reduce-dtype bf16 has no effect", "--validate-only --world-size 2"),
+    ("--backend gloo", 1, "--backend gloo has no effect without a second rank", "--validate-only --world-size 2"),
+    ("--distributed-timeout-minutes 3", 1, "has no effect without a second rank", "--validate-only --world-size 2"),
+    ("--no-shared-memory --backend mpi", 2, "--no-shared-memory has no effect without several ranks and --backend gloo", "--backend gloo"),
+    ("--rampup-batch-size 24 24 48", 1, "--rampup-batch-size 24 24 48 has no effect without a START below", "--global-batch-size 48"),
+    (f"{DATA} --init-from m --init-method-std 0.1", 1, "--init-method-std 0.1 has no effect without weights that are drawn", ""),
+    ("--eval-interval 5 --eval-iters 0", 1, "--eval-interval 5 has no effect without --eval-iters above 0", "--eval-iters 1"),
+    ("--valid-data-path a q --eval-iters 0", 1, "--valid-data-path a q has no effect without --eval-iters", "--eval-iters 1"),
+    (f"{PACKED} --valid-instruction-data v --eval-iters 0", 1, "--valid-instruction-data v has no effect", "--eval-iters 1"),
+    (f"{PACKED} --eval-interval 5", 1, "--eval-interval 5 has no effect without --valid-instruction-data", "--valid-instruction-data v"),
+    (f"{PACKED} --eval-iters 5", 1, "--eval-iters 5 has no effect without --valid-instruction-data", "--valid-instruction-data v"),
+    ("--save d --save-interval 200", 1, "--save-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
+    ("--eval-interval 200", 1, "--eval-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
+    ("--exit-interval 200", 1, "--exit-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
+    ("--no-ckpt-probe", 1, "--no-ckpt-probe has no effect without --save DIR or --load DIR", "--save d"),
+    ("--override-batch", 1, "--override-batch has no effect without --load DIR", "--load d"),
+    ("--override-data --load d --finetune", 1, "--override-data has no effect without --load DIR", "--no-finetune"),
+    ("--override-opt-param-scheduler", 1, "--override-opt-param-scheduler has no effect without --load DIR", "--load d"),
+]
+
+
+@pytest.mark.parametrize(("line", "ranks", "part", "cure"), POINTLESS, ids=[case[0] for case in POINTLESS])
+def test_a_flag_that_asks_for_nothing_is_refused(line: str, ranks: int, part: str, cure: str) -> None:
+    (found,) = problems(line, ranks)
+    assert part in found
+    assert not cure or problems(f"{line} {cure}", ranks) == ()
+
+
+def notes(line: str, ranks: int) -> tuple[str, ...]:
+    return ask(line.split(), ranks, lambda path: Level("m", {"embedding_layernorm": True})).notes
+
+
+@pytest.mark.parametrize(("line", "ranks", "part", "cure"), IDLE, ids=[case[0] for case in IDLE])
+def test_a_flag_that_waits_for_another_run_is_told(line: str, ranks: int, part: str, cure: str) -> None:
+    (found,) = notes(line, ranks)
+    assert part in found
+    assert not cure or notes(f"{line} {cure}", ranks) == ()
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    """In the list that its severity asks for."""
+    for effect in EFFECTS:
+        name = run_options()[effect.field].flag.removeprefix("--")
+        told = [part for line, _, part, _ in (POINTLESS if effect.refused else IDLE) if name in line]
+        assert told, effect
+    assert len(POINTLESS) + len(IDLE) >= len(EFFECTS)
+
+
+def test_a_default_takes_a_flag_back() -> None:
+    """Who overrides a script cannot remove its flags."""
+    script = "--fp16 --initial-loss-scale 4096 --lr-decay-style cosine --min-lr 1e-5 --tp 2 --sequence-parallel"
+    assert len(problems(f"{script} --precision fp32 --lr-decay-style constant --tp 1", 2)) == 2
+    line = f"{script} --precision fp32 --initial-loss-scale 65536 --lr-decay-style constant --min-lr 0 --tp 1 --no-sequence-parallel"
+    assert notes(line, 2) == ()
+
+
+def test_a_preset_may_carry_what_another_run_needs() -> None:
+    assert notes("--preset bloom-560m --precision fp32 --lr-decay-style constant", 1) == ()
 
 
 INSTRUCTIONS = "--instruction-data x.jsonl --tokenizer byte"

@@ -1,0 +1,241 @@
+"""Flags that can have no effect in a run, in one table: when they have one, and how to get there.
+
+A flag is looked at where the command line itself gives it, and gives it another value than the default: presets and files may carry
+settings for other runs, and who overrides a script can take a flag back by its default. Where the flag asks for something that this
+run would then do without, whatever its size, that is an error. Where it only waits for another size, layout or set of data, as flags of
+a script do that serves many runs, it is a line in the banner. What the machine or a file has to say is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megazero.config.derive import pipeline_schedule
+from megazero.config.facts import Check, Facts, Found
+from megazero.config.options import run_options
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One flag under one condition.
+
+    field    the flag's
+    holds    whether it has an effect as far as this condition goes
+    needs    what it has no effect without, in words
+    reads    further fields that `holds` looks at
+    refused  whether being without effect is an error, and not a line to be told
+    """
+
+    field: str
+    holds: Callable[[Facts], bool]
+    needs: str
+    reads: tuple[str, ...]
+    refused: bool = True
+
+    def missed(self, facts: Facts) -> str | None:
+        """The sentence about a flag that is given for nothing; None for one that is not given, or that does something."""
+        known = run_options()[self.field]
+        value = getattr(getattr(facts.run, known.section), self.field)
+        if self.field not in facts.given or value in (None, known.default) or self.holds(facts):
+            return None
+        if known.kind is bool:
+            return f"{known.flag if value else known.negations[0]} has no effect without {self.needs}"
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value
+        return f"{known.flag} {shown} has no effect without {self.needs}"
+
+
+def _fp16(f: Facts) -> bool:
+    return f.run.optimizer.precision == "fp16"
+
+
+def _dynamic(f: Facts) -> bool:
+    return _fp16(f) and f.run.optimizer.loss_scale is None
+
+
+def _adam(f: Facts) -> bool:
+    return f.run.optimizer.optimizer != "sgd"
+
+
+def _saves(f: Facts) -> bool:
+    return f.run.checkpoint.save is not None
+
+
+def _loads(f: Facts) -> bool:
+    return f.run.checkpoint.load is not None
+
+
+def _instructed(f: Facts) -> bool:
+    return bool(f.run.data.instruction_data)
+
+
+def _decays(f: Facts) -> bool:
+    return f.run.schedule.lr_decay_style != "constant"
+
+
+def _adapts(f: Facts) -> bool:
+    return f.run.lora.lora_rank is not None
+
+
+def _several(f: Facts) -> bool:
+    return f.world_size != 1
+
+
+def _reads_text(f: Facts) -> bool:
+    return f.run.data.tokenizer is not None or not (f.run.data.data_path or f.run.data.instruction_data)
+
+
+def _evaluates(f: Facts) -> bool:
+    return f.run.trainer.eval_iters > 0
+
+
+def _validates(f: Facts) -> bool:
+    return not f.run.data.instruction_data or bool(f.run.data.valid_instruction_data)
+
+
+def _shards(f: Facts) -> bool:
+    """Model state is shared by dp ranks; a tied embedding that is on two stages by both."""
+    tied = not f.run.model.untie_embeddings_and_output_weights and f.run.parallel.pp > 1 and pipeline_schedule(f.run.parallel) != "zb-v"
+    return f.dp != 1 or tied
+
+
+def _reduces(f: Facts) -> bool:
+    return _shards(f) or (f.run.parallel.sequence_parallel and f.run.parallel.tp > 1)
+
+
+def _ramps(f: Facts) -> bool:
+    ramp = f.run.schedule.rampup_batch_size
+    return ramp is None or len(ramp) != 3 or ramp[0] < f.run.schedule.global_batch_size
+
+
+def _within(field: str) -> Callable[[Facts], bool]:
+    """Whether a run counted in iterations gets that far."""
+
+    def holds(f: Facts) -> bool:
+        every, last = getattr(getattr(f.run, run_options()[field].section), field), f.run.schedule.train_iters
+        return last is None or every <= last
+
+    return holds
+
+
+_DYNAMIC = ("precision", "loss_scale")
+_TIED = ("tp", "pp", "pipeline_schedule", "virtual_stages", "untie_embeddings_and_output_weights")
+_SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
+
+EFFECTS = (
+    Effect("loss_scale", _fp16, "--precision fp16", ("precision",)),
+    *(
+        Effect(name, _dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)", _DYNAMIC)
+        for name in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+    ),
+    *(Effect(name, _adam, "--optimizer adam or adamw", ("optimizer",)) for name in ("adam_beta1", "adam_beta2", "adam_eps")),
+    Effect("sgd_momentum", lambda f: not _adam(f), "--optimizer sgd", ("optimizer",)),
+    Effect("fp8_amax_history", lambda f: f.run.optimizer.fp8 == "delayed", "--fp8 delayed", ("fp8",)),
+    Effect("rotary_base", lambda f: f.run.model.position_embedding == "rotary", "--position-embedding rotary", ("position_embedding",)),
+    Effect("min_lr", _decays, "a --lr-decay-style that falls, which constant does not", ("lr_decay_style",)),
+    *(
+        Effect(
+            name,
+            lambda f: _decays(f) or f.run.schedule.lr_warmup_fraction is not None,
+            "a --lr-decay-style that falls, which constant does not",
+            ("lr_decay_style", "lr_warmup_fraction"),
+        )
+        for name in ("lr_decay_iters", "lr_decay_samples")
+    ),
+    *(
+        Effect(name, lambda f: f.run.schedule.lr_decay_style == "wsd", "--lr-decay-style wsd", ("lr_decay_style",))
+        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    ),
+    *(Effect(name, _saves, "--save DIR", ("save",)) for name in ("save_interval", "keep_last", "save_retain_interval", "async_save")),
+    *(Effect(name, _loads, "--load DIR", ("load",)) for name in ("finetune", "no_load_optim")),
+    *(
+        Effect(name, _instructed, "--instruction-data FILE.jsonl", ("instruction_data",))
+        for name in ("valid_instruction_data", "long_conversations")
+    ),
+    Effect("extend_vocabulary", lambda f: f.run.checkpoint.init_from is not None, "--init-from DIR", ("init_from",)),
+    *(Effect(name, _adapts, "--lora-rank R", ("lora_rank",)) for name in ("lora_alpha", "lora_targets", "lora_dropout")),
+    Effect("sample_prompt", _reads_text, "--tokenizer: ids are used as they are, and nothing reads the text", ("data_path", "tokenizer")),
+    Effect("sample_tokens", _reads_text, "--tokenizer: ids are used as they are, and nothing reads a text", ("data_path", "tokenizer")),
+    # From here on: told, not refused.
+    Effect(
+        "sample_tokens",
+        lambda f: not _reads_text(f) or f.run.trainer.sample_prompt is not None or f.run.data.tokenizer is None,
+        "--sample-prompt TEXT",
+        ("data_path", "tokenizer", "sample_prompt"),
+        refused=False,
+    ),
+    Effect("sequence_parallel", lambda f: f.run.parallel.tp > 1, "--tp above 1", ("tp",), refused=False),
+    Effect(
+        "partition_by",
+        lambda f: f.run.parallel.pp * f.run.parallel.virtual_stages > 1,
+        "--pp above 1, or --virtual-stages",
+        ("pp", "virtual_stages"),
+        refused=False,
+    ),
+    Effect("zero_stage", _shards, _SHARDED, _TIED, refused=False),
+    *(Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False) for name in ("overlap", "grad_reduce_dtype")),
+    *(Effect(name, _several, "a second rank", (), refused=False) for name in ("backend", "distributed_timeout_minutes")),
+    Effect(
+        "shared_memory",
+        lambda f: _several(f) and f.run.parallel.backend in ("auto", "gloo"),
+        "several ranks and --backend gloo",
+        ("backend",),
+        refused=False,
+    ),
+    Effect("rampup_batch_size", _ramps, "a START below --global-batch-size", ("global_batch_size",), refused=False),
+    Effect(
+        "init_method_std",
+        lambda f: f.run.checkpoint.init_from is None,
+        "weights that are drawn; --init-from brings its own",
+        ("init_from",),
+        refused=False,
+    ),
+    *(
+        Effect(name, _evaluates, "--eval-iters above 0", ("eval_iters",), refused=False)
+        for name in ("eval_interval", "valid_data_path", "valid_instruction_data")
+    ),
+    Effect(
+        "eval_interval", _validates, "--valid-instruction-data", ("instruction_data", "valid_instruction_data", "eval_iters"), refused=False
+    ),
+    Effect(
+        "eval_iters",
+        lambda f: _validates(f) or not _evaluates(f),
+        "--valid-instruction-data",
+        ("instruction_data", "valid_instruction_data"),
+        refused=False,
+    ),
+    *(
+        Effect(name, _within(name), "as many --train-iters", ("train_iters",), refused=False)
+        for name in ("save_interval", "eval_interval", "exit_interval")
+    ),
+    Effect("ckpt_probe", lambda f: _saves(f) or _loads(f), "--save DIR or --load DIR", ("save", "load"), refused=False),
+    *(
+        Effect(
+            name,
+            lambda f: _loads(f) and not f.run.checkpoint.finetune,
+            "--load DIR, to resume from it",
+            ("load", "finetune"),
+            refused=False,
+        )
+        for name in ("override_opt_param_scheduler", "override_batch", "override_data")
+    ),
+)
+"""Refused are those that ask for a result: numbers, files, what is learned. A field may stand more than once, with one condition each."""
+
+
+def _check(effect: Effect) -> Check:
+    def find(f: Facts) -> Found:
+        sentence = effect.missed(f)
+        if sentence is not None:
+            yield sentence
+
+    return Check(find, frozenset((effect.field, *effect.reads)))
+
+
+EFFECT_CHECKS = tuple(_check(effect) for effect in EFFECTS if effect.refused)
+
+
+def without_effect(facts: Facts) -> list[str]:
+    """A line for each flag that does nothing in this run and is no error, for a run in which nothing is wrong."""
+    told = {effect.field: sentence for effect in reversed(EFFECTS) if not effect.refused and (sentence := effect.missed(facts))}
+    return list(reversed(told.values()))
