@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
+from megazero.data.utf8 import seems, skip_mark
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 PACKED = (".gz", ".zst")
@@ -30,20 +31,24 @@ class Raw:
     last: bool
 
 
-def find_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """Files named, and all files in folders named (recursively, hidden ones left out), each folder in sorted order. Raises DataError."""
+def find_files(inputs: Sequence[str | Path], include: Sequence[str] = ()) -> list[Path]:
+    """Files named, and all files in folders named (recursively, hidden ones left out), each folder in sorted order. Raises DataError.
+
+    include: patterns (`*.txt`) of which a file in a folder has to match one, by its name or by its path within the folder.
+    """
     found: list[Path] = []
     for name in inputs:
         place = Path(name).expanduser()
         if place.is_file():
             found.append(place)
         elif place.is_dir():
-            inside = [path for path in place.rglob("*") if path.is_file()]
-            found += sorted(path for path in inside if not any(part.startswith(".") for part in path.relative_to(place).parts))
+            inside = [path.relative_to(place) for path in place.rglob("*") if path.is_file()]
+            seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+            found += sorted(place / path for path in seen if not include or any(path.match(pattern) for pattern in include))
         else:
             raise DataError(f"no file or folder {place}")
     if not found:
-        raise DataError(f"no files in {', '.join(map(str, inputs))}")
+        raise DataError(f"no files in {', '.join(map(str, inputs))}" + (f" that match --include {' '.join(include)}" if include else ""))
     return found
 
 
@@ -115,6 +120,7 @@ def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Ite
     """
     name = str(path)
     try:
+        skip_mark(reading.stream)
         if as_json:
             for number, line in enumerate(reading.stream, start=1):
                 if line.strip():
@@ -156,7 +162,8 @@ def text_of(raw: Raw, json_key: str, errors: str) -> str:
         text = raw.data.decode("utf-8", errors=errors)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}); --encoding-errors replace reads on"
+            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}){seems(raw.data)}; --encoding-errors replace reads on, "
+            "--skip-undecodable leaves such documents out"
         ) from None
     if not raw.is_json:
         return text

@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from megazero.data.documents import Raw, documents, find_files, is_json, opened,
 from megazero.data.indexed import DataError, dtype_for
 from megazero.data.progress import Progress, Report
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.utf8 import decodes, replaced
 from megazero.data.writer import PairWriter
 
 BATCH_BYTES = 1 << 20
@@ -36,6 +39,43 @@ class Reader:
     document: str = "file"
     "A document of plain text: the whole file, or each line."
     encoding_errors: str = "strict"
+    include: tuple[str, ...] = ()
+    "Patterns of the files that are read in folders; none: all."
+    skip_undecodable: bool = False
+    "Leave out documents that are no UTF-8."
+
+
+@dataclass
+class Told:
+    """What became of the input, to be said at the end.
+
+    skipped      documents that are no UTF-8 and were left out; first: where the first of them is
+    replaced     characters that stand for bytes that are no UTF-8
+    characters   of text; tokens: what the tokenizer made of them, separators apart
+    """
+
+    skipped: int = 0
+    first: str = ""
+    replaced: int = 0
+    characters: int = 0
+    tokens: int = 0
+
+    def skip(self, where: str) -> None:
+        self.skipped += 1
+        self.first = self.first or where
+
+    def lines(self, reader: Reader) -> list[str]:
+        told = [f"--skip-undecodable: {self.skipped:,} documents left out" + f", the first of them {self.first}" * bool(self.first)]
+        replaced = [f"--encoding-errors replace: {self.replaced:,} characters stand for bytes that are no UTF-8"]
+        return told * reader.skip_undecodable + replaced * (reader.encoding_errors == "replace")
+
+    def require_text(self, inputs: Sequence[str | Path], files: int, tokenizer: str = "") -> None:
+        """Raises DataError where there was nothing, or the tokenizer made nothing of it."""
+        if not self.characters:
+            skipped = f"; {self.skipped:,} documents that are no UTF-8 were left out" if self.skipped else ""
+            raise DataError(f"no text in {', '.join(map(str, inputs))} ({files:,} files){skipped}")
+        if tokenizer and not self.tokens:
+            raise DataError(f"{tokenizer} gives no token for any of {self.characters:,} characters of text: it does not know them")
 
 
 @dataclass(frozen=True)
@@ -50,11 +90,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids back to back; lengths of the documents, `open_end` when the last of them goes on in the next batch."""
+    """Ids back to back; lengths of the documents, `open_end` when the last of them goes on in the next batch.
+
+    characters of text in it, those replaced, and tokens of text, as `Told` has them.
+    """
 
     tokens: NDArray[Any]
     lengths: list[int]
     open_end: bool
+    characters: int
+    replaced: int
+    text_tokens: int
 
 
 class Encoder:
@@ -70,9 +116,14 @@ class Encoder:
     def __call__(self, batch: list[Raw]) -> Encoded:
         ids: list[int] = []
         lengths: list[int] = []
-        start = 0
+        start = characters = found = text_tokens = 0
         for raw in batch:
-            ids += self.tokenizer.encode(text_of(raw, self.job.reader.json_key, self.job.reader.encoding_errors))
+            text = text_of(raw, self.job.reader.json_key, self.job.reader.encoding_errors)
+            if self.job.reader.encoding_errors == "replace":
+                found += replaced(raw.data)
+            new = self.tokenizer.encode(text)
+            characters, text_tokens = characters + len(text), text_tokens + len(new)
+            ids += new
             if raw.last:
                 if self.job.append_eod:
                     assert self.tokenizer.eod_id is not None
@@ -82,37 +133,53 @@ class Encoder:
         open_end = not batch[-1].last
         if open_end:
             lengths.append(len(ids) - start)
-        return Encoded(np.array(ids, dtype=self.dtype), lengths, open_end)
+        return Encoded(np.array(ids, dtype=self.dtype), lengths, open_end, characters, found, text_tokens)
 
 
 def preprocess(
     inputs: Sequence[str | Path], output: str | Path, job: Job, *, workers: int, report: Report, overwrite: bool = False
 ) -> PairWriter:
-    """Write output.bin and output.idx, or neither; one sequence per document, empty documents included. Returns the closed writer."""
-    files = find_files(inputs)
+    """Write output.bin and output.idx, or neither; one sequence per document, empty documents included. Returns the closed writer.
+
+    Raises DataError where there is no text at all.
+    """
+    files, told = find_files(inputs, job.reader.include), Told()
     total = sum(path.stat().st_size for path in files)
     encoder = Encoder(job)
     progress = Progress(report, f"tokenizing {len(files)} file(s)", total / 1e6, "MB")
     with PairWriter(output, encoder.dtype, overwrite=overwrite) as writer:
         unfinished = 0
-        for read, encoded in _encoded(files, job, encoder, workers):
+        for read, encoded in _encoded(files, job, encoder, workers, told):
             lengths = encoded.lengths
             if lengths:
                 lengths[0] += unfinished
                 unfinished = lengths.pop() if encoded.open_end else 0
             writer.write(encoded.tokens, lengths, unfinished=unfinished)
+            told.characters, told.replaced = told.characters + encoded.characters, told.replaced + encoded.replaced
+            told.tokens += encoded.text_tokens
             progress.reach(read / 1e6, f"; {writer.documents:,} documents, {writer.tokens:,} tokens")
+        told.require_text(inputs, len(files), f"--tokenizer {job.tokenizer} {job.tokenizer_path or ''}".strip())
+    for line in told.lines(job.reader):
+        report(line)
     return writer
 
 
-def raw_batches(files: Sequence[Path], reader: Reader) -> Generator[tuple[int, list[Raw]], None, None]:
-    """(packed bytes read so far, documents of about a MiB)."""
+def raw_batches(files: Sequence[Path], reader: Reader, told: Told | None = None) -> Generator[tuple[int, list[Raw]], None, None]:
+    """(packed bytes read so far, documents of about a MiB). told: gets what is left out."""
+    told = told or Told()
     before = size = 0
     batch: list[Raw] = []
     for path in files:
         as_json = is_json(path) if reader.format == "auto" else reader.format == "jsonl"
+        if reader.skip_undecodable and not as_json and reader.document == "file" and not _decodes(path):  # before a piece of it has gone on
+            told.skip(str(path))
+            before += path.stat().st_size
+            continue
         with opened(path) as reading:
             for raw in documents(reading, path, as_json, reader.document):
+                if reader.skip_undecodable and not decodes(BytesIO(raw.data)):
+                    told.skip(f"{raw.path}, line {raw.line}")
+                    continue
                 batch.append(raw)
                 size += len(raw.data)
                 if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
@@ -123,9 +190,18 @@ def raw_batches(files: Sequence[Path], reader: Reader) -> Generator[tuple[int, l
         yield before, batch
 
 
-def _encoded(files: Sequence[Path], job: Job, encoder: Encoder, workers: int) -> Iterator[tuple[int, Encoded]]:
+def _decodes(path: Path) -> bool:
+    """Whether a whole file is UTF-8. One that cannot be unpacked is left to who reads it."""
+    try:
+        with opened(path) as reading:
+            return decodes(reading.stream)
+    except (OSError, EOFError, zlib.error):
+        return True
+
+
+def _encoded(files: Sequence[Path], job: Job, encoder: Encoder, workers: int, told: Told) -> Iterator[tuple[int, Encoded]]:
     """Batches in order; at most a few per worker are under way, so that a slow tokenizer cannot pile up text."""
-    batches = raw_batches(files, job.reader)
+    batches = raw_batches(files, job.reader, told)
     if workers <= 1:
         for read, batch in batches:
             yield read, encoder(batch)
@@ -169,11 +245,17 @@ def _work(batch: list[Raw]) -> Encoded:
 
 
 def texts(inputs: Sequence[str | Path], reader: Reader, report: Report, what: str) -> Iterator[str]:
-    """Decoded documents (long ones in pieces), for training a tokenizer."""
-    files = find_files(inputs)
+    """Decoded documents (long ones in pieces), for training a tokenizer. Raises DataError where there is no text at all."""
+    files, told = find_files(inputs, reader.include), Told()
     progress = Progress(report, what, sum(path.stat().st_size for path in files) / 1e6, "MB")
-    with closing(raw_batches(files, reader)) as batches:
+    with closing(raw_batches(files, reader, told)) as batches:
         for read, batch in batches:
             for raw in batch:
-                yield text_of(raw, reader.json_key, reader.encoding_errors)
+                text = text_of(raw, reader.json_key, reader.encoding_errors)
+                told.characters += len(text)
+                told.replaced += replaced(raw.data) if reader.encoding_errors == "replace" else 0
+                yield text
             progress.reach(read / 1e6)
+    told.require_text(inputs, len(files))
+    for line in told.lines(reader):
+        report(line)

@@ -15,16 +15,21 @@ from megazero.data.tokenizer import KINDS
 
 def add_reader_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", nargs="+", required=True, help="files and folders (recursive): jsonl or text, also .gz and .zst")
+    parser.add_argument("--include", nargs="+", default=(), metavar="PATTERN", help="in folders, only files that match, as '*.txt'")
     parser.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
     parser.add_argument("--format", default="auto", choices=("auto", "jsonl", "text"), help="auto: .jsonl, .json and .ndjson are jsonl")
     parser.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
     parser.add_argument(
-        "--encoding-errors", default="strict", choices=("strict", "replace"), help="bytes that are no UTF-8: stop, or U+FFFD"
+        "--encoding-errors",
+        default="strict",
+        choices=("strict", "replace"),
+        help="bytes that are no UTF-8: stop, or U+FFFD; how many is said",
     )
+    parser.add_argument("--skip-undecodable", action="store_true", help="leave out documents that are no UTF-8; how many is said")
 
 
 def reader_of(args: argparse.Namespace) -> Reader:
-    return Reader(args.json_key, args.format, args.document, args.encoding_errors)
+    return Reader(args.json_key, args.format, args.document, args.encoding_errors, tuple(args.include), args.skip_undecodable)
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:

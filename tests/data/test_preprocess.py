@@ -15,7 +15,7 @@ import pytest
 
 from megazero.data.documents import Raw, text_of
 from megazero.data.indexed import DataError, IndexedDataset
-from megazero.data.preprocess import Job, Reader, preprocess
+from megazero.data.preprocess import Job, Reader, preprocess, texts
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
 from tests.data.test_tokenizers import ODDITIES, random_text
@@ -140,6 +140,82 @@ def test_wrong_requests(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no files in"):
         preprocess([tmp_path / "empty"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+
+
+BAD = "é".encode("latin-1")
+
+
+def _told(inputs, output, **how) -> tuple[list[str], list[str]]:
+    """Documents as they come out, and what is said."""
+    said: list[str] = []
+    preprocess(inputs, output, Job("byte", None, Reader(**how)), workers=1, report=said.append)
+    return _decoded(output, build_tokenizer("byte", None), eod=False), said
+
+
+def test_files_in_folders_are_chosen_by_pattern(tmp_path):
+    for name in ("a.txt", "b.md", "c.png", "deep/d.txt", "deep/e.rst"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    chosen, _ = _told([tmp_path / "in"], tmp_path / "out", include=("*.txt", "*.md"))
+    assert chosen == ["a.txt", "b.md", "deep/d.txt"]
+    assert _told([tmp_path / "in"], tmp_path / "deep", include=("deep/*",))[0] == ["deep/d.txt", "deep/e.rst"]
+    assert _told([tmp_path / "in", tmp_path / "in" / "c.png"], tmp_path / "named", include=("*.md",))[0] == ["b.md", "c.png"]
+    with pytest.raises(DataError, match=r"no files in .*in that match --include \*\.tex"):
+        _told([tmp_path / "in"], tmp_path / "none", include=("*.tex",))
+
+
+@pytest.mark.parametrize("piece", [1000, 1 << 23])
+def test_documents_that_are_no_utf8_are_left_out_whole(tmp_path, piece, monkeypatch):
+    monkeypatch.setattr("megazero.data.documents.PIECE", piece)
+    (tmp_path / "a.txt").write_bytes(b"good " * 1000)
+    (tmp_path / "b.txt").write_bytes(b"begins well " * 1000 + BAD)
+    (tmp_path / "c.jsonl").write_bytes(_jsonl(["first"]) + b'\n{"text": "' + BAD + b'"}\n' + _jsonl(["third"]))
+    inputs = [tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl")]
+    documents, said = _told(inputs, tmp_path / "out", skip_undecodable=True)
+    assert documents == ["good " * 1000, "first", "third"]
+    assert f"--skip-undecodable: 2 documents left out, the first of them {tmp_path / 'b.txt'}" in said
+    with pytest.raises(DataError, match=r"b\.txt.*--skip-undecodable leaves such documents out"):
+        _told(inputs, tmp_path / "strict")
+
+
+def test_replaced_characters_are_counted(tmp_path):
+    (tmp_path / "a.txt").write_bytes("a \ufffd of its own, ".encode() + BAD + b" and " + BAD + b" x")
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "' + BAD + b'\\ufffd"}\n')
+    documents, said = _told([tmp_path / "a.txt", tmp_path / "c.jsonl"], tmp_path / "out", encoding_errors="replace")
+    assert documents == ["a \ufffd of its own, \ufffd and \ufffd x", "\ufffd\ufffd"]
+    assert "--encoding-errors replace: 3 characters stand for bytes that are no UTF-8" in said
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    content = b"\xef\xbb\xbf" + (_jsonl(["text", "more"]) if "json" in name else "text \ufeff".encode())
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert _told([tmp_path / name], tmp_path / "out")[0] == (["text", "more"] if "json" in name else ["text \ufeff"])
+
+
+def test_utf16_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
+    with pytest.raises(DataError, match=r"it begins as UTF-16 does: iconv -f utf-16"):
+        _told([tmp_path / "a.txt"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(("content", "how"), [(b"", {}), (b"\xef\xbb\xbf", {}), (BAD, {"skip_undecodable": True})])
+def test_an_input_without_text_is_an_error(tmp_path, content, how):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=r"no text in .*a\.txt \(1 files\)" + ("; 1 documents" if how else "$")):
+        _told([tmp_path / "a.txt"], tmp_path / "out", **how)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    with pytest.raises(DataError, match="no text in"):
+        list(texts([tmp_path / "a.txt"], Reader(**how), silent, "reading"))
+
+
+def test_a_tokenizer_that_gives_no_tokens_is_named(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "in.txt").write_text("nothing known")
+    with pytest.raises(DataError, match=r"--tokenizer hf .*tokenizer\.json gives no token for any of 13 characters"):
+        preprocess([tmp_path / "in.txt"], tmp_path / "out", Job("hf", str(tmp_path / "tokenizer.json")), workers=1, report=silent)
+    assert not (tmp_path / "out.bin").exists()
 
 
 def _tool(name: str, *words: str) -> list[str]:
