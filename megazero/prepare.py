@@ -28,7 +28,7 @@ from megazero.data.corpus import default_corpus
 from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
 from megazero.data.progress import Report
-from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 from megazero.optim.progress import Progress
 from megazero.requirements import unmet
 
@@ -47,7 +47,7 @@ class Prepared:
 
     run: Run
     datasets: Datasets
-    tokenizer: Tokenizer | None
+    tokenizer: ListedTokenizer | None
     text: str
     found: Found | None
     changes: tuple[Change, ...]
@@ -99,7 +99,7 @@ def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Data
     return made
 
 
-def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
+def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
     """At least `needed` training samples and those of validation, and what they are."""
     assert run.model.vocab_size is not None
     valid = validation_samples(run)
@@ -112,6 +112,7 @@ def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, text: str, rep
         seq_length=run.model.seq_length,
         samples=(needed, 0 if _validates_elsewhere(run) else valid, 0),
         vocab_size=run.model.vocab_size,
+        tokenizer=tokenizer,
         named_samples=valid or None,
         report=report,
     )

@@ -15,8 +15,10 @@ from megazero.data.cache import default_root
 from megazero.data.dataset import EmptyDataset, Samples, blended, one_dataset
 from megazero.data.facts import facts_of, require_ids_below
 from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.made_with import made_with, path_of, require_made_with
 from megazero.data.orders import split_bounds
 from megazero.data.progress import Report, silent
+from megazero.data.tokenizer import ListedTokenizer
 
 SPLITS = ("train", "valid", "test")
 Requests = tuple[int | None, int | None, int | None]
@@ -76,6 +78,7 @@ def build_datasets(
     seq_length: int,
     samples: Requests,
     vocab_size: int | None = None,
+    tokenizer: ListedTokenizer | None = None,
     named_samples: int | None = None,
     report: Report = silent,
 ) -> Datasets:
@@ -83,7 +86,8 @@ def build_datasets(
 
     None or 0 asks for none: one epoch is there all the same, and an empty split is no error. Every rank calls this alike; whoever comes
     first on a file system builds what is not cached, the others wait on a file lock. Communicates nothing: call it while no collective
-    is outstanding. vocab_size None leaves ids unchecked. Raises DataError.
+    is outstanding. vocab_size None leaves ids unchecked; tokenizer: the one of cfg, which the pairs have to be of as far as they say. Raises
+    DataError.
     """
     if seq_length < 1:
         raise DataError(f"--seq-length {seq_length}: must be at least 1")
@@ -92,7 +96,12 @@ def build_datasets(
     root = cache_root(cfg)
     blend = parse_data_path(cfg.data_path)
     named = parse_valid_data_path(cfg.valid_data_path)
-    opened = {prefix: _open(prefix, vocab_size, root, report) for prefix in (*blend.prefixes, *named.values())}
+    prefixes = (*blend.prefixes, *named.values())
+    if tokenizer is not None and any(path_of(prefix).exists() for prefix in prefixes):
+        now = made_with(tokenizer, cfg.tokenizer or "tokenizer")
+        for prefix in prefixes:
+            require_made_with(prefix, now)
+    opened = {prefix: _open(prefix, vocab_size, root, report) for prefix in prefixes}
 
     def single(prefix: str, name: str, bounds: tuple[int, int], requested: int | None) -> Samples:
         return one_dataset(opened[prefix], name, bounds, requested, seq_length, cfg.seed, vocab_size, root, report)

@@ -43,6 +43,7 @@ class GPT2Tokenizer:
         missing = [value for value, symbol in enumerate(symbols) if symbol not in vocab]
         if missing:
             raise DataError(f"{vocab_file} has no token for {len(missing)} of the 256 bytes, the first of them {missing[0]}")
+        self._vocab = vocab
         self.vocab_size = max(vocab.values()) + 1
         self.eod_id: int | None = vocab.get(END_OF_TEXT)
         self._symbols = symbols
@@ -53,6 +54,9 @@ class GPT2Tokenizer:
         self._bytes = {number: _token_bytes(token, byte_of) for token, number in vocab.items()}
         self._words = _pattern().findall
         self._remembered = lru_cache(maxsize=REMEMBERED)(self._join)
+
+    def pieces(self) -> Mapping[str, int]:
+        return self._vocab
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []

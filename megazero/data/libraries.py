@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._model.vocab_size()
         end = self._model.eos_id()
         self.eod_id: int | None = end if end >= 0 else None
+
+    def pieces(self) -> Mapping[str, int]:
+        return {self._model.id_to_piece(number): number for number in range(self.vocab_size)}
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
@@ -78,6 +82,10 @@ class HuggingFaceTokenizer:
     def id_of(self, token: str) -> int | None:
         """The id of a token that is written like this, special ones included; None where there is none."""
         found: int | None = self._model.token_to_id(token)
+        return found
+
+    def pieces(self) -> Mapping[str, int]:
+        found: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         return found
 
     def encode(self, text: str) -> list[int]:

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from megazero.data.documents import Raw, documents, find_files, is_json, opened, text_of
 from megazero.data.indexed import DataError, dtype_for
+from megazero.data.made_with import made_with
 from megazero.data.progress import Progress, Report
-from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer import build_tokenizer
 from megazero.data.utf8 import decodes, replaced
 from megazero.data.writer import PairWriter
 
@@ -108,7 +109,7 @@ class Encoder:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.tokenizer: Tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path)
+        self.tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path)
         if job.append_eod and self.tokenizer.eod_id is None:
             raise DataError(f"--append-eod: the {job.tokenizer} tokenizer has no token that ends a document")
         self.dtype = dtype_for(self.tokenizer.vocab_size)
@@ -139,7 +140,7 @@ class Encoder:
 def preprocess(
     inputs: Sequence[str | Path], output: str | Path, job: Job, *, workers: int, report: Report, overwrite: bool = False
 ) -> PairWriter:
-    """Write output.bin and output.idx, or neither; one sequence per document, empty documents included. Returns the closed writer.
+    """Write output.bin, output.idx and output.tokenizer, or none; one sequence per document, empty documents included. Returns the closed writer.
 
     Raises DataError where there is no text at all.
     """
@@ -147,7 +148,8 @@ def preprocess(
     total = sum(path.stat().st_size for path in files)
     encoder = Encoder(job)
     progress = Progress(report, f"tokenizing {len(files)} file(s)", total / 1e6, "MB")
-    with PairWriter(output, encoder.dtype, overwrite=overwrite) as writer:
+    made = made_with(encoder.tokenizer, job.tokenizer)
+    with PairWriter(output, encoder.dtype, made_with=made, overwrite=overwrite) as writer:
         unfinished = 0
         for read, encoded in _encoded(files, job, encoder, workers, told):
             lengths = encoded.lengths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -27,11 +27,21 @@ class Tokenizer(Protocol):
         """Text of ids; bytes that are no UTF-8 become U+FFFD. Raises DataError on an id outside the vocabulary."""
 
 
+class ListedTokenizer(Tokenizer, Protocol):
+    """One that is made of files, or of rules: it can say all its tokens."""
+
+    def pieces(self) -> Mapping[str, int]:
+        """All tokens with their ids, as the tokenizer's files write them."""
+
+
 class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; 256 ends a document."""
 
     vocab_size = 257
     eod_id = 256
+
+    def pieces(self) -> Mapping[str, int]:
+        return {f"<{number}>": number for number in range(self.vocab_size)}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -43,7 +53,7 @@ class ByteTokenizer:
         return b"".join(b"<|endoftext|>" if number == self.eod_id else bytes([number]) for number in ids).decode("utf-8", errors="replace")
 
 
-def _byte(path: str | None) -> Tokenizer:
+def _byte(path: str | None) -> ListedTokenizer:
     return ByteTokenizer()
 
 
@@ -65,7 +75,7 @@ def gpt2_files(path: str | None) -> tuple[Path, Path]:
     return files
 
 
-def _gpt2(path: str | None) -> Tokenizer:
+def _gpt2(path: str | None) -> ListedTokenizer:
     return GPT2Tokenizer(*gpt2_files(path))
 
 
@@ -75,19 +85,19 @@ def sentencepiece_file(path: str | None) -> Path:
     return _only(place, ".model") if place.is_dir() else place
 
 
-def _sentencepiece(path: str | None) -> Tokenizer:
+def _sentencepiece(path: str | None) -> ListedTokenizer:
     return SentencePieceTokenizer(sentencepiece_file(path))
 
 
-def _hf(path: str | None) -> Tokenizer:
+def _hf(path: str | None) -> ListedTokenizer:
     place = _need(path, "hf", "tokenizer.json or its folder")
     return HuggingFaceTokenizer(place / "tokenizer.json" if place.is_dir() else place)
 
 
-KINDS: dict[str, Callable[[str | None], Tokenizer]] = {"byte": _byte, "gpt2": _gpt2, "sentencepiece": _sentencepiece, "hf": _hf}
+KINDS: dict[str, Callable[[str | None], ListedTokenizer]] = {"byte": _byte, "gpt2": _gpt2, "sentencepiece": _sentencepiece, "hf": _hf}
 
 
-def build_tokenizer(kind: str, path: str | None) -> Tokenizer:
+def build_tokenizer(kind: str, path: str | None) -> ListedTokenizer:
     """The tokenizer of --tokenizer and --tokenizer-path. Raises DataError, ImportError naming what to install."""
     if kind not in KINDS:
         raise DataError(f"--tokenizer {kind!r}: known are {', '.join(KINDS)}")
