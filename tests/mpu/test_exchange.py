@@ -1,5 +1,6 @@
 """Collectives through shared memory: any sizes and order of waiting, ranks that die or are late, hosts that share nothing."""
 
+import fcntl
 import multiprocessing
 import os
 import random
@@ -176,20 +177,62 @@ def nothing_shared(rank: int, monkeyed: str) -> bool:
         if monkeyed == "host" and rank:
             here = shared_memory._Host.here(rank)
             patch.setattr(shared_memory._Host, "here", lambda rank: replace(here, boot="elsewhere"))
+        if monkeyed == "clone" and rank:  # a virtual machine that is a clone: the same boot, namespace and process ids, but other memory
+            another, real = shared_memory._created(2).descriptor, os.open
+            patch.setattr(os, "open", lambda path, *rest: another if str(path).startswith("/proc/") else real(path, *rest))
         if monkeyed == "memory" and rank == 0:
             patch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError("none here")))
         if monkeyed == "kernels" and rank:
             patch.setenv("MEGAZERO_FUSED", "reference")
         group = build_grid(Axes(dp=2), shared_memory=monkeyed != "flag").world
+        if group.exchange is not None:
+            return False
         tensor = torch.ones(3)
         all_reduce(tensor, group).wait()
         assert tensor.tolist() == [2.0] * 3
-        return group.exchange is None
+        return True
 
 
-@pytest.mark.parametrize("monkeyed", ["host", "memory", "kernels", "flag"])
+@pytest.mark.parametrize("monkeyed", ["host", "clone", "memory", "kernels", "flag"])
 def test_where_nothing_is_shared_the_backend_carries_it(monkeyed):
     assert run_ranks(2, nothing_shared, monkeyed) == [True, True]
+
+
+def sealed(rank: int) -> list[str]:
+    """What somebody may not do to the file of a group: shrink it, which would kill who touches what is gone, or unseal it."""
+    kept: list[int] = []
+    real = shared_memory._created
+
+    def kept_open(size: int) -> object:
+        file = real(size)
+        kept.append(os.dup(file.descriptor))
+        return file
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_created", kept_open)
+        group = world_of(2)
+    refused = []
+    for file in kept[-1:] if rank == 0 else []:
+        size = os.fstat(file).st_size
+        for name, deed in {
+            "shrink": lambda file=file: os.ftruncate(file, 0),
+            "grow": lambda file=file, size=size: os.ftruncate(file, 2 * size),
+            "seal": lambda file=file: fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+        }.items():
+            try:
+                deed()
+            except PermissionError:
+                refused.append(name)
+    tensor = torch.ones(LARGEST // 4)
+    all_reduce(tensor, group).wait()
+    assert bool((tensor == 2.0).all())
+    for file in kept:
+        os.close(file)
+    return refused
+
+
+def test_the_file_is_sealed():
+    assert run_ranks(2, sealed) == [["shrink", "grow", "seal"], []]
 
 
 def descriptors(rank: int) -> tuple[int, int]:
