@@ -1,93 +1,232 @@
-"""Kill -9 at random moments, resume, and nobody can tell from the numbers."""
+"""kill -9 of a rank that has come to a known point: what the next run starts from is what it must be, and nobody can tell from the numbers."""
 
 from __future__ import annotations
 
 import os
-import random
+import re
+import select
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import by_iteration, run, start
+from megazero.checkpoint.manager import find
+from megazero.checkpoint.verify import verify
+from tests.e2e.command import ROOT, TINY, by_iteration, environment
+from tests.e2e.halting import Halt, forked
 
-STEPS = 60
-KILLS = 10
+EVERY = 4
+SECONDS = 240
 SAME = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "consumed_tokens")
-HOME = ["--tp", 2, "--pp", 2, "--zero-stage", 1, "--micro-batch-size", 2]
+HOME = ["--pp", 2, "--zero-stage", 1, "--micro-batch-size", 2]
 AWAY = (
-    ["--tp", 1, "--pp", 2, "--zero-stage", 2, "--micro-batch-size", 1, "--pipeline-schedule", "gpipe"],
-    ["--tp", 4, "--pp", 1, "--zero-stage", 0, "--micro-batch-size", 4, "--sequence-parallel"],
+    ["--tp", 2, "--zero-stage", 2, "--micro-batch-size", 1],
+    ["--tp", 4, "--zero-stage", 0, "--micro-batch-size", 4, "--sequence-parallel"],
 )
 
 
-def common(folder: Path, corpus: Path, precision: str) -> list[object]:
-    model = ["--num-layers", 3, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16, "--hidden-dropout", 0.1]
-    data = ["--data-path", corpus, "--vocab-size", 1003, "--data-cache-path", folder.parent / "cache", "--split", "90,10,0"]
-    steps = ["--precision", precision, "--global-batch-size", 8, "--train-iters", STEPS, "--lr-warmup-iters", 5, "--eval-iters", 0]
-    return [
-        *model,
-        *data,
-        *steps,
-        "--save",
-        folder / "saved",
-        "--load",
-        folder / "saved",
-        "--save-interval",
-        4,
-        "--metrics-file",
-        folder / "m",
-    ]
+@dataclass(frozen=True)
+class Kill:
+    """A run that is killed.
+
+    begins   iteration of the checkpoint that it must have started from; 0: from scratch
+    point    where a rank is killed (`halting.POINTS`), in which iteration
+    saved    iteration of the newest checkpoint that is complete afterwards, as `latest` says
+    whom     "rank": the one that stands there. "launcher": the launcher, and its ranks must go with it
+    started  "forked", or "torchrun" as users start it
+    """
+
+    begins: int
+    point: str
+    iteration: int
+    rank: int
+    saved: int
+    whom: str = "rank"
+    flags: tuple[object, ...] = ()
+    started: str = "forked"
 
 
-def kill_at(ranks: int, flags: Sequence[object], folder: Path, seconds_after_first_step: float) -> None:
-    """Start, wait for a step beyond those on file, then kill the launcher with -9 after a moment."""
-    lines = folder / "m"
-    before = len(lines.read_text().splitlines()) if lines.exists() else 0
-    process = start(ranks, flags, folder / "output")
-    deadline = time.monotonic() + 180
-    while process.poll() is None and time.monotonic() < deadline:
-        if lines.exists() and len(lines.read_text().splitlines()) > before:
-            break
-        time.sleep(0.02)
-    time.sleep(seconds_after_first_step)
-    if process.poll() is None:
-        os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+def flags_of(folder: Path, corpus: Path, precision: str, steps: int) -> list[object]:
+    folder.mkdir()
+    data = ["--data-path", corpus, "--data-cache-path", folder.parent / "cache", "--split", "90,10,0", "--hidden-dropout", 0.1]
+    numbers = ["--precision", precision, "--global-batch-size", 8, "--train-iters", steps, "--lr-warmup-iters", 5, "--eval-iters", 0]
+    saves = ["--save", folder / "saved", "--load", folder / "saved", "--save-interval", EVERY, "--metrics-file", folder / "m"]
+    return [*TINY, *data, *numbers, *saves]
 
 
-@pytest.mark.slow
-def test_killed_ten_times(tmp_path: Path, corpus: Path) -> None:
-    random_ = random.Random(7)
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    run(4, [*HOME, *common(tmp_path / "whole", corpus, "fp64")])
-    flags = [*common(tmp_path / "killed", corpus, "fp64"), "--async-save"]  # beside the steps or not, the same state is saved
-    for number in range(KILLS):
-        layout = AWAY[number // 4] if number in (3, 7) else HOME
-        kill_at(4, [*layout, *flags], tmp_path / "killed", random_.uniform(0.0, 0.8))
-    for _ in range(3):  # three resumes in a row, the last of which has nothing left to do
-        run(4, [*HOME, *flags])
-    whole, killed = by_iteration(tmp_path / "whole" / "m"), by_iteration(tmp_path / "killed" / "m")
-    assert sorted(killed) == sorted(whole) == list(range(1, STEPS + 1))
-    for iteration, (expected,) in whole.items():
-        for line in killed[iteration]:
-            for key in SAME:
-                assert line[key] == pytest.approx(expected[key], rel=1e-9, abs=0), (iteration, key)
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def started_from(told: str, folder: Path) -> int:
+    """The iteration of the checkpoint that the run of this output says it started from."""
+    found = re.search(r"\bstart (from scratch|\S+/iter_\d+, iteration (\d+))", " ".join(told.split()))  # the banner breaks long lines
+    assert found is not None and (found[2] is None or str(folder / "saved") in found[1]), told
+    return int(found[2] or 0)
+
+
+def ended(process: int, seconds: float = SECONDS) -> bool:
+    """Whether the process of this descriptor ends in time."""
+    return bool(select.select([process], [], [], seconds)[0])
+
+
+def kill(kill: Kill, ranks: int, flags: Sequence[object], folder: Path) -> str:
+    """Have it run to the point and killed there; what it printed."""
+    pipe, output = folder / "pipe", folder / f"{kill.point}{kill.iteration}"
+    output.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    reached = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    halt = Halt(kill.point, kill.iteration, kill.rank, str(pipe))
+    if kill.started == "forked":
+        process = forked(ranks, [*flags, *kill.flags], output, halt)
+        pid = process.pid
+    else:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, ROOT / "tests/e2e/halting.py"]
+        with output.open("wb") as sink:
+            command = [str(word) for word in (*words, halt.word(), *flags, *kill.flags)]
+            torchrun = subprocess.Popen(command, env=environment(), stdout=sink, stderr=sink, start_new_session=True)
+        pid = torchrun.pid
+    assert pid is not None
+    launcher = os.pidfd_open(pid)
+    assert select.select([reached, launcher], [], [], SECONDS)[0] == [reached], f"it did not come to {kill}:\n{output.read_text()[-4000:]}"
+    victim = int(os.read(reached, 64))
+    members = [int(word) for word in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()]
+    assert victim in members and len(members) == ranks
+    living = [os.pidfd_open(member) for member in members]
+    assert not any(ended(member, 0) for member in living), "all ranks run"
+    check_place(kill, folder)
+    os.kill(victim if kill.whom == "rank" else pid, signal.SIGKILL)
+    for file in (*living, launcher):
+        assert ended(file), f"after the {kill.whom} was killed, others go on for ever:\n{output.read_text()[-4000:]}"
+        os.close(file)
+    os.close(reached)
+    pipe.unlink()
+    status = torchrun.wait() if kill.started == "torchrun" else _status(process)
+    assert status == (1 if kill.whom == "rank" else -signal.SIGKILL)
+    return output.read_text()
+
+
+def check_place(kill: Kill, folder: Path) -> None:
+    """That the run is where it should be, by what it has left on disk so far."""
+    found = by_iteration(folder / "m")
+    if kill.point == "step":
+        assert max(found, default=0) == kill.iteration - 1, "the step before is the last"
+    else:
+        assert kill.iteration in found
+    building = list((folder / "saved").glob(f".tmp-iter_{kill.iteration:07d}-*"))
+    assert len(building) == (kill.point in ("write", "manifest", "rename"))
+    assert (folder / "saved" / f"iter_{kill.iteration:07d}").exists() == (kill.point in ("latest", "prune", "saved"))
+    if kill.point == "write":
+        (part,) = building[0].glob(f"fragments-{kill.rank + 1:05d}-of-*.safetensors")
+        assert b"0" * 64 in part.read_bytes()[:4096], "the hashes come last"
+    if building:
+        assert (building[0] / "manifest.json").exists() == (kill.point == "rename")
+
+
+def _status(process: object) -> int | None:
+    process.join()  # type: ignore[attr-defined]
+    return process.exitcode  # type: ignore[attr-defined]
+
+
+def whole(ranks: int, flags: Sequence[object], folder: Path) -> str:
+    """Have it run to its end; what it printed."""
+    output = folder / "whole"
+    output.unlink(missing_ok=True)
+    assert _status(forked(ranks, flags, output)) == 0, output.read_text()[-4000:]
+    return output.read_text()
+
+
+def check_folder(folder: Path, saved: int) -> None:
+    """What is named a checkpoint is one, to the last hash, and `latest` names the one that must be the newest."""
+    found = find(folder / "saved")
+    assert (0 if found is None else found.progress["iteration"]) == saved
+    for path in (folder / "saved").glob("iter_*"):
+        opened = find(path)
+        assert opened is not None and verify(path, opened.manifest, 1, lambda _: None) == []
+
+
+def carry_out(kills: Sequence[Kill], ranks: int, flags: Sequence[object], folder: Path) -> None:
+    """One after the other; each starts from what the one before has left."""
+    for each in kills:
+        told = kill(each, ranks, [*flags, *([] if ranks == 1 else HOME)], folder)
+        assert started_from(told, folder) == each.begins, each
+        check_folder(folder, each.saved)
+
+
+def lines_of(folder: Path, steps: int) -> dict[int, list[dict[str, float]]]:
+    found = by_iteration(folder / "m")
+    assert sorted(found) == list(range(1, steps + 1))
+    return found
+
+
+def check_bitwise(folder: Path, reference: Path, steps: int) -> None:
+    expected = lines_of(reference, steps)
+    for iteration, lines in lines_of(folder, steps).items():
+        for line in lines:
+            assert {key: line[key] for key in SAME} == {key: expected[iteration][0][key] for key in SAME}, iteration
 
 
 @pytest.mark.slow
 def test_killed_on_one_layout_is_bitwise(tmp_path: Path, corpus: Path) -> None:
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    run(4, [*HOME, *common(tmp_path / "whole", corpus, "bf16")])
-    flags = [*HOME, *common(tmp_path / "killed", corpus, "bf16"), "--async-save"]
-    for seconds in (0.1, 0.4, 0.9):
-        kill_at(4, flags, tmp_path / "killed", seconds)
-    run(4, flags)
-    whole, killed = by_iteration(tmp_path / "whole" / "m"), by_iteration(tmp_path / "killed" / "m")
-    for iteration, (expected,) in whole.items():
-        for line in killed[iteration]:
-            assert {key: line[key] for key in SAME} == {key: expected[key] for key in SAME}
+    steps, reference, folder = 14, tmp_path / "reference", tmp_path / "killed"
+    whole(4, [*flags_of(reference, corpus, "bf16", steps), *HOME], reference)
+    flags = flags_of(folder, corpus, "bf16", steps)
+    kills = [
+        Kill(0, "step", 2, rank=3, saved=0),
+        Kill(0, "step", 6, rank=1, saved=4, whom="launcher"),
+        Kill(4, "write", 8, rank=2, saved=4, whom="launcher", started="torchrun"),
+        Kill(4, "rename", 8, rank=0, saved=4),
+        Kill(4, "latest", 8, rank=0, saved=4),
+        Kill(4, "saved", 8, rank=3, saved=8),
+        Kill(8, "write", 12, rank=1, saved=8, flags=("--async-save",)),
+    ]
+    carry_out(kills, 4, flags, folder)
+    assert started_from(whole(4, [*flags, *HOME], folder), folder) == 8
+    again = whole(4, [*flags, *HOME], folder)
+    assert started_from(again, folder) == steps and "nothing left to train" in again
+    check_bitwise(folder, reference, steps)
+
+
+@pytest.mark.slow
+def test_killed_on_other_layouts(tmp_path: Path, corpus: Path) -> None:
+    steps, reference, folder = 10, tmp_path / "reference", tmp_path / "killed"
+    whole(4, [*flags_of(reference, corpus, "fp64", steps), *HOME], reference)
+    flags = flags_of(folder, corpus, "fp64", steps)
+    kills = [
+        Kill(0, "step", 6, rank=2, saved=4),
+        Kill(4, "write", 8, rank=3, saved=4, flags=(*AWAY[0], "--pp", 1), whom="launcher"),
+        Kill(4, "saved", 8, rank=1, saved=8, flags=(*AWAY[1], "--pp", 1)),
+    ]
+    carry_out(kills, 4, flags, folder)
+    assert started_from(whole(4, [*flags, *HOME], folder), folder) == 8
+    expected = lines_of(reference, steps)
+    for iteration, lines in lines_of(folder, steps).items():
+        for line in lines:
+            for key in SAME:
+                assert line[key] == pytest.approx(expected[iteration][0][key], rel=1e-9, abs=0), (iteration, key)
+
+
+@pytest.mark.slow
+def test_killed_at_every_point_of_a_save_beside_the_run(tmp_path: Path, corpus: Path) -> None:
+    """The writing thread stands at the point while training goes on; one process, so that the thread does every part itself."""
+    steps, reference, folder = 14, tmp_path / "reference", tmp_path / "killed"
+    whole(1, flags_of(reference, corpus, "bf16", steps), reference)
+    flags = [*flags_of(folder, corpus, "bf16", steps), "--async-save", "--keep-last-k", 1]
+    kills = [
+        Kill(0, "write", 4, rank=0, saved=0),
+        Kill(0, "manifest", 4, rank=0, saved=0, whom="launcher"),
+        Kill(0, "rename", 4, rank=0, saved=0),
+        Kill(0, "write", 8, rank=0, saved=4),
+        Kill(4, "latest", 8, rank=0, saved=4),
+        Kill(4, "prune", 8, rank=0, saved=8),
+        Kill(8, "write", 12, rank=0, saved=8),
+    ]
+    carry_out(kills, 1, flags, folder)
+    assert started_from(whole(1, flags, folder), folder) == 8
+    assert sorted(path.name for path in (folder / "saved").iterdir()) == ["iter_0000014", "latest", "run.yaml", "run_token"]
+    check_bitwise(folder, reference, steps)

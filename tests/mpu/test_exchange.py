@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -214,11 +215,12 @@ def sealed(rank: int) -> list[str]:
     refused = []
     for file in kept[-1:] if rank == 0 else []:
         size = os.fstat(file).st_size
-        for name, deed in {
-            "shrink": lambda file=file: os.ftruncate(file, 0),
-            "grow": lambda file=file, size=size: os.ftruncate(file, 2 * size),
-            "seal": lambda file=file: fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
-        }.items():
+        deeds: dict[str, Callable[[], object]] = {
+            "shrink": partial(os.ftruncate, file, 0),
+            "grow": partial(os.ftruncate, file, 2 * size),
+            "seal": partial(fcntl.fcntl, file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+        }
+        for name, deed in deeds.items():
             try:
                 deed()
             except PermissionError:

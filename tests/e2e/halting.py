@@ -1,0 +1,199 @@
+"""The program with named points at which one rank stands still, to be killed there from outside.
+
+A test says where (`Halt`): the rank that comes there writes its process id into a pipe and does nothing more; all others go on until they
+need it. The points are put around the program's own functions, in the process of the rank: the program knows nothing of them.
+
+    torchrun ... tests/e2e/halting.py HALT FLAGS...     # a run as users start it
+    forked(ranks, flags, output, halt)                  # the same without Python's and torch's start, which is most of what a tiny run costs
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megazero.checkpoint import blocks, folder, saving
+from megazero.launch import Environment, exit_status, leave
+from megazero.saves import Saves
+from megazero.telemetry import watchdog
+from megazero.trainer import Trainer
+from megazero.zero.optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Where a rank stands still, in which iteration; the named pipe gets its process id."""
+
+    point: str
+    iteration: int
+    rank: int
+    pipe: str
+
+    def word(self) -> str:
+        return f"{self.point}:{self.iteration}:{self.rank}:{self.pipe}"
+
+    @classmethod
+    def read(cls, word: str) -> Halt:
+        point, iteration, rank, pipe = word.split(":", 3)
+        return cls(point, int(iteration), int(rank), pipe)
+
+    def stand(self) -> None:
+        """Tell, and stay here. Of two threads that come, the first tells."""
+        Path(self.pipe).write_text(f"{os.getpid()}\n")
+        threading.Event().wait()
+
+
+def before(owner: Any, name: str, is_here: Callable[..., bool], halt: Halt) -> None:
+    """Stand before a call of `owner.name` whose arguments are those of the point."""
+    original = getattr(owner, name)
+
+    def halting(*args: Any, **options: Any) -> Any:
+        if is_here(*args, **options):
+            halt.stand()
+        return original(*args, **options)
+
+    setattr(owner, name, halting)
+
+
+def in_step(halt: Halt) -> None:
+    """Gradients are reduced and the norm is known; no weight has changed."""
+    train_step, now = Trainer.train_step, [0]
+
+    def counted(trainer: Trainer, **options: Any) -> None:
+        now[0] = trainer.position.iteration + 1
+        train_step(trainer, **options)
+
+    Trainer.train_step = counted  # type: ignore[assignment, method-assign]
+    before(ShardedOptimizer, "step", lambda *_: now[0] == halt.iteration, halt)
+
+
+class Half:
+    """A file that has taken the header and some tensors, and takes no more."""
+
+    def __init__(self, file: BinaryIO, halt: Halt) -> None:
+        self.file, self.halt, self.writes = file, halt, 0
+
+    def write(self, data: bytes) -> int:
+        self.writes += 1
+        if self.writes == 4:
+            self.file.flush()
+            self.halt.stand()
+        return self.file.write(data)
+
+
+def in_write(halt: Halt) -> None:
+    """The rank's file is on disk in part."""
+    fill = blocks._fill
+    begins = f".tmp-{folder.folder_name(halt.iteration)}-"
+
+    def half_filled(file: BinaryIO, *rest: Any) -> None:
+        fill(Half(file, halt) if begins in file.name else file, *rest)  # type: ignore[arg-type]
+
+    blocks._fill = half_filled  # type: ignore[assignment]
+
+
+def is_saved(halt: Halt) -> None:
+    """The iteration is saved, or, beside the run, its save begun, and training would go on."""
+    save = Saves.save
+
+    def saved(saves: Saves, position: Any) -> None:
+        save(saves, position)
+        if position.iteration == halt.iteration:
+            halt.stand()
+
+    Saves.save = saved  # type: ignore[assignment, method-assign]
+
+
+POINTS: dict[str, Callable[[Halt], None]] = {
+    "step": in_step,
+    "write": in_write,
+    # every file is whole, and there is no manifest yet
+    "manifest": lambda halt: before(saving, "put_manifest", lambda path, _: folder.folder_name(halt.iteration) in path.name, halt),
+    # all is written, under the temporary name
+    "rename": lambda halt: before(folder, "publish", lambda root, temporary, iteration, _: iteration == halt.iteration, halt),
+    # it has its name, and `latest` names the one before
+    "latest": lambda halt: before(
+        folder, "replace_file", lambda path, content, _: content.decode().strip() == folder.folder_name(halt.iteration), halt
+    ),
+    # `latest` names it, and what is too old is still there
+    "prune": lambda halt: before(folder, "prune", lambda root, iteration, *_: iteration == halt.iteration, halt),
+    "saved": is_saved,
+}
+
+
+def program(halt: Halt | None, flags: Sequence[str]) -> None:
+    """The program in this process, which it ends. The rank that a point is for comes to it."""
+    here = Environment.read()
+    if halt is not None and halt.rank == here.rank:
+        POINTS[halt.point](halt)
+    leave(exit_status(lambda: pretrain_gpt.main(list(flags), here), here))
+
+
+def forked(ranks: int, flags: Sequence[object], output: Path, halt: Halt | None = None) -> BaseProcess:
+    """A launcher, and its ranks, forked off a server that has imported this file. What they print goes to `output`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.halting"])
+    process = context.Process(target=launcher, args=(ranks, [str(flag) for flag in flags], str(output), halt))
+    process.start()
+    return process
+
+
+def launcher(ranks: int, flags: list[str], output: str, halt: Halt | None) -> None:
+    """What torchrun does: start the ranks, serve their store, and end them all when one has failed."""
+    sink = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    pipes = [os.pipe() for _ in range(ranks)]
+    left = {}
+    for rank, (ends, _) in enumerate(pipes):
+        pid = os.fork()
+        if pid == 0:
+            _rank(rank, ranks, os.read(ends, 16).decode(), halt, flags)
+        left[pid] = rank
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _, end in pipes:
+        os.write(end, str(store.port).encode())
+    while left:
+        pid, status = os.wait()
+        del left[pid]
+        if status:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            os._exit(1)
+    os._exit(0)
+
+
+def _rank(rank: int, ranks: int, port: str, halt: Halt | None, flags: list[str]) -> None:
+    """A process between torchrun and the program: never returns."""
+    torch.set_num_threads(1)
+    world = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    elastic = {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.update({name: str(value) for name, value in (world | elastic).items()})
+    watchdog.parent_alive.__defaults__ = (os.getppid(),)  # it was imported in the server, which has another
+    try:
+        program(halt, flags)
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    program(Halt.read(sys.argv[1]), sys.argv[2:])
