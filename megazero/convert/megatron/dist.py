@@ -2,7 +2,7 @@
 
 All layers' tensors of one name are one, with the layer as its first axis, or one for each layer. A gated layer's first matrix is [gate; up]
 over all ranks. The optimizer's state goes by the names of the model's tensors where it was saved for any layout ("fully_sharded_model_space",
-"fully_reshardable"); its values may lie in flat shards.
+"fully_reshardable", which call a master fp32_param and param); its values may lie in flat shards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Conver
 from megazero.mpu.place import Place
 
 COMMON, DESCRIPTION = "common.pt", "metadata.json"
-STATES: Mapping[str, str] = {WEIGHT: "fp32_param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|exp_avg_sq|exp_avg)\.")
+STATES: Mapping[str, tuple[str, ...]] = {WEIGHT: ("fp32_param", "param"), EXP_AVG: ("exp_avg",), EXP_AVG_SQ: ("exp_avg_sq",)}
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param|exp_avg_sq|exp_avg)\.")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
 _VOCABULARY = ("embedding.word.weight", "head.weight")
 _OTHERS: Mapping[str, str] = {
@@ -154,8 +154,9 @@ class _Tensors:
         """Column -> what stands before the model's keys; empty where the optimizer's state is not there for every tensor."""
         prefixes = {match[0] for name in self.checkpoint.tensors if (match := _STATE.match(name)) is not None}
         found = {}
-        for column, state in STATES.items():
-            whole = [prefix for prefix in sorted(prefixes) if prefix.endswith(f".{state}.") and self._holds(prefix)]
+        for column, names in STATES.items():
+            ends = tuple(f".{name}." for name in names)
+            whole = [prefix for prefix in sorted(prefixes) if prefix.endswith(ends) and self._holds(prefix)]
             if whole:
                 found[column] = whole[0]
         if not all(moment in found for moment in MOMENTS):
