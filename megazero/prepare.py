@@ -6,21 +6,14 @@ a file system does the work, the others wait for its file lock. And what is wron
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-import torch
-
-from fused_ops.attention.trial import problem
-from fused_ops.compiled import try_compiler
-from fused_ops.native import library
 from megazero import device as devices
 from megazero.adapters import with_base
-from megazero.build import axes_of, compiled_ops, wanted_attention, with_vocabulary
+from megazero.build import axes_of, with_vocabulary
 from megazero.checkpoint.compat import Change, compare, run_from
-from megazero.checkpoint.manager import Found, find
+from megazero.checkpoint.manager import Found
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.data.build import Datasets, build_datasets, cache_root
@@ -30,7 +23,8 @@ from megazero.data.instructions import build_instructions
 from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 from megazero.optim.progress import Progress
-from megazero.requirements import unmet
+from megazero.presence import look
+from megazero.requirements import unfit
 
 DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_PROMPT = "import os\n\n\ndef "
@@ -57,17 +51,17 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
     if run.trainer.deterministic:
         devices.use_deterministic_algorithms()
-    problems = [*_unusable_places(run), *(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)])]
-    problems += unmet(run)
+    present = look(run, world_size)
+    problems = [*unfit(run), *present.problems]
     if problems:
         raise ConfigError(problems)
+    run, tokenizer, found = present.run, present.tokenizer, present.found
     try:
-        run, text = _with_data(run, report)
-        tokenizer = build_tokenizer(run.data.tokenizer, run.data.tokenizer_path) if run.data.tokenizer else None
-        if tokenizer is not None:
-            run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
+        if not (run.data.data_path or run.data.instruction_data):
+            run, tokenizer, text = _with_default_corpus(run, report)
+        else:
+            text = " ".join(run.data.data_path)
         assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
-        found = find(run.checkpoint.load) if run.checkpoint.load else None
         datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
     except DataError as error:
         raise ConfigError([str(error)]) from error
@@ -76,13 +70,14 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
     return Prepared(run, datasets, tokenizer, text, found, changes)
 
 
-def _with_data(run: Run, report: Report) -> tuple[Run, str]:
-    if run.data.data_path or run.data.instruction_data:
-        return run, " ".join(run.data.data_path)
+def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:
+    """The run with the default corpus and its tokenizer, which are made where they are not there yet."""
     corpus = default_corpus(cache_root(run.data), report)
     data = replace(run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path)
     trainer = run.trainer if run.trainer.sample_prompt is not None else replace(run.trainer, sample_prompt=DEFAULT_PROMPT)
-    return replace(run, data=data, trainer=trainer), corpus.description
+    tokenizer = build_tokenizer(DEFAULT_TOKENIZER, corpus.tokenizer_path)
+    run = with_vocabulary(replace(run, data=data, trainer=trainer), tokenizer.vocab_size, tokenizer.eod_id)
+    return run, tokenizer, corpus.description
 
 
 def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Datasets, str]]) -> tuple[Datasets, str]:
@@ -143,59 +138,6 @@ def _validates_elsewhere(run: Run) -> bool:
     """Whether named sets are all that the run validates on: --split leaves its own validation nothing."""
     shares = [float(share) for share in run.data.split.split(",")]
     return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
-
-
-def _unusable_places(run: Run) -> list[str]:
-    """What the run would fail to write or to look into, found before minutes of preparation instead of after them.
-
-    Only looked at, never tried: every rank comes through here, and thousands of trial files at once would hurt a file
-    system. What a look cannot tell (a full disk) is an error when it is written.
-    """
-    load, metrics = run.checkpoint.load, run.trainer.metrics_file
-    folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.trainer.tensorboard_dir}
-    problems = []
-    if metrics and os.path.isdir(metrics):
-        problems.append(f"--metrics-file {metrics}: is a folder; name a file")
-    elif metrics and os.path.exists(metrics):
-        problems += [] if os.access(metrics, os.W_OK) else [f"--metrics-file {metrics}: may not be written"]
-    elif metrics:
-        folders["--metrics-file"] = os.path.dirname(metrics) or "."
-    problems += [f"{flag} {folder}: {_closed(folder)}" for flag, folder in folders.items() if folder and _closed(folder)]
-    if load and os.path.isfile(load):
-        problems.append(f"--load {load}: is a file; name a folder of checkpoints")
-    return problems
-
-
-def _uncompilable(run: Run) -> list[str]:
-    """What --compile would fail with in the middle of the first step. Where every op has a kernel, nothing is compiled."""
-    kind = devices.kind(run.parallel.device)
-    reason = try_compiler(kind) if compiled_ops(run, kind) else None
-    return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
-
-
-def _impossible_attention(run: Run) -> list[str]:
-    """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model tries."""
-    device = torch.device(devices.kind(run.parallel.device))
-    if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
-        return []
-    against = problem(run.parallel.attention, wanted_attention(run), device)
-    return [] if against is None else [f"--attention {run.parallel.attention} on {device.type}: {against}; nearest: --attention auto"]
-
-
-def _unknown_kernels() -> list[str]:
-    try:
-        library.choice()
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _closed(folder: str) -> str | None:
-    """Why nothing can be written into this folder, which may have to be made first; None: nothing speaks against it."""
-    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
-    if not os.path.isdir(there):
-        return f"{there} is no folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written in"
 
 
 def _changes(found: Found | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from fused_ops import apex, fp8
+from fused_ops.attention.trial import problem
+from fused_ops.compiled import try_compiler
+from fused_ops.native import library
 from megazero import device as devices
+from megazero.build import compiled_ops, wanted_attention
 from megazero.config.schema import Run
 
 
@@ -24,3 +30,32 @@ def unmet(run: Run) -> list[str]:
         wrong = devices.why_not_deterministic()
         problems += [] if wrong is None else [f"--deterministic: {wrong}"]
     return problems
+
+
+def unfit(run: Run) -> list[str]:
+    """What speaks against this run on this machine: what it lacks, and what cannot be computed here."""
+    return [*(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]), *unmet(run)]
+
+
+def _uncompilable(run: Run) -> list[str]:
+    """What --compile would fail with in the middle of the first step. Where every op has a kernel, nothing is compiled."""
+    kind = devices.kind(run.parallel.device)
+    reason = try_compiler(kind) if compiled_ops(run, kind) else None
+    return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
+
+
+def _impossible_attention(run: Run) -> list[str]:
+    """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model tries."""
+    device = torch.device(devices.kind(run.parallel.device))
+    if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
+        return []
+    against = problem(run.parallel.attention, wanted_attention(run), device)
+    return [] if against is None else [f"--attention {run.parallel.attention} on {device.type}: {against}; nearest: --attention auto"]
+
+
+def _unknown_kernels() -> list[str]:
+    try:
+        library.choice()
+    except ValueError as error:
+        return [str(error)]
+    return []

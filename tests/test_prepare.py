@@ -40,6 +40,38 @@ def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], t
     assert not (tmp_path / "cache").exists(), "nothing is prepared for a run that could not keep its results"
 
 
+def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> None:
+    """Prefixes, a tokenizer, a damaged checkpoint: not one after the other, each behind the preparation of what is before it."""
+    broken = tmp_path / "runs" / "iter_0000003"
+    broken.mkdir(parents=True)
+    (broken / "manifest.json").write_text("{")
+    (broken.parent / "latest").write_text(broken.name)
+    (tmp_path / "tokenizer").mkdir()
+    data = ["--data-path", 0.5, tmp_path / "one", 0.3, corpus, 0.2, tmp_path / "two", "--valid-data-path", "held-out", tmp_path / "three"]
+    words = [
+        *SHAPE,
+        *data,
+        "--load",
+        broken.parent,
+        "--tokenizer",
+        "hf",
+        "--tokenizer-path",
+        tmp_path / "tokenizer",
+        "--save",
+        corpus.parent,
+    ]
+    with pytest.raises(ConfigError) as wrong:
+        prepare(parse_run([str(word) for word in words], 1), 1, silent)
+    told = wrong.value.problems
+    assert len(told) == 5
+    for problem, parts in zip(
+        told,
+        (("--data-path", "/one"), ("--data-path", "/two"), ("--valid-data-path", "/three"), ("tokenizer",), ("--load", "damaged")),
+        strict=True,
+    ):
+        assert all(part in problem for part in parts), told
+
+
 def test_a_folder_without_permission_to_write_is_refused(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root, who may run tests, may write anywhere
     run = parse_run([str(word) for word in [*flags, "--save", tmp_path / "a" / "b", "--metrics-file", tmp_path / "m"]], 1)
@@ -104,7 +136,8 @@ def test_a_checkpoint_of_data_built_for_the_samples_used_goes_on_with_these(
     """Versions before built them for whole batches of --train-samples."""
 
     def prepared(train_samples: int, found: Any = None) -> Any:
-        monkeypatch.setattr(preparation, "find", lambda folder: found)
+        monkeypatch.setattr("megazero.presence.find", lambda folder: found)
+        monkeypatch.setattr("megazero.presence.other_run", lambda *arguments: [])
         monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
         words = [*flags[:-4], "--train-samples", train_samples, "--global-batch-size", 500, *flags[-4:], "--load", corpus.parent]
         words[words.index("--train-iters") : words.index("--train-iters") + 2] = []

@@ -1,0 +1,113 @@
+"""Whether what a run names is there: places to write into, data, tokenizer and checkpoint. All of it is looked at, and told together.
+
+Nothing is written, tokenized or read through: that is for the start of the run (`prepare`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megazero.build import axes_of, with_vocabulary
+from megazero.checkpoint.compat import compare, run_from
+from megazero.checkpoint.format import CheckpointError
+from megazero.checkpoint.manager import Found, find
+from megazero.config.schema import Run
+from megazero.data.build import parse_data_path, parse_valid_data_path
+from megazero.data.documents import find_files
+from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+
+
+@dataclass(frozen=True)
+class Present:
+    """What was found, and what is wrong with it.
+
+    run        with the vocabulary and the separator of its tokenizer, where it names one that opens
+    tokenizer  None without one, or where it does not open
+    found      the checkpoint that --load would resume from, if there is one
+    """
+
+    run: Run
+    tokenizer: ListedTokenizer | None
+    found: Found | None
+    problems: tuple[str, ...]
+
+
+def look(run: Run, world_size: int) -> Present:
+    """Look at everything that the run names. Communicates nothing; files are opened and their headers read."""
+    problems: list[str] = [*_unusable_places(run), *_missing_data(run)]
+    tokenizer: ListedTokenizer | None = None
+    found: Found | None = None
+    with _collected(problems):
+        tokenizer = build_tokenizer(run.data.tokenizer, run.data.tokenizer_path) if run.data.tokenizer else None
+    if tokenizer is not None:
+        run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
+    with _collected(problems, f"--load {run.checkpoint.load}: "):
+        found = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
+    opened = tokenizer is not None or run.data.tokenizer is None
+    if found is not None and opened and (run.data.data_path or run.data.instruction_data):
+        problems += other_run(run, found, world_size)
+    return Present(run, tokenizer, found, tuple(problems))
+
+
+def other_run(run: Run, found: Found, world_size: int) -> list[str]:
+    """Why the run may not go on from this checkpoint, as far as the two runs tell."""
+    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
+    return [f"{found.path}: {problem}" for problem in comparison.problems]
+
+
+@contextmanager
+def _collected(problems: list[str], before: str = "") -> Iterator[None]:
+    """What cannot be opened becomes a problem like the others."""
+    try:
+        yield
+    except (DataError, CheckpointError, ValueError, OSError) as error:
+        problems.append(f"{before}{error}")
+
+
+def _missing_data(run: Run) -> list[str]:
+    problems: list[str] = []
+    data = run.data
+    blends = (parse_data_path(data.data_path).prefixes if data.data_path else ()), parse_valid_data_path(data.valid_data_path).values()
+    for flag, prefixes in zip(("--data-path", "--valid-data-path"), blends, strict=True):
+        for prefix in prefixes:
+            with _collected(problems, f"{flag}: "):
+                IndexedDataset(prefix)
+    for flag, names in (("--instruction-data", data.instruction_data), ("--valid-instruction-data", data.valid_instruction_data)):
+        for name in names:
+            with _collected(problems, f"{flag}: "):
+                find_files([name])
+    return problems
+
+
+def _unusable_places(run: Run) -> list[str]:
+    """What the run would fail to write or to look into, found before minutes of preparation instead of after them.
+
+    Only looked at, never tried: every rank comes through here, and thousands of trial files at once would hurt a file
+    system. What a look cannot tell (a full disk) is an error when it is written.
+    """
+    load, metrics = run.checkpoint.load, run.trainer.metrics_file
+    folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.trainer.tensorboard_dir}
+    problems = []
+    if metrics and os.path.isdir(metrics):
+        problems.append(f"--metrics-file {metrics}: is a folder; name a file")
+    elif metrics and os.path.exists(metrics):
+        problems += [] if os.access(metrics, os.W_OK) else [f"--metrics-file {metrics}: may not be written"]
+    elif metrics:
+        folders["--metrics-file"] = os.path.dirname(metrics) or "."
+    problems += [f"{flag} {folder}: {_closed(folder)}" for flag, folder in folders.items() if folder and _closed(folder)]
+    if load and os.path.isfile(load):
+        problems.append(f"--load {load}: is a file; name a folder of checkpoints")
+    return problems
+
+
+def _closed(folder: str) -> str | None:
+    """Why nothing can be written into this folder, which may have to be made first; None: nothing speaks against it."""
+    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written in"
