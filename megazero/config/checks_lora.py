@@ -14,7 +14,10 @@ def _lora(f: Facts) -> Found:
     if start.init_from is None and start.load is None:
         yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained beside the weights of a model, which are not"
     if start.extend_vocabulary:
-        yield f"--lora-rank {rank} does not train the rows that --extend-vocabulary adds; train these first, or leave it out"
+        yield (
+            f"--lora-rank {rank} with --extend-vocabulary: adapters train no embedding, so what is added would stay what it starts as; "
+            "train these rows first, or leave it out"
+        )
     unknown = [name for name in lora.lora_targets if name not in TARGETS]
     if unknown:
         yield f"--lora-targets {' '.join(unknown)}: known are {', '.join(TARGETS)}"

@@ -183,8 +183,6 @@ def _checkpoint(f: Facts) -> Found:
         yield "--async-save sends its messages over gloo, a group of which cannot be made beside --distributed-backend mpi; nearest: --backend gloo"
     if c.init_from is not None and c.finetune and f.run.lora.lora_rank is None:
         yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
-    if c.extend_vocabulary and f.run.lora.lora_rank is not None:
-        yield "--extend-vocabulary with --lora-rank: adapters train no embedding, so what is added would stay what it starts as"
     if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data):
         yield (
             f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of its own, not that of "

@@ -164,7 +164,7 @@ WRONG = {
     "--lora-targets qkv": "--lora-targets qkv has no effect without --lora-rank",
     "--lora-rank 4 --init-from {base} --lora-targets qvk": "--lora-targets qvk: known are qkv, output, gate, up, down",
     "--lora-rank 4 --init-from {base} --lora-targets gate": "with --activation gelu-tanh there are qkv, output, up, down",
-    "--lora-rank 4 --init-from {base} --extend-vocabulary --vocab-size 1010": "--lora-rank 4 does not train the rows that --extend-vocabulary adds",
+    "--lora-rank 4 --init-from {base} --extend-vocabulary --vocab-size 1010": "--lora-rank 4 with --extend-vocabulary: adapters train no embedding",
 }
 
 
