@@ -20,7 +20,7 @@ from megazero.config.shape import shape_settings
 from megazero.convert.registry import open_source
 from megazero.convert.report import Report
 from megazero.convert.source import ConversionError, Source
-from megazero.convert.tokenizers import tokenizer_files
+from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.model.embedding import WORD_EMBEDDING
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import Box, Place
@@ -40,6 +40,7 @@ def model_level(path: str) -> Level:
     try:
         with open_source(Path(path).expanduser()) as source:
             settings = shape_settings(source.model) | _tokenizer(source)
+            level.disputed |= _two_separators(source)
     except (ConversionError, OSError) as error:
         level.problems.append(f"--init-from {path}: {error}")
         level.unread = True
@@ -54,6 +55,19 @@ def _tokenizer(source: Source) -> dict[str, str | int | None]:
     found, eod_id = tokenizer_files(source), source.run.data.eod_id
     settings: dict[str, str | int | None] = {} if found is None else {"tokenizer": found[0], "tokenizer_path": found[1]}
     return settings if eod_id is None else settings | {"eod_id": eod_id}
+
+
+def _two_separators(source: Source) -> dict[str, str]:
+    """Where config.json names one token as the end of a document and the tokenizer beside it another, both words on --eod-id."""
+    named, tokenizer = source.run.data.eod_id, tokenizer_of(source) if source.format == "hf" else None
+    if named is None or tokenizer is None or tokenizer.eod_id in (None, named):
+        return {}
+    pieces = {number: piece for piece, number in tokenizer.pieces().items() if number in (named, tokenizer.eod_id)}
+    words = [f"{number} ({pieces.get(number, 'no token of the tokenizer')!r})" for number in (named, tokenizer.eod_id)]
+    return {
+        "eod_id": f"--eod-id: of {source.path}, config.json names {words[0]} as eos_token_id, and the tokenizer ends a document with {words[1]}; "
+        f"say which with --eod-id {named} or --eod-id {tokenizer.eod_id}"
+    }
 
 
 def opened_alike(path: str, grid: ProcessGrid) -> Source:

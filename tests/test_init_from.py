@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,27 @@ def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = parse_run([*base, "--tokenizer", "hf", "--tokenizer-path", "y"], 1, model_level)
     assert (run.data.tokenizer, run.data.tokenizer_path, run.data.eod_id) == ("hf", "y", None)
     assert parse_run([*base, "--tokenizer", "none"], 1, model_level).data.tokenizer is None
+
+
+def test_two_separators_are_an_error(tmp_path: Path) -> None:
+    """One of config.json, another of the tokenizer beside it: neither is taken in silence."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    kind = transformers.GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=3, eos_token_id=3)
+    transformers.GPT2LMHeadModel(kind).save_pretrained(tmp_path)
+    base = ["--init-from", str(tmp_path), "--data-path", "x"]
+
+    def separator(*tokens: str) -> int | None:
+        made = tokenizers.Tokenizer(tokenizers.models.BPE({f"t{number}": number for number in range(12 - len(tokens))}, []))
+        made.add_special_tokens(list(tokens))
+        made.save(str(tmp_path / "tokenizer.json"))
+        return parse_run(base, 1, model_level).data.eod_id
+
+    assert separator() == 3, "the tokenizer names none"
+    with pytest.raises(ConfigError, match=r"names 3 \('t3'\) as eos_token_id, and the tokenizer ends a document with 11 \('</s>'\)"):
+        separator("</s>")
+    for given in ("3", "11", "5"):
+        assert parse_run([*base, "--eod-id", given], 1, model_level).data.eod_id == int(given)
+    assert parse_run([*base, "--tokenizer", "byte"], 1, model_level).data.eod_id is None
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 11}))
+    assert parse_run(base, 1, model_level).data.eod_id == 11, "both name the same"

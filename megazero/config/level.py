@@ -34,6 +34,7 @@ class Level:
     written   field name -> how the source spells it: "--tensor-model-parallel-size", "optimizer.params.lr"
     bad       fields whose value could not be read: checks that need them are left out
     problems  sentences
+    disputed  fields that the source says twice, differently, and a sentence on each: a problem unless a higher level sets the field
     unread    the source could not be read at all, so nothing is known of what it would have set
     resolved  the source is a resolved run, in which units may be mixed by what lay over what
     """
@@ -43,6 +44,7 @@ class Level:
     written: dict[str, str] = field(default_factory=dict)
     bad: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    disputed: dict[str, str] = field(default_factory=dict)
     unread: bool = False
     resolved: bool = False
 

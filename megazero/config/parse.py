@@ -20,7 +20,7 @@ from megazero.config.level import ConfigError, Level, merge
 from megazero.config.options import run_options
 from megazero.config.presets import preset, presets
 from megazero.config.schema import Run, ScheduleConfig
-from megazero.config.shape import contradictions, without_overruled_tokenizer
+from megazero.config.shape import contradictions, settled, without_overruled_tokenizer
 from megazero.config.validate import problems_of
 
 __all__ = ["DEFAULT_ITERATIONS", "DEFAULT_MINUTES", "Asked", "ConfigError", "ask", "command", "dump", "parse_run"]
@@ -128,7 +128,7 @@ def _model_level(levels: Sequence[Level], model_of: Callable[[str], Level] | Non
         return None
     if model_of is None:
         return Level(f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True)
-    return without_overruled_tokenizer(model_of(path), above)
+    return settled(without_overruled_tokenizer(model_of(path), above), above)
 
 
 def _unknown(levels: Sequence[Level]) -> set[str]:

@@ -65,6 +65,16 @@ def without_overruled_tokenizer(level: Level, above: Mapping[str, Any]) -> Level
     if {"tokenizer", "tokenizer_path"} & above.keys():
         for name in ("tokenizer", "tokenizer_path", "eod_id"):
             level.settings.pop(name, None)
+            level.disputed.pop(name, None)
+    return level
+
+
+def settled(level: Level, above: Mapping[str, Any]) -> Level:
+    """A level; what it says twice is a problem unless something above it decides."""
+    for name, sentence in level.disputed.items():
+        if above.get(name) is None:
+            level.problems.append(sentence)
+            level.bad.add(name)
     return level
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megazero.convert.source import Source
 from megazero.data.indexed import DataError
-from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 
 _FILES = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("vocab.json", "gpt2"))
 """What says which kind of tokenizer lies beside a model, the most telling first."""
@@ -23,7 +23,7 @@ def tokenizer_files(source: Source) -> tuple[str, str | None] | None:
     return trained_with, path
 
 
-def tokenizer_of(source: Source) -> Tokenizer | None:
+def tokenizer_of(source: Source) -> ListedTokenizer | None:
     """The model's tokenizer, None where none can be found or opened here."""
     found = tokenizer_files(source)
     try:

@@ -187,6 +187,14 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Whether a chat template lies beside this tokenizer."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return False
+    folder = tokenizer.path.parent
+    return (folder / "chat_template.jinja").is_file() or bool(_config(folder / "tokenizer_config.json").get("chat_template"))
+
+
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """The one beside this tokenizer. Raises DataError where there is none."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):

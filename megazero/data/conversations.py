@@ -3,7 +3,7 @@
     {"prompt": "2 + 2 = ", "completion": "4"}
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-A completion is followed by the tokenizer's separator, which is learned too. Chats are written by the tokenizer's chat template.
+`records` makes these of records in other shapes. A completion is followed by the tokenizer's separator, which is learned too. Chats are written by the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.chat import ROLES, STRANGE, ChatTemplate, Rendered, template_of
+from megazero.data.chat import ROLES, STRANGE, ChatTemplate, Rendered, has_template, template_of
 from megazero.data.documents import Raw, documents, opened
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
+from megazero.data.records import in_one_shape
 from megazero.data.tokenizer import Tokenizer
 
 AT_ONCE = 512
@@ -49,7 +51,7 @@ class Encoder:
 
     def encode(self, lines: Sequence[Raw]) -> list[Conversation]:
         """Raises DataError naming file and line."""
-        records = [(raw, _record(raw)) for raw in lines]
+        records = [(raw, self._in_one_shape(raw, _record(raw))) for raw in lines]
         found: list[Conversation | None] = [None if "messages" in record else self._completed(raw, record) for raw, record in records]
         chats = [number for number, conversation in enumerate(found) if conversation is None]
         if chats:
@@ -59,6 +61,14 @@ class Encoder:
                 found[number] = self._learned_spans(raw, text, encoded)
         return [conversation for conversation in found if conversation is not None]
 
+    def _in_one_shape(self, raw: Raw, record: dict[str, Any]) -> dict[str, Any]:
+        with _named(raw):
+            return in_one_shape(record, self._has_template)
+
+    @cached_property
+    def _has_template(self) -> bool:
+        return has_template(self.tokenizer)
+
     def _completed(self, raw: Raw, record: dict[str, Any]) -> Conversation:
         prompt, completion = (_text(raw, record, key) for key in ("prompt", "completion"))
         if not completion:
@@ -67,6 +77,8 @@ class Encoder:
             raise _wrong(raw, "a completion has to end with a separator, and the tokenizer names none: give --eod-id")
         with _named(raw):
             before, after = self._parts(prompt, completion)
+        if not after:
+            raise _wrong(raw, f"the tokenizer gives no token for the completion {completion[:40]!r}")
         return self._conversation(raw, [*before, *after, self.eod_id], [False] * len(before) + [True] * (len(after) + 1))
 
     def _parts(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
@@ -118,6 +130,8 @@ class Encoder:
             inside = np.flatnonzero((starts < stop) & (stops > start))
             if len(inside):
                 learned[inside[0] : inside[-1] + 1] = True
+        if rendered.text and any(start < stop for start, stop in rendered.spans) and not learned.any():
+            raise _wrong(raw, f"the tokenizer gives no token for what an assistant wrote ({len(encoded):,} tokens for all of the chat)")
         return self._conversation(raw, [token[0] for token in encoded], learned)
 
     def _conversation(self, raw: Raw, ids: list[int], learned: Any) -> Conversation:
@@ -170,8 +184,6 @@ def _record(raw: Raw) -> dict[str, Any]:
         raise _wrong(raw, f"no JSON: {error}") from None
     if not isinstance(record, dict):
         raise _wrong(raw, f"no record, but {type(record).__name__}")
-    if ("messages" in record) == ("prompt" in record or "completion" in record):
-        raise _wrong(raw, f"either prompt and completion, or messages; it holds {', '.join(record) or 'nothing'}")
     strange = STRANGE.search(json.dumps(record, ensure_ascii=False))
     if strange:
         raise _wrong(raw, f"holds U+{ord(strange[0]):04X}, which is no character")

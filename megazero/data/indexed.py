@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.data.hints import what_to_do
 from megazero.data.mapped import DataError, cut_off, map_bytes
 
 __all__ = ["BLOCK", "CODES", "DTYPES", "HEADER", "MAGIC", "DataError", "IndexedDataset", "dtype_for", "pair"]
@@ -105,9 +106,9 @@ class IndexedDataset:
     def _require_files(self) -> None:
         missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.is_file()]
         if missing:
-            ending = Path(self.prefix).suffix
-            hint = f"; give the prefix without {ending}" if ending in (".bin", ".idx") else ""
-            raise DataError(f"no file {' and no file '.join(missing)}{hint} (a pair without its .idx was never finished)")
+            raise DataError(
+                what_to_do(self.prefix) or f"no file {' and no file '.join(missing)} (a pair without its .idx was never finished)"
+            )
 
     def _header(self, raw: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
         if raw.size < HEADER.size:

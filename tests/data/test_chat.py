@@ -273,7 +273,7 @@ WRONG = {
     "no json": ("{", "line 2: no JSON"),
     "no record": ("[1]", "line 2: no record, but list"),
     "both": ('{"prompt": "", "completion": "x", "messages": []}', "line 2: either prompt and completion, or messages"),
-    "neither": ('{"text": "x"}', "line 2: either prompt and completion, or messages; it holds text"),
+    "neither": ('{"text": "x"}', r"line 2: either prompt and completion, or messages, .*; it holds text"),
     "no completion": ('{"prompt": "x"}', "line 2: completion is missing"),
     "empty completion": ('{"prompt": "x", "completion": ""}', "line 2: the completion is empty"),
     "number": ('{"prompt": 3, "completion": "x"}', "line 2: prompt is no text, but int"),

@@ -108,8 +108,28 @@ def test_broken_pairs_are_named(tmp_path, name):
 
 def test_prefix_given_with_its_ending(tmp_path):
     write_pair(tmp_path / "p", [2])
-    with pytest.raises(DataError, match=r"give the prefix without \.bin"):
-        IndexedDataset(tmp_path / "p.bin")
+    for ending in (".bin", ".idx"):
+        with pytest.raises(DataError, match=rf"p\{ending}: a pair is named without its endings: .*/p$"):
+            IndexedDataset(tmp_path / f"p{ending}")
+
+
+def test_what_is_no_prefix_is_told_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a b.txt").write_text("text")
+    (tmp_path / "pairs").mkdir()
+    for number in range(7):
+        write_pair(tmp_path / "pairs" / f"p{number}", [2])
+    for words, said in {
+        "texts/a b.txt": r"a b\.txt is no pair .*preprocess_data\.py --input 'texts/a b\.txt' --output-prefix my-data",
+        "texts": r"texts is a folder without pairs .*--input texts ",
+        "pairs": r"pairs is a folder; name a pair in it .*, of which it has 7: pairs/p0, .* and 2 more$",
+        "0.7,pairs/p0,0.3,pairs/p1": r"words of their own: 0\.7 pairs/p0 0\.3 pairs/p1$",
+        "absent": r"no file absent\.bin and no file absent\.idx",
+        "a,b": r"no file a,b\.bin",
+    }.items():
+        with pytest.raises(DataError, match=said):
+            IndexedDataset(words)
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path):

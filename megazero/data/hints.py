@@ -1,0 +1,42 @@
+"""What to do where the prefix of a pair is asked for and something else is given."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+ENDINGS = (".bin", ".idx", ".tokenizer")
+SHOWN = 5
+
+
+def what_to_do(given: str) -> str | None:
+    """A sentence on what lies at `given`, or how it is written; None where nothing shows."""
+    place = Path(given).expanduser()
+    if place.suffix in ENDINGS and place.with_suffix(".idx").is_file():
+        return f"{given}: a pair is named without its endings: {given.removesuffix(place.suffix)}"
+    if place.is_dir():
+        return _folder(given, place)
+    if place.is_file():
+        return f"{given} is no pair of .bin and .idx, but a file; {_preparing(given)}"
+    words = re.split(r"[,;]", given)
+    if len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2]):
+        return f"{given}: weights and prefixes of a blend are words of their own: {' '.join(words)}"
+    return None
+
+
+def _folder(given: str, place: Path) -> str:
+    pairs = sorted(str(file.with_suffix("")) for file in place.glob("*.idx") if file.with_suffix(".bin").is_file())
+    if not pairs:
+        return f"{given} is a folder without pairs of .bin and .idx; {_preparing(given)}"
+    shown = ", ".join(pairs[:SHOWN]) + f" and {len(pairs) - SHOWN} more" * (len(pairs) > SHOWN)
+    return f"{given} is a folder; name a pair in it without its endings, of which it has {len(pairs)}: {shown}"
+
+
+def _preparing(given: str) -> str:
+    command = f"python tools/preprocess_data.py --input {shlex.quote(given)} --output-prefix my-data --tokenizer ... --append-eod"
+    return f"text becomes one by {command}, and --data-path my-data is that"
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"\s*\d*\.?\d+\s*", word) is not None
