@@ -1,5 +1,7 @@
 # make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU)
-# make test       install into .venv and run all tests
+# make check      after each change: lint, types and the quick tests; under 3 minutes once the rest is installed
+# make test       install into .venv and run all that a change can break, lint and types too (SEED=n: the samples that a run drew)
+# make test-all   every test and every case of every grid; layouts without compiled kernels, too; hours
 # make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
 # make gpu-test   everything that needs an NVIDIA GPU to be tested, with the torch that is installed; 8 minutes, no network
 # make gpu-bench  ops and training steps on an NVIDIA GPU beside torch and transformers, likewise
@@ -10,10 +12,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 LAYOUTS ?= 200
-SEED ?= 0
+SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain test parity gpu-test gpu-bench bench lint clean
+.PHONY: help install pretrain check test test-all parity gpu-test gpu-bench bench lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -37,11 +39,21 @@ install: $(VENV)/.installed
 pretrain: $(VENV)/.installed
 	@PATH="$(abspath $(VENV))/bin:$$PATH" examples/pretrain_stdlib.sh
 
+# A process of pytest for each core; the tests of a file stay together, and share what they have set up. tests/conftest.py has the order.
+RUN_TESTS = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -ra --cpu 15 $(if $(SEED),--seed $(SEED))
+
+check: $(VENV)/.installed-test
+	$(RUN_TESTS) --depth check $(PYTEST)
+
 test: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest -ra --durations=15 $(PYTEST)
+	$(RUN_TESTS) $(PYTEST)
+
+test-all: $(VENV)/.installed-test
+	MEGAZERO_FUSED=reference $(RUN_TESTS) tests/parity tests/zero tests/pipeline $(PYTEST)
+	$(RUN_TESTS) --depth all $(PYTEST)
 
 parity: $(VENV)/.installed-test
-	MEGAZERO_PARITY_LAYOUTS=$(LAYOUTS) MEGAZERO_PARITY_SEED=$(SEED) $(VENV)/bin/python -m pytest -ra tests/parity $(PYTEST)
+	MEGAZERO_PARITY_LAYOUTS=$(LAYOUTS) MEGAZERO_PARITY_SEED=$(or $(SEED),0) $(RUN_TESTS) tests/parity $(PYTEST)
 
 # These two install nothing: PYTHON where it is given, else the virtual environment where there is one, else python3.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VENV)/bin/python),$(PYTHON)),$(PYTHON))

@@ -1,10 +1,63 @@
-"""Data that every room's tests may use."""
+"""Data that every room's tests may use, and how much of everything runs: docs/testing.md."""
 
+from __future__ import annotations
+
+import os
+import random
 from pathlib import Path
 
 import pytest
 
 from tests.corpus import write_corpus
+from tests.costs import Costs
+from tests.sampling import thinned
+from tests.skips import SkipsAreFailures, in_ci
+
+LONGEST = (
+    "tests/parity",
+    "tests/e2e",
+    "tests/checkpoint",
+    "tests/fused_ops",
+    "tests/convert",
+    "tests/lora",
+    "tests/pipeline",
+    "tests/zero",
+)
+"""Rooms whose files come first: where processes of pytest share the files, none is to begin a long one when the others have ended."""
+BYTES_PER_WORKER = 4 * 2**30
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("megazero")
+    group.addoption("--depth", choices=("check", "test", "all"), default="test", help="how much runs: see docs/testing.md")
+    group.addoption("--seed", type=int, metavar="N", help="draws the samples and layouts again that a run with this seed drew")
+    group.addoption("--cpu", type=int, metavar="N", help="list the N tests, files and rooms that took most processor time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(1_000_000)
+    if config.option.cpu is not None:
+        config.pluginmanager.register(Costs(config.option.cpu), "costs")
+    if in_ci():
+        config.pluginmanager.register(SkipsAreFailures(), "skips")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"--depth {config.option.depth} --seed {config.option.seed}"
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: a process of pytest per core, each of which may have eight ranks and a compiler in memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:], out = thinned(items, config.option.depth, config.option.seed)
+    config.hook.pytest_deselected(items=out)
+    items.sort(key=lambda item: next((n for n, room in enumerate(LONGEST) if item.nodeid.startswith(f"{room}/")), len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

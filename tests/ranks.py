@@ -4,7 +4,8 @@
     results = run_ranks(4, body, 3)                     # one result per rank
 
 Each call gets a fresh gloo world over its own store; it is torn down after the call. The first exception of any rank
-is raised here with that rank's traceback, and the pool is discarded (its peers may hang in a collective).
+is raised here with that rank's traceback, and the pool is discarded (its peers may hang in a collective). The workers are forks
+(`tests.nursery`), so another one is there in a moment.
 
 Results travel as plain pickles: torch's own way of sending tensors between processes shakes hands twice for each of them.
 """
@@ -12,10 +13,12 @@ Results travel as plain pickles: torch's own way of sending tensors between proc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -23,16 +26,17 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.nursery import Nursery
+
 SECONDS = 300
 
 
-def _serve(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def serve(pipe: Connection) -> None:
+    """Run what comes through the pipe, until it is closed."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
@@ -55,22 +59,27 @@ def _serve(pipe: Connection) -> None:
 
 class _Pool:
     def __init__(self) -> None:
-        self.workers: list[tuple[Any, Connection]] = []
+        self.nurseries: list[Nursery] = []
+        self.workers: list[tuple[int, Connection]] = []
 
     def grow(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        if not self.nurseries:
+            self.nurseries = [Nursery("1"), Nursery("2")]
         while len(self.workers) < size:
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            there.close()
-            self.workers.append((process, here))
+            here, there = multiprocessing.Pipe()
+            self.workers.append((self.nurseries[len(self.workers) % 2].fork(there), here))
 
     def discard(self) -> None:
-        for process, pipe in self.workers:
-            process.kill()
+        for pid, pipe in self.workers:
+            with contextlib.suppress(ProcessLookupError):  # it has died
+                os.kill(pid, signal.SIGKILL)
             pipe.close()
         self.workers.clear()
+
+    def close(self) -> None:
+        self.discard()
+        for nursery in self.nurseries:
+            nursery.close()
 
     def run(self, size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         self.grow(size)
@@ -99,7 +108,7 @@ class _Pool:
 
 
 _POOL = _Pool()
-atexit.register(_POOL.discard)
+atexit.register(_POOL.close)
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -232,12 +232,14 @@ def run_module(*words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.lint
 def test_ruff_is_clean() -> None:
     pytest.importorskip("ruff")
     run_module("ruff", "check", ".")
     run_module("ruff", "format", "--check", ".")
 
 
+@pytest.mark.lint
 @pytest.mark.slow
 def test_mypy_is_clean() -> None:
     pytest.importorskip("mypy")

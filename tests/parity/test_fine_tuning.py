@@ -181,10 +181,9 @@ def muted_on_rank(rank: int, size: int, flags: list[str]) -> list[tuple[float, f
     return [(record.loss, record.grad_norm) for record in recorder.records]
 
 
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True, scope="module")
 def test_a_rank_without_anything_to_learn(folder: Path, data: list[Path], tmp_path: Path) -> None:
     """Rank 1 of dp 2 has the odd samples: its micro-batches add nothing, and nothing is divided by its zero tokens."""
-    if "gpt2" not in folder.name:
-        pytest.skip("one family is enough")
     flags = [*flags_for(folder, data, tmp_path), "--micro-batch-size", "1"]
     one, two = (run_ranks(size, muted_on_rank, size, flags)[0] for size in (1, 2))
     assert len(one) == 3 and np.isfinite(one).all()
@@ -192,9 +191,8 @@ def test_a_rank_without_anything_to_learn(folder: Path, data: list[Path], tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True, scope="module")
 def test_a_resume_is_bitwise(folder: Path, data: list[Path], tmp_path: Path) -> None:
-    if "gpt2" not in folder.name:
-        pytest.skip("one family is enough")
     flags = ["bf16" if word == "fp64" else word for word in flags_for(folder, data, tmp_path, "--train-iters", "4")]
     ranks, layout = LAYOUTS["pp2-dp2-z1"]
     saves = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
@@ -205,10 +203,9 @@ def test_a_resume_is_bitwise(folder: Path, data: list[Path], tmp_path: Path) -> 
     assert worst(Outcome([*first.records, *second.records], second.losses, second.weights), whole) == dict.fromkeys(worst(whole, whole), 0)
 
 
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True, scope="module")
 def test_a_resume_on_other_conversations_is_refused(folder: Path, data: list[Path], tmp_path: Path) -> None:
     """A line more, and every sample after the checkpoint would be another."""
-    if "gpt2" not in folder.name:
-        pytest.skip("one family is enough")
     files = [write_lines(tmp_path / "some.jsonl", conversations(20, 1)), data[1]]
     flags = [*flags_for(folder, files, tmp_path), "--eval-iters", "0", "--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
     job_on_rank(0, 1, [*flags, "--exit-interval", "1"])[0].fit()

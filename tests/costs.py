@@ -1,0 +1,68 @@
+"""What each test costs, in seconds of processor time: `pytest --cpu 30` lists the dearest tests, files and rooms.
+
+Time by the clock says little where other programs run, or where two processes of pytest share the cores. What is counted is the time
+of this process and of everything below it: the pool's workers, programs that a test starts, compilers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TICKS = os.sysconf("SC_CLK_TCK")
+PROPERTY = "cpu_seconds"
+
+
+def _tree_seconds(pid: int) -> float:
+    """Processor seconds of a process, of children that it has waited for, and of all that live below it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except OSError:  # it ended meanwhile: its parent has its time once it has waited
+        return 0.0
+    fields = stat.rpartition(")")[2].split()
+    return sum(int(ticks) for ticks in fields[11:15]) / TICKS + sum(_tree_seconds(int(child)) for child in children)
+
+
+class Costs:
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.seconds: Counter[str] = Counter()
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before = _tree_seconds(os.getpid())
+        item.stash[_START] = before
+        yield
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        outcome = yield
+        now = _tree_seconds(os.getpid())
+        outcome.get_result().user_properties.append((PROPERTY, now - item.stash[_START]))  # type: ignore[attr-defined]
+        item.stash[_START] = now
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # Properties of a test are a list that its three reports share: the last entry is this report's own.
+        own = [float(str(value)) for name, value in report.user_properties if name == PROPERTY]
+        self.seconds[report.nodeid] += own[-1] if own else 0.0
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        files, rooms = Counter[str](), Counter[str]()
+        for test, seconds in self.seconds.items():
+            file = test.partition("::")[0]
+            files[file] += seconds
+            rooms[str(Path(file).parent)] += seconds
+        write = terminalreporter.write_line
+        for title, table in (("tests", self.seconds), ("files", files), ("rooms", rooms)):
+            terminalreporter.section(f"processor seconds: {title}")
+            for name, seconds in table.most_common(self.rows):
+                write(f"{seconds:8.1f}  {name}")
+        write(f"{sum(rooms.values()):8.1f}  together")
+
+
+_START = pytest.StashKey[float]()

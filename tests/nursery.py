@@ -1,0 +1,85 @@
+"""Processes that have imported torch and are forked on demand: a rank costs a tenth of a second, and not two seconds of imports.
+
+    nursery = Nursery("1")            # a process that imports, with this hash seed, and then waits
+    pid = nursery.fork(pipe)          # a child of it that serves this pipe with tests.ranks.serve
+
+A nursery starts no threads, so that its children may do as they like. Sets of strings have one order in all children of a nursery; the ranks
+of a world are children of two nurseries with two orders, since a program that sends in such an order must not pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+IMPORTED = ("torch.distributed", "numpy", "yaml", "safetensors.torch", "regex", "pytest")
+"""Nothing of the program: its modules may look at their process when they are imported, and find their own here."""
+
+
+class Nursery:
+    """The end in the process of the tests. Its children have the environment of the moment in which it was made."""
+
+    def __init__(self, hash_seed: str) -> None:
+        self.socket, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.nursery", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def fork(self, pipe: Connection) -> int:
+        """Process id of a new child that serves the pipe, whose end here is closed."""
+        socket.send_fds(self.socket, [os.fsencode(os.getcwd())], [pipe.fileno()])
+        pipe.close()
+        told = self.socket.recv(16)
+        assert told, f"the nursery of ranks ended with status {self.process.wait()}"
+        return int(told)
+
+    def close(self) -> None:
+        """End it; its children end with their pipes."""
+        self.socket.close()
+        self.process.wait()
+
+
+def wait_and_fork(orders: socket.socket) -> None:
+    """Fork a child for every order, until there is nobody to give one."""
+    from tests.ranks import serve
+
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.freeze()  # no collection looks at it again, or touches memory that the children share
+    signal.signal(signal.SIGCHLD, lambda *_: _bury())
+    while True:
+        folder, fds, _, _ = socket.recv_fds(orders, 4096, 1)
+        if not folder:
+            return
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            orders.close()
+            os.chdir(folder)
+            serve(Connection(fds[0]))
+            os._exit(0)
+        os.close(fds[0])
+        orders.send(str(pid).encode())
+
+
+def _bury() -> None:
+    """Wait for children that have ended, so that their processor time is known to whoever asks."""
+    while True:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                return
+        except ChildProcessError:
+            return
+
+
+if __name__ == "__main__":
+    wait_and_fork(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,55 @@
+"""What a continuous integration run may skip: what its machine lacks, and nothing that its own installation should have.
+
+Where the variable CI is set, as its services do, a skip for any other reason is a failure: of an extra that `make test` installs, or of a
+program that its machine has, the tests must not go without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+MAY_BE_MISSING = {
+    r"no NVIDIA GPU|there is an NVIDIA GPU|there is a CUDA device|no CUDA": "a card, or a machine without one",
+    r"a card before Ampere|needs compute capability": "a newer card",
+    r"no reference data at": "other programs' data, which lie beside the checkout",
+    r"this processor has no": "instructions of another processor",
+}
+"""Reasons, as a regular expression that is searched for in what a skip says -> what the machine has not."""
+
+
+def allowed(reason: str) -> bool:
+    return any(re.search(pattern, reason) for pattern in MAY_BE_MISSING)
+
+
+def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Make a failure of a skip that is not in the table."""
+    if report.outcome != "skipped" or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not allowed(reason):
+        report.outcome = "failed"
+        report.longrepr = f"{reason}\nCI is set, and its installation should have this: tests/skips.py lists what may be missing."
+
+
+class SkipsAreFailures:
+    """The plugin that is registered where CI is set."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        report = yield
+        _judge(report)
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self) -> Iterator[None]:
+        report = yield
+        _judge(report)
+        return report
+
+
+def in_ci() -> bool:
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")

@@ -1,0 +1,153 @@
+"""The machinery of the tests themselves: samples of grids, skips in continuous integration, what tests cost, the pool of ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from itertools import combinations, product
+
+import pytest
+
+from tests.costs import Costs
+from tests.ranks import run_ranks
+from tests.sampling import sample, thinned
+from tests.skips import SkipsAreFailures, in_ci
+
+pytest_plugins = "pytester"
+
+GRID = [dict(zip("abcd", values, strict=True)) for values in product("0123", "01", "012", "01234")]
+
+
+def pairs(cases: list[dict[str, str]]) -> set[tuple[tuple[str, str], ...]]:
+    return {pair for case in cases for pair in combinations(case.items(), 2)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sample_has_every_pair_of_values(seed: int) -> None:
+    chosen = [GRID[number] for number in sample(GRID, 2, random.Random(seed))]
+    assert pairs(chosen) == pairs(GRID)
+    assert 20 <= len(chosen) <= 26, "5 x 4 values are 20 pairs at least; all cases are 120"
+
+
+def test_a_sample_of_strength_one_has_every_value() -> None:
+    chosen = [GRID[number] for number in sample(GRID, 1, random.Random(0))]
+    assert {item for case in chosen for item in case.items()} == {item for case in GRID for item in case.items()}
+    assert len(chosen) == 5
+
+
+def test_cases_that_do_not_exist_are_not_asked_for() -> None:
+    some = [case for case in GRID if case["a"] != case["b"]]
+    assert pairs([some[number] for number in sample(some, 2, random.Random(0))]) == pairs(some) != pairs(GRID)
+
+
+def test_the_seed_alone_decides() -> None:
+    samples = [sample(GRID, 2, random.Random(seed)) for seed in (1, 2, 1)]
+    assert samples[0] == samples[2] != samples[1]
+
+
+def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
+    """A grid of 12, sampled or not; one on kernels of two levels; what is slow."""
+    items = pytester.getitems(
+        """
+        import pytest
+        grid = pytest.mark.parametrize("a", range(2)), pytest.mark.parametrize("b", range(2)), pytest.mark.parametrize("c", range(3))
+        def on(marks, test):
+            for mark in marks:
+                test = mark(test)
+            return test
+        def test_all(a, b, c): ...
+        def test_some(a, b, c): ...
+        def test_level(a, level): ...
+        def test_plain(): ...
+        @pytest.mark.slow
+        def test_slow(): ...
+        @pytest.mark.slow
+        @pytest.mark.lint
+        def test_lint(): ...
+        test_all, test_some = on(grid, test_all), on([*grid, pytest.mark.sampled], test_some)
+        test_level = on([grid[0], pytest.mark.parametrize("level", ["avx2", "emulated"])], test_level)
+        """
+    )
+
+    def counts(depth: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for item in thinned(items, depth, 0)[0]:
+            name = "emulated" if "emulated" in item.name else item.name.partition("[")[0]
+            found[name] = found.get(name, 0) + 1
+        return found
+
+    once = {"test_plain": 1, "test_slow": 1, "test_lint": 1}
+    assert counts("all") == {"test_all": 12, "test_some": 12, "test_level": 2, "emulated": 2} | once
+    assert counts("test") == {"test_all": 12, "test_some": 6, "test_level": 2, "emulated": 2} | once
+    assert counts("check") == {"test_all": 12, "test_some": 3, "test_level": 2, "test_plain": 1, "test_lint": 1}
+
+
+@pytest.mark.parametrize(("variable", "meant"), [("true", True), ("1", True), ("", False), ("false", False)])
+def test_where_continuous_integration_is(variable: str, meant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", variable)
+    assert in_ci() is meant
+
+
+def test_a_skip_for_what_should_be_installed_fails(pytester: pytest.Pytester) -> None:
+    extra = pytester.makepyfile(test_extra="import pytest\npytest.importorskip('an_extra')\ndef test(): ...")
+    inside = pytester.makepyfile(
+        test_inside="""
+        import pytest
+        def test_program(): pytest.skip("no nm, which lists the functions of a library")
+        @pytest.mark.skipif(True, reason="torch finds no NVIDIA GPU on this machine")
+        def test_card(): ...
+        @pytest.mark.xfail(strict=True)
+        def test_known(): assert False
+        """
+    )
+    without = pytester.inline_run(extra, inside)
+    without.assertoutcome(skipped=4)  # pytest counts the one that is expected to fail
+    strict = pytester.inline_run(extra, inside, "--continue-on-collection-errors", plugins=[SkipsAreFailures()])
+    strict.assertoutcome(failed=2, skipped=2)
+    told = [str(report.longrepr) for report in strict.getfailures()]
+    assert any("an_extra" in text for text in told) and any("no nm" in text for text in told), "what is missing is said"
+
+
+def test_costs_count_what_runs_below(pytester: pytest.Pytester) -> None:
+    burning = "import time\nwhile time.process_time() < 0.5: pass"
+    test = pytester.makepyfile(
+        f"import subprocess, sys\ndef test_below(): subprocess.run([sys.executable, '-c', {burning!r}], check=True)\ndef test_idle(): ..."
+    )
+    costs = Costs(5)
+    pytester.inline_run(test, plugins=[costs]).assertoutcome(passed=2)
+    spent = {name.partition("::")[2]: seconds for name, seconds in costs.seconds.items()}
+    assert spent["test_below"] >= 0.45 and spent["test_idle"] < 0.2
+
+
+def identity(rank: int) -> tuple[int, int]:
+    return os.getpid(), hash("a word")
+
+
+def failing(rank: int) -> None:
+    assert rank != 1, "as the test wants it"
+
+
+def test_neighbours_order_their_sets_differently() -> None:
+    """A program whose messages follow the order of a set must not pass because all ranks were forked from one process."""
+    found = run_ranks(4, identity)
+    assert len({pid for pid, _ in found}) == 4
+    assert found[0][1] == found[2][1] != found[1][1] == found[3][1]
+
+
+def test_a_rank_that_fails_costs_its_pool_and_no_more() -> None:
+    before = run_ranks(2, identity)
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed(.|\n)*as the test wants it"):
+        run_ranks(2, failing)
+    after = run_ranks(2, identity)
+    assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after)
+
+
+def test_workers_end_with_the_process_that_asked_for_them() -> None:
+    """Killed, it can tell nobody."""
+    program = "import os; from tests.ranks import run_ranks; from tests.test_suite import identity; print(run_ranks(2, identity)[1][0]);"
+    done = subprocess.run([sys.executable, "-c", f"{program} os.kill(os.getpid(), 9)"], capture_output=True, text=True, check=False)
+    (worker,) = done.stdout.split()
+    # Its output is a pipe that the nurseries inherited: the run above returned when the last of them had ended.
+    assert done.returncode == -9 and not os.path.exists(f"/proc/{worker}")
