@@ -7,7 +7,7 @@ of this process and of everything below it: the pool's workers, programs that a 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def _tree_seconds(pid: int) -> float:
 class Costs:
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -52,7 +52,7 @@ class Costs:
         self.seconds[report.nodeid] += own[-1] if own else 0.0
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        files, rooms = Counter[str](), Counter[str]()
+        files, rooms = defaultdict[str, float](float), defaultdict[str, float](float)
         for test, seconds in self.seconds.items():
             file = test.partition("::")[0]
             files[file] += seconds
@@ -60,7 +60,7 @@ class Costs:
         write = terminalreporter.write_line
         for title, table in (("tests", self.seconds), ("files", files), ("rooms", rooms)):
             terminalreporter.section(f"processor seconds: {title}")
-            for name, seconds in table.most_common(self.rows):
+            for name, seconds in sorted(table.items(), key=lambda entry: -entry[1])[: self.rows]:
                 write(f"{seconds:8.1f}  {name}")
         write(f"{sum(rooms.values()):8.1f}  together")
 

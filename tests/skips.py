@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -39,13 +39,13 @@ class SkipsAreFailures:
     """The plugin that is registered where CI is set."""
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[None]:
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         _judge(report)
         return report
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_make_collect_report(self) -> Iterator[None]:
+    def pytest_make_collect_report(self) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         report = yield
         _judge(report)
         return report
