@@ -3,10 +3,10 @@
 
 import sys
 
-from megazero.allocator import restart_with_settings
+from megazero.start import start_process
 
 if __name__ == "__main__":
-    restart_with_settings()  # before torch: that import is what takes time
+    signals = start_process(sys.argv)
 
 from megazero.config.parse import command, dump, parse_run
 from megazero.data.progress import silent, to_stderr
@@ -14,9 +14,10 @@ from megazero.init_from import model_level
 from megazero.job import build_job
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.prepare import prepare
+from megazero.telemetry.watchdog import StopSignals
 
 
-def main(arguments: list[str], environment: Environment) -> None:
+def main(arguments: list[str], environment: Environment, signals: StopSignals) -> None:
     """Parse, build, run."""
     run = parse_run(arguments, environment.world_size, model_level)
     if command(arguments).validate_only:
@@ -24,11 +25,11 @@ def main(arguments: list[str], environment: Environment) -> None:
         return
     prepared = prepare(run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
     with launch(prepared.run.parallel, environment) as grid:
-        job = build_job(prepared, grid)
+        job = build_job(prepared, grid, signals)
         job.fit()
         job.report()
 
 
 if __name__ == "__main__":
     here = Environment.read()
-    leave(exit_status(lambda: main(sys.argv[1:], here), here))
+    leave(exit_status(lambda: main(sys.argv[1:], here, signals), here))

@@ -52,6 +52,7 @@ from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size, transfer
+from megazero.telemetry.watchdog import StopSignals
 from megazero.trainer import Position, Trainer
 from megazero.zero.layout import owned_pieces
 from megazero.zero.optimizer import ShardedOptimizer
@@ -178,8 +179,8 @@ class Job:
         return tokenizer.decode([*ids, *new])
 
 
-def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
-    """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner."""
+def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None) -> Job:
+    """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner. signals: what asks the run to stop."""
     run = _with_device(prepared.run, grid)
     if grid.rank == 0 and grid.device.type == "cuda":
         print("megazero: kernels for this card are loaded and tried; what is not compiled yet is now, which can take a minute", flush=True)
@@ -211,6 +212,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid) -> Job:
         position=Position(),
         deadline=None if minutes is None else time.monotonic() + 60 * minutes,
         fp8=stages[0].layout.fp8,
+        signals=signals or StopSignals(),
     )
     job = Job(run, prepared, grid, stages, state, optimizer, scaler, checkpoints, probe_engine, trainer)
     if run.checkpoint.save:
@@ -317,7 +319,8 @@ def _sinks(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None)
     if places:
         with _refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
             together(grid.world, grid.device, (lambda: files.extend(_files(run, position, fence, lines.note))) if grid.rank == 0 else None)
-    return [lines, *files] if grid.rank == 0 else []
+    # Lines for people last: where their terminal is lost, programs still have their numbers.
+    return [*files, lines] if grid.rank == 0 else []
 
 
 def _log_lines(run: Run) -> LogLines:

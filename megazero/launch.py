@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megazero import device as devices
+from megazero import threads
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.grid import Axes, ProcessGrid, build_grid, stream_options
@@ -22,6 +26,8 @@ from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.watchdog import die_with_parent
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
+WAIT_FOR_OTHERS = 5.0
+"""Seconds within which a launcher that stops a run has told all its ranks."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
     down would wait for peers that may be gone.
     """
     die_with_parent()
+    torch.set_num_threads(threads.given() or threads.share(environment.local_world_size))
     try:
         device = devices.resolve(parallel.device, environment.local_rank)
     except ValueError as error:
@@ -92,7 +99,10 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
         _report_once(str(error), environment)
         return EXIT_CONFIG
     except PeerError as error:  # a consequence; who failed first says why, if it still can
-        print(f"rank {environment.rank} stopped: {error}", file=sys.stderr, flush=True)
+        _say_last(f"rank {environment.rank} stopped: {error}", first=False)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:  # of a program that saves nothing
+        print("interrupted", file=sys.stderr, flush=True)
         return EXIT_FAILURE
     except Exception:
         _report_failure(traceback.format_exc(), environment)
@@ -112,28 +122,72 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+def stop_early(signal: str, environment: Environment) -> NoReturn:
+    """End this process because of a signal that came before the first step, when there is nothing to save.
+
+    Status 0 where all ranks were told, as launchers and schedulers do. A rank that is alone with it has status 1: the others would wait
+    for it, and so the launcher ends them. Communicates through the launcher's store, if it has one.
+    """
+    world, told = environment.world_size, environment.world_size
+    if _agent_serves():
+        with suppress(Exception):  # the store goes with the launcher, which goes when its ranks have gone
+            store, deadline = _store(environment), time.monotonic() + WAIT_FOR_OTHERS
+            told = store.add("megazero/told to stop", 1)
+            while told < world and time.monotonic() < deadline:
+                time.sleep(0.05)
+                told = store.add("megazero/told to stop", 0)
+    if told < world:
+        _say_last(f"rank {environment.rank} stopped: {signal} came before the first step, and to {told} of {world} ranks only", first=True)
+        leave(EXIT_FAILURE)
+    if environment.rank == 0:
+        print(f"stopped by {signal} before the first step: there is nothing to save", flush=True)
+    leave(0)
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun keeps the store, so that it is there before any process group and after a rank has gone."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _store(environment: Environment) -> dist.Store:
     """The launcher's key-value store, before any process group exists."""
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         environment.world_size,
-        is_master=environment.rank == 0 and not agent_serves,
+        is_master=environment.rank == 0 and not _agent_serves(),
         timeout=timedelta(seconds=30),
     )
+
+
+def _say_last(message: str, *, first: bool) -> None:
+    """A rank's last words, on the screen and for its launcher."""
+    print(message, file=sys.stderr, flush=True)
+    _record(message, first=first)
+
+
+def _record(message: str, *, first: bool) -> None:
+    """Leave a message where torchrun looks for it when a rank has failed: its summary, which is the last on the screen, then ends with it.
+
+    Its root cause is the earliest failure by the clock in these files; `first` is false where another rank's failure is the cause.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": message, "timestamp": str(int(time.time()) + (not first))}
+        with suppress(OSError):  # its folder may be full or gone
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
 
 
 def _report_once(message: str, environment: Environment) -> None:
     """Rank 0 prints; the others leave only after it has, for the launcher kills every rank once one is gone."""
     if environment.world_size == 1:
-        print(message, file=sys.stderr, flush=True)
+        _say_last(message, first=True)
         return
     store = None
     with suppress(Exception):
         store = _store(environment)
     if environment.rank == 0:
-        print(message, file=sys.stderr, flush=True)
+        _say_last(message, first=True)
         if store is not None:
             store.set("megazero/configuration", "reported")
             with suppress(Exception):
@@ -142,9 +196,10 @@ def _report_once(message: str, environment: Environment) -> None:
     try:
         assert store is not None
         store.wait(["megazero/configuration"], timedelta(seconds=30))
+        _record("the configuration is wrong; rank 0 says how", first=False)
         store.set(f"megazero/configuration/{environment.rank}", "seen")
     except Exception:  # rank 0 found nothing wrong, or is gone: what is wrong is wrong here
-        print(f"rank {environment.rank}: {message}", file=sys.stderr, flush=True)
+        _say_last(f"rank {environment.rank}: {message}", first=True)
 
 
 def _report_failure(trace: str, environment: Environment) -> None:
@@ -154,7 +209,7 @@ def _report_failure(trace: str, environment: Environment) -> None:
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store(environment)
         first = int(store.compare_set("megazero/failure", "", str(environment.rank)))
     if first == environment.rank:
-        print(f"rank {environment.rank} of {environment.world_size} failed:\n{trace}", file=sys.stderr, flush=True)
+        _say_last(f"rank {environment.rank} of {environment.world_size} failed:\n{trace}", first=True)
     else:
         reason = trace.strip().splitlines()[-1]
-        print(f"rank {environment.rank} stopped because rank {first} failed first: {reason[:160]}", file=sys.stderr, flush=True)
+        _say_last(f"rank {environment.rank} stopped because rank {first} failed first: {reason[:160]}", first=False)

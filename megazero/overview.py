@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fused_ops.attention.rule import Body, choose
 from fused_ops.registry import COMPILED, describe
-from megazero import allocator
+from megazero import allocator, threads
 from megazero import device as devices
 from megazero.adapters import trained_parameters
 from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
@@ -176,6 +176,12 @@ def _word(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+def _threads() -> str:
+    number = torch.get_num_threads()
+    said = f"{number} thread{'s' * (number != 1)} a rank"
+    return f"{said}, as {threads.VARIABLE} says" if threads.given() else f"{said} (the host's cores, divided among its ranks)"
+
+
 def _training(run: Run, text: str) -> list[tuple[str, str]]:
     schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
     length = f"{schedule.train_iters} iterations" if schedule.train_samples is None else f"{schedule.train_samples:,} samples"
@@ -193,6 +199,6 @@ def _training(run: Run, text: str) -> list[tuple[str, str]]:
         ("global batch", batch),
         ("learning rate", rate),
         ("optimizer", f"{run.optimizer.optimizer}{by}, weight decay {run.optimizer.weight_decay:g}, clip {run.optimizer.clip_grad:g}"),
-        ("device", devices.name(device) + (f", {torch.get_num_threads()} threads a rank" if device.type == "cpu" else "")),
+        ("device", devices.name(device) + (f", {_threads()}" if device.type == "cpu" else "")),
         ("allocator", allocator.describe(device.type)),
     ]

@@ -20,6 +20,7 @@ from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.telemetry.metrics import foreign
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def _unusable_places(run: Run) -> list[str]:
     if metrics and os.path.isdir(metrics):
         problems.append(f"--metrics-file {metrics}: is a folder; name a file")
     elif metrics and os.path.exists(metrics):
-        problems += [] if os.access(metrics, os.W_OK) else [f"--metrics-file {metrics}: may not be written"]
+        wrong = foreign(metrics) if os.access(metrics, os.R_OK | os.W_OK) else "may not be read and written"
+        problems += [] if wrong is None else [f"--metrics-file {metrics}: {wrong}"]
     elif metrics:
         folders["--metrics-file"] = os.path.dirname(metrics) or "."
     problems += [f"{flag} {folder}: {_closed(folder)}" for flag, folder in folders.items() if folder and _closed(folder)]

@@ -70,6 +70,7 @@ class Trainer:
     saves      keeps the state of the run at the current position; None: nothing is kept
     fp8        the state of FP8 products, if there are any
     deadline   `time.monotonic()` at which the run saves and stops
+    signals    whether a signal has asked the run to stop; handlers are the entry point's
     """
 
     run: Run
@@ -85,6 +86,7 @@ class Trainer:
     position: Position
     deadline: float | None = None
     fp8: Fp8 | None = None
+    signals: StopSignals = field(default_factory=StopSignals)
     plan: Progress = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     steps_here: int = 0
@@ -100,13 +102,12 @@ class Trainer:
         if self.finished():
             self.log.note(f"nothing left to train: iteration {self.position.iteration} is the run's last")
             return
-        with StopSignals() as signals:
-            while not self.finished():
-                self.train_step(stop=signals.raised or (self.saves is not None and self.saves.superseded))
-                self.after_step()
-                if self.should_stop(signals):
-                    break
-            self.at_the_end()
+        while not self.finished():
+            self.train_step(stop=self.signals.raised or (self.saves is not None and self.saves.superseded))
+            self.after_step()
+            if self.should_stop():
+                break
+        self.at_the_end()
 
     def finished(self) -> bool:
         """Whether the run has all its iterations or samples."""
@@ -133,6 +134,7 @@ class Trainer:
         late = self.deadline is not None and time.monotonic() >= self.deadline
         loss = loss_sum if self.reports_loss else 0.0
         squares, loss_sum, tokens, asked = self.reduce(self.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late))
+        self.signals.begin()  # not earlier: until ranks have met here, each may leave by itself and loses nothing
         unscale = positions / (tokens * scale)
         norm = squares.sqrt() * unscale
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
@@ -214,7 +216,7 @@ class Trainer:
         elif self.steps_here == 1 and compiled_ops(self.run, self.grid.device):
             self.log.note(f"--compile: the first step took {self.first_seconds:.1f} s with compilation, the second {seconds:.1f} s")
 
-    def should_stop(self, signals: StopSignals) -> bool:
+    def should_stop(self) -> bool:
         """Whether all ranks stop after this step: what one of them learned travelled with the step's scalars."""
         if not parent_alive():
             raise RuntimeError("the launcher of this rank has died; stopping without saving")
@@ -226,7 +228,7 @@ class Trainer:
         if not on_host and self.position.iteration % self.run.trainer.log_interval:
             return False  # reading the flag waits for the device
         if self.asked_to_stop.item() > 0:
-            self.log.note(f"stopping: {signals.name or self.why_asked()}")
+            self.log.note(f"stopping: {self.signals.name or self.why_asked()}")
             return True
         return False
 

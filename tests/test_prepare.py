@@ -72,6 +72,14 @@ def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> N
         assert all(part in problem for part in parts), told
 
 
+def test_a_metrics_file_of_another_kind_is_refused_and_left_as_it_is(flags: list[object], tmp_path: Path) -> None:
+    foreign = tmp_path / "thesis.txt"
+    foreign.write_text("first chapter\nthe last line, without an end")
+    with pytest.raises(ConfigError, match=r"--metrics-file .*thesis.txt: is no metrics file .*name another file"):
+        prepare(parse_run([str(word) for word in [*flags, "--metrics-file", foreign]], 1), 1, silent)
+    assert foreign.read_text() == "first chapter\nthe last line, without an end"
+
+
 def test_a_folder_without_permission_to_write_is_refused(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root, who may run tests, may write anywhere
     run = parse_run([str(word) for word in [*flags, "--save", tmp_path / "a" / "b", "--metrics-file", tmp_path / "m"]], 1)

@@ -13,6 +13,12 @@ from pathlib import Path
 from megazero.telemetry.record import StepRecord, finite
 
 _BLOCK = 65536
+_BEGINS = b'{"iteration": '
+"""How every line begins, a torn one as far as it goes."""
+
+
+class ForeignFileError(OSError):
+    """The file was written by something else; nothing is cut off it and nothing put behind it."""
 
 
 class SupersededError(RuntimeError):
@@ -24,7 +30,8 @@ class MetricsFile:
 
     Every line is one `write` on a descriptor opened with O_APPEND, so that a killed process leaves at most one torn
     line, the last, which is cut here when the file is opened again. `may_write` is asked before each write; when it
-    says no, SupersededError is raised and nothing is written. Raises OSError when the file cannot be opened.
+    says no, SupersededError is raised and nothing is written. Raises ForeignFileError for a file of another kind, and
+    OSError when the file cannot be opened.
 
     What a disk does not take, a full one say, waits in memory and is tried again with the next line; `tell` gets a word about it.
     """
@@ -39,7 +46,7 @@ class MetricsFile:
         self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         if self._regular:
             self._check()
-            cut_torn_line(self._descriptor)
+            self._mend()
 
     def step(self, record: StepRecord) -> None:
         self.write(record.as_json())
@@ -97,25 +104,70 @@ class MetricsFile:
                 self._tell(f"{self.path} can be written again, and has all lines")
             self._behind = False
 
+    def _mend(self) -> None:
+        try:
+            mend_last_line(self._descriptor)
+        except ForeignFileError as error:
+            os.close(self._descriptor)
+            raise ForeignFileError(f"{self.path}: {error}") from None
+
     def _check(self) -> None:
         if self._may_write is not None and not self._may_write():
             raise SupersededError(f"{self.path}: another job has taken this run over; this one writes no more")
 
 
-def cut_torn_line(descriptor: int) -> int:
-    """Cut what follows the last newline of a file; the number of bytes that were cut."""
+def foreign(path: str | Path) -> str | None:
+    """Why lines cannot be put behind what is in this file; None: it is empty, a metrics file, or none that has an end (a pipe)."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return None
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _last_line(descriptor)
+    except ForeignFileError as error:
+        return str(error)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def mend_last_line(descriptor: int) -> int:
+    """Cut what a killed process has left of its last line; the number of bytes that were cut. A line that lacks its newline only gets it.
+
+    Raises ForeignFileError, before anything is changed.
+    """
+    start, torn = _last_line(descriptor)
+    if _is_record(torn):
+        os.pwrite(descriptor, b"\n", start + len(torn))
+        return 0
+    if torn:
+        os.ftruncate(descriptor, start)
+    return len(torn)
+
+
+def _last_line(descriptor: int) -> tuple[int, bytes]:
+    """Where what follows the last newline begins, and what it is. Raises ForeignFileError unless the file is ours.
+
+    Looked at are the first line, the last one that is whole and what follows it.
+    """
     end = os.lseek(descriptor, 0, os.SEEK_END)
-    position = end
-    while position > 0:
-        start = max(0, position - _BLOCK)
-        newline = os.pread(descriptor, position - start, start).rfind(b"\n")
-        if newline >= 0:
-            position = start + newline + 1
-            break
-        position = start
-    if position < end:
-        os.ftruncate(descriptor, position)
-    return end - position
+    head, first = os.pread(descriptor, _BLOCK, 0), max(0, end - _BLOCK)
+    tail = os.pread(descriptor, _BLOCK, first)
+    *_, whole, torn = [b"", *tail.split(b"\n")]
+    begun = torn.startswith(_BEGINS) or _BEGINS.startswith(torn)
+    lines = [] if end == len(torn) else [head.partition(b"\n")[0], whole]
+    if not begun or not all(_is_record(line) for line in lines):
+        shown = (torn if not begun else next(line for line in lines if not _is_record(line)))[:40]
+        raise ForeignFileError(f"is no metrics file (it holds {shown!r}), and would be damaged by one; name another file")
+    return end - len(torn), torn
+
+
+def _is_record(line: bytes) -> bool:
+    """Whether a line is an object of a metrics file."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and isinstance(record.get("iteration"), int)
 
 
 def _tell_stderr(text: str) -> None:

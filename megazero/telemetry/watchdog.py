@@ -10,7 +10,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,20 +42,30 @@ def parent_alive(initial_ppid: int = _PARENT_AT_START) -> bool:
     return os.getppid() == initial_ppid
 
 
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+"""What asks a run to stop: its scheduler, its user, a terminal that closes."""
+
+
 class StopSignals:
-    """Inside the `with`, SIGTERM and SIGINT ask the run to stop at the end of its step instead of ending the process.
+    """Inside the `with`, the signals of `STOPPING` ask the run to stop at the end of its step instead of ending the process.
 
         with StopSignals() as stop:
             while not stop.raised: ...
 
-    Later signals of these kinds change nothing: a save under way is finished (SIGKILL is there for the impatient).
-    The handlers found at entry are put back at exit. Only Python's main thread may set handlers.
+    early  what to do when a signal comes before `begin`, when there is nothing to save yet; it gets the signal's name. It is called
+           on a thread, so that the process answers while its main thread loads, compiles or waits for other ranks. None: as after `begin`.
+
+    Later signals change nothing: a save under way is finished (SIGKILL is there for the impatient). A hang-up that whoever
+    started us has chosen to ignore (nohup) stays ignored. The handlers found at entry are put back at exit. Only Python's main
+    thread may set handlers.
     """
 
-    def __init__(self, kinds: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)) -> None:
-        self._kinds = kinds
+    def __init__(self, early: Callable[[str], None] | None = None) -> None:
+        self._early = early
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None
+        self._begun = threading.Event()
+        self._wake: list[int] = []
 
     @property
     def raised(self) -> bool:
@@ -66,8 +77,19 @@ class StopSignals:
         """Name of the first signal that came."""
         return None if self._received is None else self._received.name
 
+    def begin(self) -> None:
+        """From now on there is something to save."""
+        self._begun.set()
+
     def __enter__(self) -> StopSignals:
-        for kind in self._kinds:
+        if self._early is not None:  # first, so that no signal is handled without being heard
+            self._wake = [*os.pipe()]
+            os.set_blocking(self._wake[1], False)
+            signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(self._wake[0],), name="signals", daemon=True).start()
+        for kind in STOPPING:
+            if kind is signal.SIGHUP and signal.getsignal(kind) is signal.SIG_IGN:
+                continue
             self._before[kind] = signal.signal(kind, self._handle)
         return self
 
@@ -76,7 +98,17 @@ class StopSignals:
             # None: the handler was not set from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
+        if self._wake:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wake.pop())  # the thread reads the end of the pipe, and closes the other one
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received = signal.Signals(number)
+
+    def _listen(self, pipe: int) -> None:
+        """On a thread of its own: Python writes a signal's number into the pipe when it comes, and calls handlers when the main thread can."""
+        with os.fdopen(pipe, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] in STOPPING and not self._begun.is_set() and self._early is not None:
+                    self._early(signal.Signals(number[0]).name)

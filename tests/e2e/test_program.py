@@ -28,10 +28,12 @@ def test_everything_wrong_is_said_once_before_anything_starts(tmp_path: Path) ->
     wrong = ["--tp", 5, "--pp", 2, "--zero-stage", 7, "--lerning-rate", 1, "--global-batch-size", 7, "--lr", "fast"]
     told = run(2, wrong, status=1)  # torchrun's own status; the ranks' is 2
     ours = told[: told.index("problems in the configuration") + 2500]
-    assert told.count("problems in the configuration") == 1
+    assert told.count("problems in the configuration") == 2, "once by rank 0, once in torchrun's summary"
     for text in ("--tp", "--pp", "--zero-stage", "--lerning-rate", "--lr"):
         assert text in ours, text
-    assert "exitcode  : 2" in told
+    assert "exitcode  : 2" in told and "<N/A>" not in told
+    last = told[told.index("Root Cause") :]
+    assert "problems in the configuration" in last and "--lerning-rate" in last, "torchrun's summary ends with what is wrong"
     alone = subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, wrong)], env=environment(), capture_output=True, text=True, check=False
     )

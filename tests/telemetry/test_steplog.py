@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.telemetry import steplog
-from megazero.telemetry.metrics import MetricsFile, SupersededError, cut_torn_line
+from megazero.telemetry.metrics import ForeignFileError, MetricsFile, SupersededError, foreign, mend_last_line
 from megazero.telemetry.record import Rates, Scalar, StepRecord, StepValues
 from megazero.telemetry.steplog import StepLog
 
@@ -133,8 +133,9 @@ def test_a_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path) -> None:
     path = tmp_path / "m"
     log_to(path).step(step(1))
     whole = path.read_bytes()
-    for torn in (b'{"iteration": 2, "lo', b"x" * 200_000):
+    for torn in (b"{", b'{"iteration": 2, "lo'):
         path.write_bytes(whole + torn)
+        assert foreign(path) is None
         log = log_to(path)
         assert path.read_bytes() == whole
         log.close()
@@ -147,10 +148,42 @@ def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(b'{"iteration": 1')
     descriptor = os.open(path, os.O_RDWR)
-    assert cut_torn_line(descriptor) == 15
-    assert cut_torn_line(descriptor) == 0
+    assert mend_last_line(descriptor) == 15
+    assert mend_last_line(descriptor) == 0
     os.close(descriptor)
     assert path.read_bytes() == b""
+
+
+def test_a_whole_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    log_to(path).step(step(1))
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    log_to(path).step(step(2))
+    assert [line["iteration"] for line in lines(path)] == [1, 2]
+
+
+RECORD = b'{"iteration": 1, "loss": 2.5}\n'
+FOREIGN = {
+    "a text": b"Dear diary,\nit rains",
+    "one line": b"it rains",
+    "a binary": bytes(range(256)) * 300,
+    "a long text in one line": b"x" * 200_000,
+    "other records": b'{"name": "a", "iteration": "b"}\n',
+    "a deep one": b"[" * 50_000 + b"\n",
+    "a text behind metrics": RECORD + b"it rains\n",
+    "half a text behind metrics": RECORD + b"it rai",
+    "metrics behind a text": b"it rains\n" + RECORD,
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_no_metrics_file_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(FOREIGN[kind])
+    assert "is no metrics file" in str(foreign(path))
+    with pytest.raises(ForeignFileError, match="m: is no metrics file"):
+        MetricsFile(path)
+    assert path.read_bytes() == FOREIGN[kind]
 
 
 def test_one_write_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from megazero.telemetry.watchdog import StopSignals, die_with_parent, parent_alive, started_by_torchrun
+from megazero.telemetry.watchdog import STOPPING, StopSignals, die_with_parent, parent_alive, started_by_torchrun
 
 
 def test_signals_set_a_flag_and_a_second_one_does_not_kill() -> None:
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+    before = {kind: signal.getsignal(kind) for kind in STOPPING}
     with StopSignals() as stop:
         assert not stop.raised and stop.name is None
         for kind in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
@@ -26,6 +26,43 @@ def test_handlers_come_back_after_an_error() -> None:
     with pytest.raises(RuntimeError), StopSignals():
         raise RuntimeError
     assert signal.getsignal(signal.SIGINT) is before
+
+
+EARLY = """
+import os, sys, time
+from megazero.telemetry.watchdog import StopSignals
+def end(name):
+    print("early", name, flush=True)
+    os._exit(0)
+with StopSignals(early=end) as stop:
+    if "begun" in sys.argv:
+        stop.begin()
+    print("ready", flush=True)
+    sum(range(1 << 24)) if "busy" in sys.argv else None
+    while not (stop.raised and "begun" in sys.argv):
+        time.sleep(0.01)
+    print("asked", stop.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("when", "said"), [("waiting", "early SIGTERM"), ("busy", "early SIGTERM"), ("begun", "asked SIGTERM")])
+def test_before_there_is_something_to_save_a_signal_ends_the_process_at_once(when: str, said: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", EARLY, when], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.stdout.read().strip() == said and process.wait() == 0
+
+
+@pytest.mark.parametrize(("start", "status"), [("", 0), ("trap '' HUP; ", None)], ids=["a terminal that closes", "nohup"])
+def test_a_hang_up_stops_the_run_unless_it_is_ignored(start: str, status: int | None) -> None:
+    process = subprocess.Popen(
+        ["bash", "-c", f'{start}exec "$@"', "bash", sys.executable, "-c", EARLY, "begun"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.read().strip() == ("asked SIGHUP" if status == 0 else "asked SIGTERM")
+    process.wait()
 
 
 def test_the_parent_is_known() -> None:

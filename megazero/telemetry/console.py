@@ -1,0 +1,63 @@
+"""stdout and stderr of a run: losing one is worth a line on the other, and never the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+class Console:
+    """A text stream that may go away: the reader of a pipe, a terminal, the disk under a log file.
+
+    lost  told once, with what the system says; what is written from then on may be lost. All else is the stream's own.
+    """
+
+    def __init__(self, stream: TextIO, lost: Callable[[str], None]) -> None:
+        self._stream, self._lost = stream, lost
+        self._told = False
+
+    def write(self, text: str) -> int:
+        """As a stream's, but it raises no OSError."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._tell(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """As a stream's, but it raises no OSError."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            self._lost(error.strerror or str(error))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlive_the_console() -> None:
+    """From now on this process goes on without stdout or stderr when one of them is lost, and says so on the other."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed by who started us: the next file that is opened would get its number, and others' messages
+            os.open(os.devnull, os.O_RDWR)
+    out = sys.stdout if sys.stdout is not None else open(1, "w", closefd=False)  # noqa: SIM115
+    err = sys.stderr if sys.stderr is not None else open(2, "w", closefd=False)  # noqa: SIM115
+
+    def telling(name: str, other: TextIO) -> Callable[[str], None]:
+        def tell(reason: str) -> None:
+            with suppress(OSError):
+                print(f"{name} is lost ({reason}); the run goes on without it, and files are written as before", file=other, flush=True)
+
+        return tell
+
+    sys.stdout, sys.stderr = Console(out, telling("stdout", err)), Console(err, telling("stderr", out))
