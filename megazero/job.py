@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megazero import device as devices
-from megazero.adapters import load_base, peft_files, step_flops
+from megazero.adapters import load_base, peft_files
 from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
-from megazero.checkpoint.agreement import together
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token
-from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import ffn_width, head_dim, query_groups
-from megazero.config.dtypes import compute_dtype
 from megazero.config.dump import dump
-from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
@@ -32,13 +23,12 @@ from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
 from megazero.init_from import load_weights
+from megazero.logs import refused, sinks_of, step_log
 from megazero.model.stage import Stage
 from megazero.model_files import model_files
-from megazero.mpu import collectives
 from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
 from megazero.mpu.p2p import Channels
 from megazero.optim.loss_scale import LossScaler
-from megazero.optim.progress import Progress
 from megazero.overview import overview
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
@@ -46,11 +36,6 @@ from megazero.prepare import Prepared, validation_samples
 from megazero.probe import check_probe, stored_probe
 from megazero.saves import Saves
 from megazero.telemetry.banner import pairs
-from megazero.telemetry.flops import shape_of
-from megazero.telemetry.logline import LogLines
-from megazero.telemetry.metrics import MetricsFile
-from megazero.telemetry.record import Rates, Sink
-from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size, transfer
 from megazero.telemetry.watchdog import StopSignals
 from megazero.trainer import Position, Trainer
@@ -194,7 +179,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
     aside = background_group(grid.world) if run.checkpoint.async_save else None
     beside = (peft_files(run), model_files(run, prepared.found)) if grid.rank == 0 and run.checkpoint.save else ()
     checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, _each(beside))
-    with _refused(f"--save {run.checkpoint.save}"):
+    with refused(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
     scaler = LossScaler(run.optimizer, grid.device)
     minutes = run.trainer.exit_duration_in_mins
@@ -207,7 +192,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
         scaler,
         train_batches=_loader(run, grid, prepared.datasets.train),
         valid_batches=_validation(run, grid, prepared),
-        log=_log(run, grid, []),
+        log=step_log(run, grid, []),
         saves=None,
         position=Position(),
         deadline=None if minutes is None else time.monotonic() + 60 * minutes,
@@ -221,19 +206,10 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
     start = job.resume()
     if grid.rank == 0:
         _introduce(run, grid, prepared, start, checkpoints.fence)
-    trainer.log = _log(run, grid, _sinks(run, grid, trainer.position, checkpoints.fence))
+    trainer.log = step_log(run, grid, sinks_of(run, grid, trainer.position, checkpoints.fence))
     if run.checkpoint.async_save:
         trainer.log.note(f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written")
     return job
-
-
-@contextmanager
-def _refused(flag: str) -> Iterator[None]:
-    """What a folder or file answers to the first writing turns out to be: on every rank a mistake in the configuration, not a fault."""
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        raise ConfigError([f"{flag}: {error}"]) from error
 
 
 def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], None] | None:
@@ -296,57 +272,3 @@ def _validation(run: Run, grid: ProcessGrid, prepared: Prepared) -> dict[str, Tr
     sets = {"valid_loss": prepared.datasets.valid}
     sets |= {f"valid_loss/{name}": dataset for name, dataset in prepared.datasets.named_valid.items()}
     return {name: _loader(run, grid, dataset, workers=0) for name, dataset in sets.items() if len(dataset) >= validation_samples(run)}
-
-
-def _log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
-    assert run.model.vocab_size is not None
-    shape = shape_of(run.model, run.model.vocab_size, ffn_width(run.model), query_groups(run.model), head_dim(run.model))
-    peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
-    rates = Rates(float(step_flops(run, shape)), run.model.seq_length, grid.axes.world_size, peak)
-
-    def peak_memory() -> int:
-        most = torch.tensor([devices.peak_memory_bytes(grid.device)], dtype=torch.float64, device=grid.device)
-        collectives.all_reduce(most, grid.world, "max").wait()
-        return int(most.item())
-
-    return StepLog(sinks, rates, peak_memory, run.trainer.log_interval)
-
-
-def _sinks(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None) -> list[Sink]:
-    """Rank 0 shows and writes; the others have nothing to say. Called by all ranks, which fail together."""
-    lines, files = _log_lines(run), list[Sink]()
-    places = _told_in(run)
-    if places:
-        with _refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
-            together(grid.world, grid.device, (lambda: files.extend(_files(run, position, fence, lines.note))) if grid.rank == 0 else None)
-    # Lines for people last: where their terminal is lost, programs still have their numbers.
-    return [*files, lines] if grid.rank == 0 else []
-
-
-def _log_lines(run: Run) -> LogLines:
-    total = Progress(run.schedule).total_iterations
-    assert total is not None
-    minutes = run.trainer.exit_duration_in_mins
-    return LogLines(
-        total,
-        fp16=run.optimizer.precision == "fp16",
-        interval=run.trainer.log_interval,
-        seconds_to_deadline=None if minutes is None else 60 * minutes,
-    )
-
-
-def _told_in(run: Run) -> dict[str, str]:
-    """Flags that name what the log is written to, and their values."""
-    places = {"--metrics-file": run.trainer.metrics_file, "--tensorboard-dir": run.trainer.tensorboard_dir}
-    return {flag: place for flag, place in places.items() if place}
-
-
-def _files(run: Run, position: Position, fence: Fence | None, tell: Callable[[str], None]) -> list[Sink]:
-    sinks: list[Sink] = []
-    if run.trainer.metrics_file:
-        sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None, tell))
-    if run.trainer.tensorboard_dir:
-        from megazero.telemetry.tensorboard import TensorBoard
-
-        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1, tell))
-    return sinks
