@@ -17,8 +17,8 @@ from megazero.prepare import prepare
 from megazero.telemetry.watchdog import StopSignals
 
 
-def main(arguments: list[str], environment: Environment, signals: StopSignals) -> None:
-    """Parse, build, run."""
+def main(arguments: list[str], environment: Environment, signals: StopSignals | None = None) -> None:
+    """Parse, build, run. signals: what asks the run to stop; None: nothing does."""
     run = parse_run(arguments, environment.world_size, model_level)
     if command(arguments).validate_only:
         print(dump(run))
