@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch
 
+from fused_ops import linear
+from fused_ops.attention import kernel
 from fused_ops.native.binding import Library
-from fused_ops.native.library import choice, cpu_library, cuda_library, torch_library
+from fused_ops.native.library import SUFFIXES, choice, cpu_library, cuda_library, suffix, torch_library
 
 REFERENCE = "torch reference"
 COMPILED = "torch reference, compiled"
@@ -23,8 +28,13 @@ OPS = (
     "embedding",
     "cross_entropy",
 )
-MATRIX_OPS = ("attention", "weight_gradient")
-"""Those that rest on torch's block products, which are compiled at first use."""
+MATRIX_OPS: Mapping[str, Callable[[Library, torch.dtype], str]] = MappingProxyType(
+    {"attention": kernel.refusal, "weight_gradient": linear.refusal}
+)
+"""Those that rest on torch's block products, which are compiled at first use; and why a dtype's kernel is refused on this machine."""
+_DTYPES = MappingProxyType({"attention": tuple(SUFFIXES), "weight_gradient": (torch.bfloat16, torch.float16)})
+_LAYOUTS = ("as float", "in pairs of rows", "in rows")
+"""How a block product's right operand lies, by the number that the kernels have for it."""
 
 FP8_OPS = ("fp8_cast",)
 
@@ -33,23 +43,49 @@ COMPILABLE = ("softmax", "swiglu", "rotary", "layernorm", "rmsnorm")
 in loops over blocks of rows (dropout)."""
 
 
-def describe(device: torch.device | str = "cpu", *, fp8: bool = False) -> dict[str, str]:
+def describe(device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None, fp8: bool = False) -> dict[str, str]:
     """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always takes).
 
-    fp8: with the casts of --fp8, for which only GPUs have a kernel.
+    dtype: of the numbers; kernels that are refused for it are none. fp8: with the casts of --fp8, for which only GPUs have a kernel.
     """
     kind, _, index = str(device).partition(":")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    libraries: dict[tuple[str, ...], Library | None] = dict.fromkeys((OPS, MATRIX_OPS))
+    libraries: dict[str, Library | None] = dict.fromkeys((*OPS, *MATRIX_OPS))
     if kind == "cpu":
-        libraries = {OPS: cpu_library(choice()), MATRIX_OPS: torch_library(choice())}
+        matrix = torch_library(choice())
+        libraries |= dict.fromkeys(OPS, cpu_library(choice()))
+        libraries |= {op: None if refused(op, dtype) else matrix for op in MATRIX_OPS}
     elif kind == "cuda" and torch.cuda.is_available():
-        libraries[OPS] = cuda_library(choice(), int(index or torch.cuda.current_device()))
+        libraries |= dict.fromkeys(OPS, cuda_library(choice(), int(index or torch.cuda.current_device())))
     if fp8:
-        library = libraries[OPS]
-        libraries[FP8_OPS] = library if library is not None and library.on_device else None
-    return {op: REFERENCE if library is None else f"{library.level} kernel" for ops, library in libraries.items() for op in ops}
+        library = libraries[OPS[0]]
+        libraries |= dict.fromkeys(FP8_OPS, library if library is not None and library.on_device else None)
+    return {op: REFERENCE if library is None else f"{library.level} kernel" for op, library in libraries.items()}
+
+
+def refused(op: str, dtype: torch.dtype | None) -> str:
+    """Why the CPU's kernel of a matrix op is not used for a dtype, as tried on this machine; empty: it is, or there is none."""
+    library = torch_library(choice())
+    return MATRIX_OPS[op](library, dtype) if library is not None and dtype in _DTYPES[op] else ""
+
+
+def refusals() -> dict[str, str]:
+    """ "op in dtype" -> why its kernel is refused on this machine's CPU, for every matrix op."""
+    found = {f"{op} in {suffix(dtype)}": refused(op, dtype) for op in MATRIX_OPS for dtype in _DTYPES[op]}
+    return {what: why for what, why in found.items() if why}
+
+
+def block_products() -> str:
+    """How torch's block products take their operands on this CPU, as the trial found it; empty: there are no kernels on them."""
+    library = torch_library(choice())
+    if library is None:
+        return ""
+    answer, found = torch.zeros((), dtype=torch.int64, device="cpu"), []
+    for name in SUFFIXES.values():
+        library.call(f"block_layout_{name}", answer)
+        found.append(f"{name} {_LAYOUTS[int(answer)]}")
+    return ", ".join(found)
 
 
 def compiled(device: torch.device | str, dtype: torch.dtype, *, fp8: bool = False) -> tuple[str, ...]:

@@ -29,6 +29,15 @@ from megazero.mpu.shared_memory import lacking
 
 OLDEST_TORCH = (2, 11)
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+UNITS = {
+    "AMX": "amx_bf16",
+    "AMX FP16": "amx_fp16",
+    "AVX-512 FP16": "avx512_fp16",
+    "AVX-512 BF16": "avx512_bf16",
+    "AVX-512": "avx512f",
+    "AVX2": "avx2",
+}
+"""What products run on, in Linux's words; which block products torch has, and how they take operands, depends on these."""
 OPTIONAL = {
     "transformers": "tokenizers of kind hf; reading of its models",
     "sentencepiece": "tokenizers of kind sentencepiece",
@@ -62,11 +71,7 @@ def _torch() -> Iterator[Finding]:
 
 def _processor() -> Iterator[Finding]:
     flags = library.processor_flags()
-    units = [
-        name
-        for name, flag in (("AMX", "amx_bf16"), ("AVX-512 BF16", "avx512_bf16"), ("AVX-512", "avx512f"), ("AVX2", "avx2"))
-        if flag in flags
-    ]
+    units = [name for name, flag in UNITS.items() if flag in flags]
     slow = "" if {"amx_bf16", "avx512_bf16"} & flags else "no unit for bf16 products: bf16 saves memory here, but no time"
     yield Finding(
         "processor", f"{devices.name(torch.device('cpu'))}, {len(os.sched_getaffinity(0))} cores, {', '.join(units) or 'none known'}", slow
@@ -93,6 +98,9 @@ def _kernels() -> Iterator[Finding]:
         found = load(asked)
         missing = "every op runs its plain torch body: a step on the CPU takes about twice as long"
         yield Finding(name, f"{found.level}, {found.path}" if found else "none", "" if found else missing)
+    yield Finding("block products", registry.block_products() or "none")
+    for what, why in registry.refusals().items():
+        yield Finding(what, "torch's own", f"the kernel is refused: {why}")
     bodies = registry.describe("cpu")
     plain = [op for op, body in bodies.items() if body == registry.REFERENCE]
     yield Finding(

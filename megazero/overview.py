@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fused_ops.attention.rule import Body, choose
-from fused_ops.registry import COMPILED, describe
+from fused_ops.registry import COMPILED, describe, refused
 from megazero import allocator, threads
 from megazero import device as devices
 from megazero.adapters import trained_parameters
@@ -50,10 +50,12 @@ def overview(run: Run, grid: ProcessGrid, text: str, start: str, changes: list[t
 def _ops(run: Run, device: torch.device) -> str:
     ops = compiled_ops(run, device)
     attention = choose(wanted_attention(run).case(device), attention_offer(run, device))
-    bodies = describe(device, fp8=run.optimizer.fp8 != "off") | dict.fromkeys(ops, COMPILED)
+    bodies = describe(device, dtype=compute_dtype(run.optimizer.precision), fp8=run.optimizer.fp8 != "off") | dict.fromkeys(ops, COMPILED)
     if attention.body is not Body.KERNEL:
         bodies["attention"] = attention.body.value
     lines = [("attention", f"{attention.body.value}: {attention.reason}")]
+    if device.type == "cpu" and (why := refused("weight_gradient", compute_dtype(run.optimizer.precision))):
+        lines.append(("weight gradient", f"torch's own: no C++ kernel: {why}"))
     if run.parallel.compile and not ops:
         lines.append(("--compile", "changes nothing: its ops have kernels here, which are faster"))
     return f"{banner.fused_ops_table(bodies)}\n{banner.pairs(lines)}"

@@ -8,42 +8,16 @@ reads queries, keys and values where they lie and writes their gradients into on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops.attention.flex import flex_attention
+from fused_ops.attention.kernel import kernel_attention, refusal
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.rule import NOTHING_TRIED, Body, Case, Offer, capability, choose
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
-from fused_ops.graph import applied
-from fused_ops.native.library import Library, matrix_kernels, suffix
-
-
-class _Attention(torch.autograd.Function):
-    """Saves the projection, the context and a number per query and head: log2 of the sum of its 2^score."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, library: Library, sizes: tuple[int, ...], scale: float, slopes: Tensor | None, documents: Tensor | None
-    ) -> Tensor:
-        s, b, groups, repeats, head_dim = sizes
-        out = mixed.new_empty((s, b, groups * repeats * head_dim))
-        norms = mixed.new_empty((b, groups * repeats, s), dtype=torch.float32)
-        library.call(f"attention_forward_{suffix(mixed.dtype)}", mixed, out, norms, slopes, documents, *sizes, scale)
-        ctx.save_for_backward(mixed, out, norms, slopes, documents)
-        ctx.library, ctx.sizes, ctx.scale = library, sizes, scale
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        mixed, out, norms, slopes, documents = ctx.saved_tensors
-        gradient, grad = torch.empty_like(mixed), grads[0].contiguous()
-        name = f"attention_backward_{suffix(mixed.dtype)}"
-        ctx.library.call(name, mixed, out, grad, norms, gradient, slopes, documents, *ctx.sizes, ctx.scale)
-        return gradient, None, None, None, None, None
+from fused_ops.native.library import matrix_kernels
 
 
 def causal_attention(
@@ -78,13 +52,13 @@ def causal_attention(
         documents=documents is not None,
         dropout=dropout is not None,
         recorded=torch.is_grad_enabled(),
-        kernel=library is not None,
+        kernel=library is not None and not refusal(library, mixed.dtype),
         capability=capability(mixed.device),
     )
     body = choose(case, offer).body if mixed.numel() else Body.SOFTMAX
     if body is Body.KERNEL:
         assert library is not None
-        return _kernel(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)
+        return kernel_attention(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)
     if body is Body.FLASH:
         return flash_attention(mixed, *heads, scale=scale)
     if body is Body.EFFICIENT:
@@ -92,10 +66,3 @@ def causal_attention(
     if body is Body.FLEX:
         return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
     return reference_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout)
-
-
-def _kernel(library: Library, mixed: Tensor, *sizes: int, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
-    slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
-    documents = None if documents is None else documents.contiguous()
-    result: Tensor = applied(_Attention, mixed.contiguous(), library, (*mixed.shape[:2], *sizes), scale, slopes, documents)
-    return result

@@ -64,11 +64,12 @@ class Offer:
 
     asked   auto or a key of `ASKED`
     length  of the run's training sequences; None where there is no training
-    flash, efficient, flex  why the body does not work here although the table has nothing against it; empty: it does
+    kernel, flash, efficient, flex  why the body does not work here although the table has nothing against it; empty: it does
     """
 
     asked: str = "auto"
     length: int | None = None
+    kernel: str = ""
     flash: str = ""
     efficient: str = ""
     flex: str = "it was not tried in this process"
@@ -107,6 +108,7 @@ def _before_ampere(case: Case) -> bool:
 OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
     {
         Body.KERNEL: (
+            (lambda c, o: bool(o.kernel), "{offer.kernel}"),
             (lambda c, o: not c.kernel, "there is none for this device and dtype"),
             (lambda c, o: c.dropout, "it draws no dropout"),
         ),

@@ -1,7 +1,8 @@
-"""What a machine has for attention, found by trying: whether a body that the rule has nothing against really computes here.
+"""What a machine has for attention, found by trying: whether a body that the rule has nothing against really computes it here.
 
-A body that cannot be compiled, or that a card's driver refuses, is found before training starts, and the rule's reason is then the
-error's first line. Tried are forward and backward at the run's own shapes, so that what FlexAttention compiles for it serves training too.
+A body that cannot be compiled, that a card's driver refuses, or that gives other numbers than float64, is found before training starts,
+and the rule's reason is then the error's first line, or how far off it is. Tried are forward and backward at the run's own shapes, so that
+what FlexAttention compiles for it serves training too. The C++ kernel has a trial of its own, of one size for all runs (kernel.py).
 """
 
 from __future__ import annotations
@@ -11,17 +12,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops.attention.flex import flex_attention
+from fused_ops.attention.kernel import refusal
 from fused_ops.attention.rule import ASKED, Body, Case, Offer, capability, choose, obstacle
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.known import disagreement, known
 from fused_ops.native.library import SUFFIXES, choice, torch_library
+from fused_ops.softmax import alibi_slopes
 
 NO_TRITON = "triton, with which torch.compile makes code for CUDA, is not installed"
+ALLOWED = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-2, torch.float64: 1e-9})
+"""How far a body's numbers may be off float64, in the norm: some times its own rounding (fp32: TF32's), far less than another mask, slope
+or order of heads makes."""
+_SCORES = 1 << 22
+"""Scores that the comparison computes in float64, at most."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +58,18 @@ class Wanted:
             self.alibi,
             self.documents,
             self.dropout,
-            kernel=has_kernel(device.type, self.dtype),
+            kernel=kernel_refusal(device.type, self.dtype) == "",
             capability=capability(device),
         )
 
 
-def has_kernel(kind: str, dtype: torch.dtype) -> bool:
-    """Whether this machine has a compiled C++ kernel for attention on tensors like these. It is compiled at the first question."""
-    return kind == "cpu" and dtype in SUFFIXES and torch_library(choice()) is not None
+def kernel_refusal(kind: str, dtype: torch.dtype) -> str | None:
+    """Why this machine's compiled C++ kernel for attention is not used on tensors like these; empty: it is; None: there is none.
+
+    It is compiled, and tried, at the first question.
+    """
+    library = torch_library(choice()) if kind == "cpu" and dtype in SUFFIXES else None
+    return None if library is None else refusal(library, dtype)
 
 
 def static_offer(asked: str, length: int | None) -> Offer:
@@ -70,6 +84,7 @@ def find_offer(asked: str, wanted: Wanted, device: torch.device) -> Offer:
     Raises ValueError where a body was asked for that does not work here.
     """
     offer, case = static_offer(asked, wanted.length), wanted.case(device)
+    offer = replace(offer, kernel=kernel_refusal(device.type, wanted.dtype) or "")
     if device.type == "cuda":
         left = {Body.FLASH: "flash", Body.EFFICIENT: "efficient", Body.FLEX: "flex"}
         while (body := choose(case, offer).body) in left:
@@ -89,24 +104,63 @@ def _trial(body: Body, wanted: Wanted, device: torch.device, mixed: Tensor) -> T
     heads, scale = (wanted.groups, wanted.repeats, wanted.head_dim), 1 / math.sqrt(wanted.head_dim)
     if body is not Body.FLEX:
         return (flash_attention if body is Body.FLASH else efficient_attention)(mixed, *heads, scale=scale)
-    slopes = torch.ones(wanted.groups * wanted.repeats, device=device) if wanted.alibi else None
-    documents = torch.zeros(wanted.samples, wanted.length, dtype=torch.int64, device=device) if wanted.documents else None
-    return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
+    return flex_attention(mixed, *heads, scale=scale, slopes=_slopes(wanted, device), documents=_documents(wanted, device))
+
+
+def _slopes(wanted: Wanted, device: torch.device) -> Tensor | None:
+    return torch.tensor(alibi_slopes(wanted.groups * wanted.repeats), device=device) if wanted.alibi else None
+
+
+def _documents(wanted: Wanted, device: torch.device) -> Tensor | None:
+    """Two in each sample, which end at different places."""
+    ends = torch.arange(1, wanted.samples + 1, device=device) * wanted.length // (wanted.samples + 1)
+    return (torch.arange(wanted.length, device=device) >= ends[:, None]).long() if wanted.documents else None
 
 
 def failure(body: Callable[[Tensor], Tensor], wanted: Wanted, device: torch.device) -> str:
-    """Why forward and backward of the body fail on the device, in a line; empty: they work and give finite numbers."""
+    """Why forward and backward of the body fail on the device, in a line; empty: they give the numbers that float64 does.
+
+    Compared are some rows of the last sample's context, from its first position to its last, and all gradients of these rows.
+    """
     width = wanted.groups * (wanted.repeats + 2) * wanted.head_dim
+    count = max(2, min(64, _SCORES // (wanted.length * wanted.groups * wanted.repeats)))
+    rows = torch.linspace(0, wanted.length - 1, count, device=device).round().long().unique()
     try:
         with torch.enable_grad():
-            mixed = torch.full((wanted.length, wanted.samples, width), 0.5, dtype=wanted.dtype, device=device, requires_grad=True)
+            mixed = known(wanted.length, wanted.samples, width, seed=1, dtype=wanted.dtype, device=device).requires_grad_()
             context = body(mixed)
-            (gradient,) = torch.autograd.grad(context, mixed, torch.ones_like(context))
-        finite = bool(context.isfinite().all() & gradient.isfinite().all())  # and waits: a kernel that fails says so now
+            cotangent = known(*context.shape, seed=2, dtype=wanted.dtype, device=device)
+            cotangent[:, -1].index_fill_(0, _others(rows, wanted.length), 0.0)
+            (gradient,) = torch.autograd.grad(context, mixed, cotangent)
+            last = mixed[:, -1].detach().double().requires_grad_()
+            exact = _exact(last, rows, wanted)
+            (exact_gradient,) = torch.autograd.grad(exact, last, cotangent[rows, -1].double())
+        allowed = ALLOWED[wanted.dtype]  # comparing waits: a kernel that fails says so now
+        off = disagreement(context[rows, -1], exact, allowed) or disagreement(gradient[:, -1], exact_gradient, allowed)
     except Exception as error:  # whatever a compiler, a driver or a card can lack
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"it fails on this machine ({type(error).__name__}: {' '.join(lines[:2])[:200]})"
-    return "" if finite else "it gives numbers that are not finite on this machine"
+    return f"{off} on this machine" if off else ""
+
+
+def _others(rows: Tensor, length: int) -> Tensor:
+    chosen = torch.zeros(length, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+    return (~chosen).nonzero().flatten()
+
+
+def _exact(mixed: Tensor, rows: Tensor, wanted: Wanted) -> Tensor:
+    """Some rows of the last sample's context, of its projection [s, g(r + 2)d] in float64: [rows, g r d]."""
+    parts = mixed.unflatten(1, (wanted.groups, wanted.repeats + 2, wanted.head_dim)).split([wanted.repeats, 1, 1], dim=2)
+    query, key, value = parts[0][rows], parts[1].squeeze(2), parts[2].squeeze(2)
+    scores = torch.einsum("igrd,jgd->grij", query, key) / math.sqrt(wanted.head_dim)
+    position = torch.arange(wanted.length, device=mixed.device)
+    if (slopes := _slopes(wanted, mixed.device)) is not None:
+        scores = scores + slopes.double().view(wanted.groups, wanted.repeats, 1, 1) * position
+    hidden = position > rows[:, None]
+    if (documents := _documents(wanted, mixed.device)) is not None:
+        hidden = hidden | (documents[-1] != documents[-1][rows, None])
+    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+    return torch.einsum("grij,jgd->igrd", weights, value).flatten(1)
 
 
 def problem(asked: str, wanted: Wanted, device: torch.device) -> str | None:

@@ -83,3 +83,21 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
         return [found.clone() for found, ours in zip((weight, bias), made_by_kernels, strict=True) if ours]
 
     the_same_for_any_threads(run, (1, 2, 3))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("fault", ["none", "rounds", "forgets", "swaps"])
+def test_a_widening_product_is_tried_with_numbers(fault: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has these overloads on CUDA only; here a stand-in that rounds to 16 bits, adds to nothing or reads columns in another order."""
+
+    def widened(a: Tensor, b: Tensor, before: Tensor | None, out: Tensor) -> None:
+        made = a.float() @ (b.roll(1, 1) if fault == "swaps" else b).float()
+        made = made.to(a.dtype).float() if fault == "rounds" else made
+        out.copy_(made if before is None or fault == "forgets" else before + made)
+
+    monkeypatch.setattr(torch, "mm", lambda a, b, *, out_dtype, out: widened(a, b, None, out))
+    monkeypatch.setattr(torch, "addmm", lambda before, a, b, *, out_dtype, out: widened(a, b, before, out))
+    linear._widens.cache_clear()
+    found = linear._widens("cpu", torch.bfloat16, torch.float32, adds)
+    linear._widens.cache_clear()
+    assert found == (fault == "none" or (fault == "forgets" and not adds))

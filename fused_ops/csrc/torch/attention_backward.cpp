@@ -191,6 +191,6 @@ template <typename T, typename M> void backward(int threads, const Attention& a,
                                           int64_t groups, int64_t repeats, int64_t d, float scale) {                         \
     Attention a{s, b, groups, repeats, d, scale, slopes, documents};                                                         \
     Tensors<T> x{mixed, out, grad, norms, d_mixed};                                                                          \
-    multiplies<T>() ? backward<T, T>((int)threads, a, x) : backward<T, float>((int)threads, a, x);                           \
+    with_operands<T>([&](auto m) { backward<T, decltype(m)>((int)threads, a, x); });                           \
   }
 MZ_FOR_DTYPES(MZ_KERNEL)

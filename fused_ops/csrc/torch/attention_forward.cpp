@@ -130,6 +130,6 @@ template <typename T, typename M> void forward(int threads, const Attention& a, 
                                          const int64_t* documents, int64_t s, int64_t b, int64_t groups, int64_t repeats,     \
                                          int64_t d, float scale) {                                                            \
     Attention a{s, b, groups, repeats, d, scale, slopes, documents};                                                          \
-    multiplies<T>() ? forward<T, T>((int)threads, a, mixed, out, norms) : forward<T, float>((int)threads, a, mixed, out, norms); \
+    with_operands<T>([&](auto m) { forward<T, decltype(m)>((int)threads, a, mixed, out, norms); }); \
   }
 MZ_FOR_DTYPES(MZ_KERNEL)

@@ -1,22 +1,17 @@
 // Operands of block products C [m, n] += A [m, k] B [k, n] for an op whose tensors are of type T and lie anywhere: tiles of
-// the type M that is multiplied (T itself where the processor does that, else float), contiguous, padded with zeros.
-//
-// Left operands (A) are plain rows. Right operands (B) of a 16-bit type are pairs of rows, see block_gemm.h; of float, rows.
-// So column c of B begins at c * pair<M> and (even) row k at k * ldb, whatever M is. All sizes here are multiples of EDGE.
+// the type M that is multiplied (T or plain<T> where the processor does that, else float), contiguous, padded with zeros. How left and
+// right operands of M lie: block_gemm.h. All sizes here are multiples of EDGE.
 #pragma once
 
-#include <ATen/Context.h>
-
-#include <exception>
 #include <memory>
 #include <new>
 
-#include "block_gemm.h"
+#include "block_trial.h"
 
 namespace mz {
 
 constexpr int64_t EDGE = 32;
-template <typename M> constexpr int64_t pair = sizeof(M) == 2 ? 2 : 1;
+template <typename M> constexpr int64_t a_word = 4 / sizeof(M);  // elements
 
 MZ_INLINE int64_t round_down(int64_t n, int64_t unit) { return n / unit * unit; }
 MZ_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -40,30 +35,7 @@ template <typename V> class Buffer {
 
 // --- products ---------------------------------------------------------------------------------------------------------
 
-// Whether torch's block product of T runs here, on instructions made for T.
-template <typename T> bool multiplies() {
-#if defined(__AVX512F__)
-  if (sizeof(T) == 2 && std::is_same<T, bf16>::value && !__builtin_cpu_supports("avx512bf16")) return false;
-#elif defined(__AVX2__)
-  if (sizeof(T) == 2) return false;
-#else
-  return false;
-#endif
-  static const bool works = [] {
-    alignas(64) T a[2 * EDGE] = {}, b[EDGE * EDGE] = {};
-    alignas(64) float c[2 * EDGE];
-    try {
-      block_gemm<T>(2, EDGE, EDGE, a, EDGE, b, EDGE, c, EDGE, false);
-      block_gemm_done<T>();
-    } catch (const std::exception&) {
-      return false;
-    }
-    return true;
-  }();
-  return works && at::globalContext().userEnabledMkldnn();
-}
-
-// The same for floats in plain vectors, where the library offers nothing: HEIGHT rows of C are held while k passes by.
+// A product of floats in plain vectors, where the library offers none: HEIGHT rows of C are held while k passes by.
 template <int HEIGHT>
 MZ_INLINE void plain_rows(int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
   for (int64_t j = 0; j < n; j += LANES) {
@@ -80,7 +52,7 @@ MZ_INLINE void plain_rows(int64_t n, int64_t k, const float* a, int64_t lda, con
 template <typename M>
 MZ_INLINE void product(int64_t m, int64_t n, int64_t k, const M* a, int64_t lda, const M* b, int64_t ldb, float* c, int64_t ldc, bool add) {
   if constexpr (sizeof(M) == 4)
-    if (!multiplies<float>()) {
+    if (layout<float>() == NONE) {
       for (int64_t i = 0; i < m; i += 4) plain_rows<4>(n, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
       return;
     }
@@ -94,8 +66,8 @@ template <typename T, typename M>
 MZ_INLINE void gather(int64_t rows, int64_t columns, const T* from, int64_t ld, M* to, int64_t all, int64_t wide) {
   for (int64_t i = 0; i < rows; ++i, to += wide) {
     const T* row = from + i * ld;
-    if constexpr (std::is_same<T, M>::value)
-      memcpy(to, row, columns * sizeof(M));
+    if constexpr (sizeof(T) == sizeof(M))
+      memcpy(static_cast<void*>(to), row, columns * sizeof(M));
     else
       for (int64_t j = 0; j < columns; j += LANES) store(to + j, load(row + j, columns - j), columns - j);
     memset(static_cast<void*>(to + columns), 0, (wide - columns) * sizeof(M));
@@ -133,23 +105,9 @@ template <typename Put> MZ_INLINE void each_column(int64_t rows, int64_t columns
     }
 }
 
-// Tile [k, n] -> right operand [k, n].
-template <typename M> MZ_INLINE void to_right(int64_t k, int64_t n, const M* tile, M* to) {
-  if constexpr (sizeof(M) == 2)
-    pack_pairs(k, n, tile, n, to);
-  else
-    memcpy(to, tile, k * n * sizeof(M));
-}
-
-// Tile [n, k] -> right operand [k, n]: neighbours in a row are a pair, and a pair is a word.
-template <typename M> MZ_INLINE void to_right_transposed(int64_t k, int64_t n, const M* tile, M* to) {
-  uint32_t* words = reinterpret_cast<uint32_t*>(to);
-  each_column(n, k / pair<M>, tile, k / pair<M>, [&](int64_t i, int64_t j, U v) { memcpy(words + j * n + i, &v, sizeof v); });
-}
-
 // Tile [k, m] -> left operand [m, k]. A word of two 16-bit values gives a lane to each of two rows.
 template <typename M> MZ_INLINE void to_left_transposed(int64_t m, int64_t k, const M* tile, M* to) {
-  each_column(k, m / pair<M>, tile, m / pair<M>, [&](int64_t i, int64_t j, U v) {
+  each_column(k, m / a_word<M>, tile, m / a_word<M>, [&](int64_t i, int64_t j, U v) {
     if constexpr (sizeof(M) == 2) {
       H low = __builtin_convertvector(v & 0xffffu, H), high = __builtin_convertvector(v >> 16, H);
       memcpy(to + 2 * j * k + i, &low, sizeof low), memcpy(to + (2 * j + 1) * k + i, &high, sizeof high);
@@ -157,6 +115,13 @@ template <typename M> MZ_INLINE void to_left_transposed(int64_t m, int64_t k, co
       memcpy(to + j * k + i, &v, sizeof v);
     }
   });
+}
+
+// Tile [n, k] -> right operand [k, n]. In pairs of rows neighbours in a row of the tile are a pair, and a pair is a word.
+template <typename M> MZ_INLINE void to_right_transposed(int64_t k, int64_t n, const M* tile, M* to) {
+  if constexpr (!in_pairs<M>) return to_left_transposed(k, n, tile, to);
+  uint32_t* words = reinterpret_cast<uint32_t*>(to);
+  each_column(n, k / 2, tile, k / 2, [&](int64_t i, int64_t j, U v) { memcpy(words + j * n + i, &v, sizeof v); });
 }
 
 }  // namespace mz

@@ -1,0 +1,91 @@
+"""The trial of a body of attention: it passes what gives float64's numbers, and nothing that only runs and is finite."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_ops.attention import trial as attention_trial
+from fused_ops.attention.reference import reference_attention
+from fused_ops.attention.rule import Body
+from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.attention.trial import Wanted, failure
+from tests.fused_ops.test_attention_bodies import BF16, FP16, FP32, FP64, in_eager, with_gradients
+
+__all__ = ["with_gradients"]
+
+
+def test_a_trial_tells_in_a_line_what_failed() -> None:
+    wanted, cpu = Wanted(FP32, 16, 1, 2, 1, 8), torch.device("cpu")
+
+    def broken(mixed: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image\nfor this device")
+
+    assert failure(broken, wanted, cpu) == "it fails on this machine (RuntimeError: no kernel image for this device)"
+    assert "off by inf" in failure(lambda mixed: plain(mixed, wanted) / 0.0, wanted, cpu)
+
+
+def plain(mixed: Tensor, wanted: Wanted, *, slopes: bool = True, documents: bool = True, factor: float = 1.0) -> Tensor:
+    """A body that computes what the trial wants, or leaves something of it out."""
+    given: dict[str, Any] = {
+        "slopes": attention_trial._slopes(wanted, mixed.device) if slopes else None,
+        "documents": attention_trial._documents(wanted, mixed.device) if documents else None,
+    }
+    scale = factor / math.sqrt(wanted.head_dim)
+    return reference_attention(mixed, wanted.groups, wanted.repeats, wanted.head_dim, scale=scale, **given)
+
+
+TRIED = [Wanted(FP32, 200, 2, 2, 3, 8, alibi=True, documents=True), Wanted(BF16, 130, 3, 1, 4, 16, alibi=True, documents=True)]
+WRONG: dict[str, Callable[[Tensor, Wanted], Tensor]] = {
+    "zeros": lambda mixed, wanted: plain(mixed, wanted) * 0.0,
+    "no slopes": lambda mixed, wanted: plain(mixed, wanted, slopes=False),
+    "no documents": lambda mixed, wanted: plain(mixed, wanted, documents=False),
+    "another scale": lambda mixed, wanted: plain(mixed, wanted, factor=1.3),
+    "samples in another order": lambda mixed, wanted: plain(mixed.roll(1, 1), wanted),
+    "heads in another order": lambda mixed, wanted: plain(mixed, wanted).unflatten(2, (-1, wanted.head_dim)).roll(1, 2).flatten(2),
+    "nothing from the last key": lambda mixed, wanted: plain(torch.cat([mixed[:-1], mixed[-2:-1]]), wanted),
+    "a gradient too many": lambda mixed, wanted: TooMany.apply(plain(mixed, wanted), mixed),
+}
+
+
+class TooMany(torch.autograd.Function):
+    """Right forward; the projection gets a little of what it should not."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Tensor, mixed: Tensor) -> Tensor:
+        ctx.save_for_backward(mixed)
+        return context.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], 0.1 * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("wanted", TRIED, ids=lambda wanted: str(wanted.dtype))
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_body_that_computes_something_else_fails_its_trial(fault: str, wanted: Wanted) -> None:
+    """All of these give finite numbers."""
+    cpu = torch.device("cpu")
+    assert failure(lambda mixed: plain(mixed, wanted), wanted, cpu) == ""
+    assert re.fullmatch("its numbers are off by .* on this machine", failure(lambda mixed: WRONG[fault](mixed, wanted), wanted, cpu))
+
+
+@pytest.mark.parametrize("body", [flash_attention, efficient_attention])
+def test_torchs_own_bodies_pass_their_trial(body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_ops.attention.sdpa.EFFICIENT", ())  # on a CPU torch chooses
+    for dtype in (FP64, FP32, BF16, FP16):
+        wanted = Wanted(dtype, 150, 2, 2, 2, 16)
+        assert failure(lambda mixed: body(mixed, 2, 2, 16, scale=0.25), wanted, torch.device("cpu")) == ""
+
+
+def test_flex_passes_its_trial_with_slopes_and_documents(with_gradients, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_trial, "flex_attention", in_eager)
+    wanted, cpu = replace(TRIED[0], dtype=FP64), torch.device("cpu")
+    assert failure(lambda mixed: attention_trial._trial(Body.FLEX, wanted, cpu, mixed), wanted, cpu) == ""
