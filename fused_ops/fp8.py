@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_ops.known import disagreement, known
 from fused_ops.linear import put
 from fused_ops.native.binding import Library
 from fused_ops.native.library import kernels, suffix
@@ -29,6 +30,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST: Mapping[torch.dtype, int] = MappingProxyType({E4M3: 8, E5M2: 15})
 """The largest number of both formats is 1.75 times two to this."""
 _INFINITE = float("inf")
+_ALLOWED = 1e-2
+"""How far a product of FP8 copies may be off float64, in the norm: tensor cores sum in fewer bits than fp32 has."""
 _CLEAR = 256
 """Bytes at multiples of which a result may be written in place: cuBLASLt is told of no smaller alignment."""
 
@@ -195,11 +198,17 @@ def why_not(kind: str) -> str | None:
 
 
 def refused(kind: str) -> str | None:
-    """Why a small product fails."""
-    try:
-        one = torch.ones((), device=kind)
-        a, b = (torch.ones((16, 16), device=kind).to(dtype) for dtype in (E5M2, E4M3))
-        product(a, b, one, one, torch.float32)
-    except (RuntimeError, AttributeError, TypeError) as error:
-        return f"this torch ({torch.__version__}) has no FP8 products on {kind}: {str(error).strip().splitlines()[0]}"
+    """Why small products of known numbers fail, or give others than float64 does: one as in forward and one as in backward."""
+    scales = torch.tensor([0.5, 0.25], device=kind)
+    b = known(32, 48, seed=1, dtype=torch.float32, device=kind).to(E4M3)
+    bias = known(32, seed=2, dtype=torch.bfloat16, device=kind)
+    for narrow, dtype, summand in ((E4M3, torch.bfloat16, bias), (E5M2, torch.float32, None)):
+        a = known(16, 48, seed=3, dtype=torch.float32, device=kind).to(narrow)
+        exact = a.double() @ b.double().t() / 8 + (0.0 if summand is None else summand.double())
+        try:
+            off = disagreement(product(a, b, scales[0], scales[1], dtype, summand), exact, _ALLOWED)
+        except (RuntimeError, AttributeError, TypeError) as error:
+            return f"this torch ({torch.__version__}) has no FP8 products on {kind}: {str(error).strip().splitlines()[0]}"
+        if off:
+            return f"this torch ({torch.__version__}) has wrong FP8 products on {kind}: {off}"
     return None

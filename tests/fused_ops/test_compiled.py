@@ -119,6 +119,12 @@ def test_without_a_compiler_the_reason_is_one_line(monkeypatch: pytest.MonkeyPat
     assert reason is not None and "no-such-compiler" in reason and "\n" not in reason
 
 
+def test_a_compiler_whose_code_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ones doubled and increased are threes whichever of them is read."""
+    monkeypatch.setattr(torch, "compile", lambda body, **how: lambda x: body(x).roll(1))
+    assert "gives other numbers" in str(try_compiler("cpu"))
+
+
 def test_the_compiler_is_not_imported_without_the_flag() -> None:
     """It takes a second and 70 MB in every rank."""
     program = "import sys, pretrain_gpt; raise SystemExit('torch._dynamo' in sys.modules)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -178,3 +179,19 @@ def test_a_torch_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "_scaled_mm", missing)
     assert "no FP8 products on cpu: no kernel" in str(fp8.why_not("cpu"))
+
+
+@pytest.mark.parametrize("fault", ["zeros", "no scale", "no bias", "another row"])
+def test_products_that_run_and_are_wrong_are_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is right where all that is multiplied are ones, or where nobody looks."""
+    right = torch._scaled_mm
+
+    def wrong(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, **given: Any) -> Tensor:
+        if fault == "no scale":
+            scale_a = torch.ones_like(scale_a)
+        made = right(a, b, scale_a=scale_a, scale_b=scale_b, bias=None if fault == "no bias" else bias, **given)
+        return made.zero_() if fault == "zeros" else made.roll(1, 0) if fault == "another row" else made
+
+    assert fp8.refused("cpu") is None
+    monkeypatch.setattr(torch, "_scaled_mm", wrong)
+    assert "has wrong FP8 products on cpu: its numbers are off by" in str(fp8.refused("cpu"))
