@@ -152,15 +152,20 @@ def test_not_a_number_reaches_what_depends_on_it(dtype, slot):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_infinite_keys_act_as_in_the_reference(dtype, value):
-    """A score of inf makes its row NaN, one of -inf takes its key out; also where a block's only scores are -inf."""
+def test_infinite_keys_act_as_in_the_specification(dtype, value):
+    """A score of inf makes its row NaN, one of -inf takes its key out; also where a block's only scores are -inf.
+
+    In float64, and not beside `reference_attention` in 16 bits: that multiplies probabilities by torch's product, which on AMX reads
+    beyond a row where the sequence is no multiple of 32, and carries a row's NaN into the one before.
+    """
     case = Case(700, 1, 2, 1, 8, dtype)
     case.mixed[130, 0, 8] = value
     case.mixed[:600, 0, 8 * 4 : 8 * 5] = 0
     case.mixed[:600, 0, 8 * 4] = value
-    ours, theirs = (function(case.mixed, *case.heads, **case.options) for function in (causal_attention, reference_attention))
+    ours = causal_attention(case.mixed, *case.heads, **case.options)
+    exact = specification(case.mixed.double(), *case.heads, **case.options)
     assert ours.isnan().any() and not ours.isnan().all()
-    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.isnan(), exact.isnan())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
