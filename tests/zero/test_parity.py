@@ -11,7 +11,7 @@ import torch
 from megazero.mpu.grid import Axes
 from tests.places import assemble, worst_difference
 from tests.ranks import run_ranks
-from tests.zero.toy import Case, joined, reference, train_all
+from tests.zero.toy import Case, joined, reference, train_all, train_late
 
 STAGES = (0, 1, 2)
 
@@ -76,13 +76,15 @@ def test_bucket_sizes() -> None:
 
 
 @pytest.mark.slow
-def test_fault_19_overlap_changes_no_bit() -> None:
-    """DS#8061, #8080."""
+@pytest.mark.parametrize("carrier", ["gloo", "late"])
+def test_fault_19_overlap_changes_no_bit(carrier: str) -> None:
+    """DS#8061, #8080. Where collectives run beside the backward: gloo's own, and such as come as late as they may."""
     axes = Axes(pp=2, dp=2)
     cases = [Case(axes, stage, accumulation=3, precision=precision) for stage, precision in product(STAGES, ("fp32", "bf16", "fp64"))]
-    without = [replace(case, overlap=False) for case in cases]
-    for (case, ours), (_, theirs) in zip(train_on(axes, cases), train_on(axes, without), strict=True):
-        for one, other in zip(ours, theirs, strict=True):
+    overlapped = run_ranks(4, train_late, cases) if carrier == "late" else run_ranks(4, train_all, cases, False)
+    plain = run_ranks(4, train_all, [replace(case, overlap=False) for case in cases], carrier == "late")
+    for ours, theirs in zip(overlapped, plain, strict=True):
+        for case, one, other in zip(cases, ours, theirs, strict=True):
             assert one["norms"] == other["norms"], case
             for mine, yours in zip(one["fragments"], other["fragments"], strict=True):
                 assert torch.equal(mine[2], yours[2]), (case, mine[0].name)

@@ -25,6 +25,7 @@ from megazero.optim.clip import clip_coefficient
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
+from tests.late import late_collectives
 from tests.places import Piece, values_of
 
 HIDDEN, VOCABULARY, PADDED = 6, 11, 24
@@ -305,10 +306,18 @@ def train(rank: int, case: Case, grid: ProcessGrid | None = None) -> dict[str, A
     return {"gradients": first, "norms": norms, "weights": here.values(), "fragments": fragments}
 
 
-def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def train_all(rank: int, cases: Sequence[Case], shared_memory: bool = True) -> list[dict[str, Any]]:
     """`train` for several layouts of one world, whose start costs more than a toy's training."""
-    grid = build_grid(cases[0].axes)
+    grid = build_grid(cases[0].axes, shared_memory=shared_memory)
     return [train(rank, case, grid) for case in cases]
+
+
+def train_late(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The same where every result comes as late as it may."""
+    with late_collectives() as count:
+        results = train_all(rank, cases)
+    assert count
+    return results
 
 
 def poison(state: ModelState) -> None:

@@ -1,0 +1,64 @@
+"""Collectives whose results come as late as they may: until `wait` a result is NaN, and what travels must not be touched.
+
+A race between a collective and whoever forgets to wait for it shows by chance, on tiny tensors hardly ever. Here it shows always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.mpu import collectives
+from megazero.mpu.collectives import Pending
+from megazero.mpu.grid import Group
+
+
+def _until_wait(output: Tensor, result: Tensor, sent: Tensor) -> Pending:
+    """Give `result` to `output` at `wait`, and see that neither was touched before."""
+    result = result.clone()
+    if output.is_floating_point():
+        output.fill_(math.nan)
+    kept, poisoned = sent.clone(), output.clone()
+
+    def arrive() -> None:
+        assert torch.equal(sent.nan_to_num(), kept.nan_to_num()), "what travels was written to before its wait"
+        assert torch.equal(output.nan_to_num(), poisoned.nan_to_num()), "a result was written to before its wait"
+        output.copy_(result.view(output.shape))
+
+    return Pending(after=arrive)
+
+
+@contextmanager
+def late_collectives() -> Iterator[list[int]]:
+    """In this process, for those who call them as `collectives.NAME`. The list gets an element for each."""
+    reduce, scatter, gather = collectives.all_reduce, collectives.reduce_scatter, collectives.all_gather
+    count: list[int] = []
+
+    def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
+        result = tensor.detach().clone()
+        reduce(result, group, op).wait()
+        count.append(1)
+        return _until_wait(tensor.detach(), result, tensor.detach())
+
+    def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
+        result = torch.empty_like(output)
+        scatter(result, whole.clone(), group).wait()
+        count.append(1)
+        return _until_wait(output, result, whole)
+
+    def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
+        result = torch.empty_like(output)
+        gather(result, piece.clone(), group).wait()
+        count.append(1)
+        return _until_wait(output, result, piece)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_reduce", all_reduce)
+        patch.setattr(collectives, "reduce_scatter", reduce_scatter)
+        patch.setattr(collectives, "all_gather", all_gather)
+        yield count

@@ -1,0 +1,51 @@
+"""--overlap changes no bit of a run: with gloo's own collectives, which run beside the backward, and with such as come as late as they may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.telemetry.record import StepRecord
+from tests.late import late_collectives
+from tests.parity.training import Outcome, data_flags, train_on_rank
+from tests.places import Piece, assemble
+from tests.ranks import run_ranks
+
+MODEL = ["--num-layers", "4", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+NUMBERS = ["--precision", "bf16", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4", "--lr", "1e-3"]
+
+
+def body(rank: int, size: int, flags: list[str], late: bool) -> tuple[tuple[list[StepRecord], dict[str, float], list[Piece]], int]:
+    if not late:
+        return train_on_rank(rank, size, flags, "auto"), 0
+    with late_collectives() as count:
+        return train_on_rank(rank, size, flags, "auto"), len(count)
+
+
+def outcome(flags: list[str], late: bool) -> Outcome:
+    results = run_ranks(4, body, 4, flags, late)
+    assert all((count > 0) == late for _, count in results)
+    (records, losses, _) = results[0][0]
+    return Outcome(records, losses, assemble([pieces for (_, _, pieces), _ in results]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "late"),
+    [
+        (["--zero-stage", "1", "--pp", "2", "--no-shared-memory"], False),
+        (["--zero-stage", "2", "--pp", "2"], True),
+        (["--zero-stage", "1", "--tp", "2", "--sequence-parallel"], True),
+    ],
+    ids=["gloo", "late", "late-sequence-parallel"],
+)
+def test_fault_19_overlap_changes_no_bit(layout: list[str], late: bool, corpus: Path, tmp_path: Path) -> None:
+    flags = [*MODEL, *NUMBERS, *layout, "--bucket-size", "2000", *data_flags(corpus, tmp_path / "cache")]
+    with_overlap, without = outcome(flags, late), outcome([*flags, "--no-overlap"], False)
+    for key in ("loss", "grad_norm"):
+        assert [getattr(r, key) for r in with_overlap.records] == [getattr(r, key) for r in without.records], key
+    assert with_overlap.losses == without.losses
+    for name, weight in without.weights.items():
+        assert torch.equal(with_overlap.weights[name], weight), name
