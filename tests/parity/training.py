@@ -47,13 +47,19 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def job_on_rank(rank: int, size: int, flags: list[str]) -> tuple[Job, Recorder]:
-    """The job of this rank, as the program builds it, with a recorder instead of its log."""
+def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = False) -> tuple[Job, Recorder]:
+    """The job of this rank, as the program builds it, with a recorder instead of its log.
+
+    keep_log: rank 0 has the recorder beside its log, the others have nothing, as in a run. What rank 0 alone would do shows only so.
+    """
     run = parse_run(flags, size, model_level)
     prepared = prepare(run, size, silent)
     job = build_job(prepared, build_grid(axes_of(prepared.run, size), "cpu"))
     recorder = Recorder()
-    job.trainer.log._sinks = (recorder,)
+    if not keep_log:
+        job.trainer.log._sinks = (recorder,)
+    elif rank == 0:
+        job.trainer.log._sinks += (recorder,)
     return job, recorder
 
 

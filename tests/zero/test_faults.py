@@ -82,8 +82,9 @@ def test_fault_07_the_norm_of_bf16_does_not_depend_on_the_partition() -> None:
 def test_fault_09_16_18_gradients_do_not_depend_on_how_samples_are_dealt_out() -> None:
     """DS#8152, #8154, #7773, #5118, #5555: stages x micro-batches, a number of samples that divides by neither, dp and tp."""
     expected = reference(Case(steps=1, samples=13))
-    for axes in (Axes(), Axes(pp=2), Axes(pp=4), Axes(dp=3), Axes(dp=2, tp=2)):
-        cases = [Case(axes, stage, batches, steps=1, samples=13) for stage in STAGES for batches in (1, 4, 16)]
+    for axes in (Axes(), Axes(pp=2), Axes(pp=4), Axes(dp=3), Axes(dp=2, tp=2), Axes(tp=4)):
+        partials = (False, True) if axes.tp > 1 else (False,)  # sequence parallel: what each tp rank has is a part of the sum
+        cases = [Case(axes, s, n, partial=p, steps=1, samples=13) for s in STAGES for n in (1, 4, 16) for p in partials]
         ranks = run_ranks(axes.world_size, train_all, cases)
         for i, case in enumerate(cases):
             found = joined(results[i]["gradients"] for results in ranks)
