@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +21,12 @@ from megazero.convert.report import Report
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.stages import fill_stages
 from megazero.convert.tokenizers import tokenizer_of
+from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
+from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
+from megazero.inference.prompts import checked
 from megazero.inference.sampling import Sampling
 from megazero.model.stage import Stage
 from megazero.mpu.chunks import ChunkMap
@@ -131,6 +136,26 @@ class Model(nn.Module):
         vocabulary = None if self.tokenizer is None else self.tokenizer.vocab_size
         (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in self.ends, vocabulary=vocabulary)
         return [*ids, *new]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 512, sampling: Sampling = GREEDY) -> str:
+        """What the model answers to turns of a conversation, {"role": ..., "content": ...} each, by the chat template beside its tokenizer.
+
+        It ends where `generate` does, and with the token that ends a turn there. The answer has no special tokens; what turns spell like
+        one is text. Raises DataError for a model without a chat template, and for turns that it refuses.
+        """
+        tokens = self._chat_tokens
+        ends = self.ends | tokens.ends
+        ids = checked("the conversation", tokens.question(messages), self.config)
+        model = Pipeline.of([self.stage])
+        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in ends, vocabulary=tokens.vocab_size)
+        return tokens.decode(new[:-1] if new and new[-1] in ends else new)
+
+    @cached_property
+    def _chat_tokens(self) -> ChatTokens:
+        """Raises DataError."""
+        if self.tokenizer is None:
+            raise DataError("the checkpoint leads to no tokenizer, and a chat needs one with a chat template")
+        return ChatTokens(self.tokenizer)
 
 
 def load(path: str | Path, *, precision: str | None = None, device: str | torch.device = "cpu", format: str | None = None) -> Model:

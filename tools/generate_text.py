@@ -2,7 +2,7 @@
 
     python tools/generate_text.py --load runs/mine --prompt "Once upon a time" --temperature 0.8 --top-p 0.95
     torchrun --nproc-per-node 4 tools/generate_text.py --load bloom-7b1 --tp 2 --pp 2 --prompt-file prompts.txt --greedy
-    python tools/generate_text.py --load runs/mine --interactive
+    python tools/generate_text.py --load runs/chat --chat --interactive
     echo "3 1 4 1 5" | python tools/generate_text.py --load runs/ids --ids --max-new-tokens 20
 
 The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout. Prompts come from --prompt, from the lines of
@@ -10,6 +10,10 @@ The checkpoint is of any format that tools/convert_checkpoint.py reads, on any l
 as it comes, several one after the other, each under its number; --json prints a line of JSON for each, with prompt, text, ids, and what ended it.
 The text goes to the standard output, all else to the standard error. Draws depend on the seed and on a prompt's place among the prompts: the
 same seed gives the same text on every layout, whatever the other prompts say, but for rounding.
+
+With --chat a prompt is a user's turn, written by the chat template beside the model's tokenizer, and what comes is the answer, up to the token that
+ends it. --chat --interactive is a conversation, which remembers its turns; /help lists its commands (/reset, /system TEXT, /temperature T). Ctrl-C
+stops an answer and not the program. A special token that a prompt spells is plain text, with --chat and without, and a warning says so.
 
 Status: 0, 2 for a mistake in arguments or files, 130 on Ctrl-C, 141 where nobody reads the output any more, 1 for anything else.
 """
@@ -31,6 +35,8 @@ from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tool import reader_left
+from megazero.inference.chat_tokens import ChatTokens
+from megazero.inference.conversation import Conversation, asked, converse, of_user
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import STANDARD_INPUT, read_prompts
 from megazero.inference.sampling import Sampling
@@ -63,6 +69,10 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     text.add_argument("--prompt-file", metavar="FILE", help="a prompt in each line, as text or jsonl; - is the standard input")
     text.add_argument("--interactive", action="store_true", help="ask for one prompt after the other, until the end of the input")
+    text.add_argument(
+        "--chat", action="store_true", help="prompts are turns of a user, which the model's chat template writes; the model answers"
+    )
+    text.add_argument("--system", metavar="TEXT", help="what a system's turn in front of a chat says")
     text.add_argument("--ids", action="store_true", help="prompts and continuations are token ids; no tokenizer is used")
     add_tokenizer_flags(text)
     text.add_argument("--prefix-id", type=int, metavar="ID", help="token in front of every prompt, as some models want one")
@@ -83,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--ignore-eod",
         action="store_true",
-        help="go on behind the token that ends a document, and others at which the model's files end a text",
+        help="go on behind the token that ends a document, and others at which the model's files or the chat template end a text",
     )
     how.add_argument("--seed", type=int, default=Sampling.seed, help="of the draws (%(default)s)")
     how.add_argument("--batch-size", type=int, default=16, metavar="N", help="continuations that are computed at once (%(default)s)")
@@ -110,6 +120,12 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         wrong.append(str(error))
     if args.ids and args.tokenizer:
         wrong.append(f"--ids and --tokenizer {args.tokenizer} exclude each other")
+    if args.system is not None and not args.chat:
+        wrong.append("--system: it is a turn of a --chat")
+    if args.chat and args.ids:
+        wrong.append("--chat and --ids exclude each other: a chat is text")
+    if args.chat and args.prefix_id is not None:
+        wrong.append(f"--chat and --prefix-id {args.prefix_id} exclude each other: the chat template writes what begins a chat")
     if "" in args.stop:
         wrong.append("--stop: a stop string is empty")
     if args.interactive and (args.prompt or args.prompt_file):
@@ -135,7 +151,12 @@ def tokenizer_for(args: argparse.Namespace, opened: Opened) -> Tokenizer:
     found = tokenizer_named(args, opened)
     if found is None:
         raise DataError(f"{args.load} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on --ids")
-    return found
+    if not args.chat:
+        return found
+    try:
+        return ChatTokens(found)
+    except (DataError, ImportError) as error:
+        raise DataError(f"--chat: {error}") from error
 
 
 def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) -> Manner:
@@ -146,43 +167,18 @@ def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) ->
             if not 0 <= wrong < vocabulary:
                 raise DataError(f"{flag} {wrong}: the model's vocabulary has {vocabulary} tokens")
     eod = opened.end_of_document(tokenizer)
+    ends = opened.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
     return Manner(
         sampling_of(args),
         args.max_new_tokens,
         samples=args.num_samples,
         batch_size=args.batch_size,
         stops=args.stop,
-        stop_ids=frozenset(args.stop_id) if args.ignore_eod else opened.ends.union(args.stop_id, () if eod is None else (eod,)),
+        stop_ids=frozenset(args.stop_id) if args.ignore_eod else ends.union(args.stop_id),
         prefix_id=args.prefix_id,
         eod_id=eod,
         as_json=args.json,
     )
-
-
-def converse(talk: Talk, grid: ProcessGrid) -> None:
-    """Prompt after prompt, read by rank 0, until the input ends."""
-
-    def ask() -> list[Prompt] | None:
-        if sys.stdin.isatty():
-            try:
-                line: str = input("> ")
-            except EOFError:
-                return None
-        else:
-            line = sys.stdin.readline()
-            if not line:
-                return None
-        return talk.read([line.rstrip("\r\n")])
-
-    while True:
-        try:
-            prompts = shared(grid, ask)
-        except DataError as error:
-            talk.note(f"error: {error}")
-            continue
-        if prompts is None:
-            return
-        talk.answer(prompts)
 
 
 def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
@@ -198,10 +194,15 @@ def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
         talk.note(f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id {begins} does")
     talk.note(f"{args.load} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on {grid.device}")
     if args.interactive:
-        converse(talk, grid)
+        converse(talk, grid, Conversation(talk, args.system) if args.chat else None)
         return
     file = args.prompt_file or (None if args.prompt else STANDARD_INPUT)
-    prompts = shared(grid, lambda: talk.read(read_prompts(args.prompt, file)))
+
+    def read() -> list[Prompt]:
+        given = read_prompts(args.prompt, file)
+        return talk.read_chats([asked(args.system, of_user(prompt)) for prompt in given]) if args.chat else talk.read(given)
+
+    prompts = shared(grid, read)
     if not prompts:
         raise DataError(f"--prompt-file {file}: there are no prompts in it")
     talk.answer(prompts)

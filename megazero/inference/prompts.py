@@ -47,18 +47,29 @@ def encoded(prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *,
     An empty prompt is the token that ends documents: what follows is how a document begins.
     """
     rows, begin = [], [] if first is None else [first]
-    assert model.vocab_size is not None
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise DataError(f"the prompt {prompt[:37]!a} is no text: it holds bytes that are not UTF-8, or half a surrogate pair")
         ids = begin + tokenizer.encode(prompt) or ([] if eod_id is None else [eod_id])
-        name = f"the prompt {prompt if len(prompt) < 40 else prompt[:37] + '...'!r}"
         if not ids:
-            raise DataError(f"{name} has no tokens, and the model no token that ends documents to begin with; --prefix-id names one")
-        wrong = next((number for number in ids if number >= model.vocab_size), None)
-        if wrong is not None:
-            raise DataError(f"{name} holds id {wrong}, but the model's vocabulary has {model.vocab_size}: is it the model's tokenizer?")
-        if model.position_embedding == "learned" and len(ids) > max_positions(model):
-            raise DataError(f"{name} has {len(ids)} tokens, more than the {max_positions(model)} positions that the model has learned")
-        rows.append(ids)
+            raise DataError(
+                f"the prompt {shortened(prompt)} has no tokens, and the model no token that ends documents to begin with; --prefix-id names one"
+            )
+        rows.append(checked(f"the prompt {shortened(prompt)}", ids, model))
     return rows
+
+
+def checked(what: str, ids: list[int], model: ModelConfig) -> list[int]:
+    """Ids that a model can begin with. what: whose they are, for the message. Raises DataError."""
+    assert model.vocab_size is not None
+    wrong = next((number for number in ids if number >= model.vocab_size), None)
+    if wrong is not None:
+        raise DataError(f"{what} holds id {wrong}, but the model's vocabulary has {model.vocab_size}: is it the model's tokenizer?")
+    if model.position_embedding == "learned" and len(ids) > max_positions(model):
+        raise DataError(f"{what} has {len(ids)} tokens, more than the {max_positions(model)} positions that the model has learned")
+    return ids
+
+
+def shortened(text: str) -> str:
+    """A text in a message."""
+    return repr(text if len(text) < 40 else text[:37] + "...")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
+from megazero.data.chat import Message
 from megazero.data.tokenizer import Tokenizer
+from megazero.inference.chat_tokens import ChatTokens, spelled
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
-from megazero.inference.prompts import encoded
+from megazero.inference.prompts import checked, encoded, shortened
 from megazero.inference.sampling import Sampling
 from megazero.inference.text import Stream
 
@@ -21,6 +23,10 @@ Prompt = tuple[str, list[int]]
 """Its text, and its ids with what begins them."""
 Row = tuple[int, str, list[int]]
 """A continuation to be made: its number, which the draws depend on, and its prompt."""
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -62,37 +68,61 @@ class Talk:
     """Prompts so far: they number the draws."""
     warned: bool = False
     """Whether it was said that a text outgrows the context."""
+    stopped: Callable[[], bool] = _never
+    """Asked by all ranks after every token: whether all that is being answered ends with it."""
 
     def read(self, prompts: Sequence[str]) -> list[Prompt]:
         """On rank 0. Raises DataError."""
         ids = encoded(prompts, self.tokenizer, self.model, first=self.manner.prefix_id, eod_id=self.manner.eod_id)
+        self._note_specials(prompts, "; --chat writes a chat as the model knows it")
         return list(zip(prompts, ids, strict=True))
 
-    def answer(self, prompts: Sequence[Prompt]) -> None:
-        """Continue prompts, on every rank; the one that shows prints them."""
+    def read_chats(self, chats: Sequence[Sequence[Message]]) -> list[Prompt]:
+        """On rank 0, where the tokenizer is one of chats: conversations that the model is to answer. Raises DataError."""
+        assert isinstance(self.tokenizer, ChatTokens)
+        last = [str(chat[-1]["content"]) for chat in chats]
+        found = [
+            checked(f"the conversation up to {shortened(text)}", self.tokenizer.question(chat), self.model)
+            for text, chat in zip(last, chats, strict=True)
+        ]
+        self._note_specials(last, "")
+        return list(zip(last, found, strict=True))
+
+    def take(self, sampling: Sampling) -> None:
+        """From now on tokens are taken like this."""
+        self.manner = replace(self.manner, sampling=sampling)
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Continue prompts, on every rank; the one that shows prints them, and gets the texts."""
         count, most = self.manner.samples, self.manner.batch_size
         self._note_length(max((len(ids) for _, ids in prompts), default=0))
         rows = [((self.asked + i) * count + k, text, ids) for i, (text, ids) in enumerate(prompts) for k in range(count)]
         self.asked += len(prompts)
         began, tokens = time.perf_counter(), 0
+        texts: list[str] = []
         for start in range(0, len(rows), most):
-            tokens += self._batch(rows[start : start + most], alone=len(rows) == 1)
+            count, shown = self._batch(rows[start : start + most], alone=len(rows) == 1)
+            tokens, texts = tokens + count, texts + shown
         seconds = time.perf_counter() - began
         self.note(f"{tokens} tokens in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} tokens/s")
+        return texts
 
-    def _batch(self, rows: Sequence[Row], *, alone: bool) -> int:
-        """The number of new tokens."""
+    def _batch(self, rows: Sequence[Row], *, alone: bool) -> tuple[int, list[str]]:
+        """(the number of new tokens, the texts where they are shown)."""
         manner = self.manner
-        streams = [Stream(self.tokenizer, ids, manner.stops) for _, _, ids in rows] if self.shows or manner.stops else []
+        # An answer is a text of its own: decoded as `transformers` does it, without what its prompt ends with.
+        before = [[] if isinstance(self.tokenizer, ChatTokens) else ids for _, _, ids in rows]
+        streams = [Stream(self.tokenizer, ids, manner.stops) for ids in before] if self.shows or manner.stops else []
         streaming = self.shows and alone and not manner.as_json
 
         def ends(row: int, token: int) -> bool:
+            stopped = self.stopped()
             if token in manner.stop_ids:
                 return True
             if not streams:
-                return False
+                return stopped
             _show(streams[row].push(token), streaming)
-            return streams[row].stopped is not None
+            return stopped or streams[row].stopped is not None
 
         new = generate(
             self.pipeline,
@@ -111,10 +141,17 @@ class Talk:
                         self._record(prompt, ids, stream) if manner.as_json else f"=== {number + 1}: {prompt!r}\n{stream.text}", flush=True
                     )
             _show("\n", streaming)
-        return sum(map(len, new))
+        return sum(map(len, new)), [stream.text for stream in streams] if self.shows else []
+
+    def _note_specials(self, texts: Sequence[str], advice: str) -> None:
+        for text in texts:
+            if found := spelled(text, self.tokenizer):
+                spells = f"{'the special token' if len(found) == 1 else 'special tokens'} {' '.join(found)}"
+                self.note(f"warning: {shortened(text)} spells {spells}, which is plain text here{advice}")
 
     def _record(self, prompt: str, ids: list[int], stream: Stream) -> str:
-        ended = "stop string" if stream.stopped is not None else "stop token" if ids[-1] in self.manner.stop_ids else "length"
+        length = "length" if len(ids) == self.manner.max_new_tokens else "interruption"
+        ended = "stop string" if stream.stopped is not None else "stop token" if ids[-1] in self.manner.stop_ids else length
         record: dict[str, Any] = {"prompt": prompt, "text": stream.text, "ids": ids, "ended": ended, "stop": stream.stopped}
         return json.dumps(record)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
+import termios
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import pytest
 import torch
 
 import megazero.loading
+from megazero.config.level import ConfigError
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
@@ -131,6 +136,85 @@ def test_a_wrong_command_line_is_told_once() -> None:
         "2 ranks, but 1 process was started",
     ):
         assert words in done.stderr
+
+
+def test_what_a_chat_excludes() -> None:
+    args = generate_text.parser().parse_args(["--load", ".", "--chat", "--ids", "--prefix-id", "1", "--prompt", "x"])
+    with pytest.raises(ConfigError, match=r"--chat and --ids(?s:.*)--chat and --prefix-id 1"):
+        generate_text.check(args, 1)
+    args = generate_text.parser().parse_args(["--load", ".", "--system", "x", "--prompt", "x"])
+    with pytest.raises(ConfigError, match="--system: it is a turn of a --chat"):
+        generate_text.check(args, 1)
+
+
+class Typist:
+    """Somebody at a terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self.keys, terminal = pty.openpty()
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, TOOL, *words],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(terminal)
+        self.seen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self.keys, keys.encode())
+
+    def see(self, words: str, times: int = 1) -> str:
+        """All that stands on the screen once these words have come so many times."""
+        while self.seen.count(words) < times:
+            assert select.select([self.keys], [], [], 240)[0], f"{words!r} did not come {times} times:\n{self.seen}"
+            try:
+                self.seen += os.read(self.keys, 1 << 16).decode("utf-8", errors="replace")
+            except OSError:  # the program has ended
+                raise AssertionError(f"{words!r} did not come {times} times:\n{self.seen}") from None
+        return self.seen
+
+    def status(self) -> int:
+        os.close(self.keys)
+        return self.process.wait(240)
+
+
+def test_ctrl_c_at_a_terminal_stops_an_answer_and_not_the_program(model: Path) -> None:
+    """Prompts go on for ever without it. What is typed meanwhile comes next; the terminal is left as it was."""
+    words = [
+        "--load",
+        str(model),
+        "--tokenizer",
+        "byte",
+        "--interactive",
+        "--ignore-eod",
+        "--max-new-tokens",
+        "1000000",
+        "--temperature",
+        "9",
+    ]
+    person = Typist(*words)
+    before = termios.tcgetattr(person.keys)
+    person.see("> ")
+    person.type("one\n")
+    person.see("more than the model's")
+    person.type("two\n")
+    person.type("\x03")
+    person.see("tokens/s")
+    person.see("> two")
+    person.type("\x03")
+    person.see("tokens/s", 2)
+    person.see("> ", 3)
+    person.type("taken back\x03")
+    person.see("Ctrl-D ends the program")
+    person.type("\x04")
+    person.process.wait(240)
+    assert termios.tcgetattr(person.keys) == before
+    assert person.status() == 0 and "Traceback" not in person.seen
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""A conversation as a model reads it, and its answer as people do: the model's own chat template and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megazero.data.chat import Message, template_of
+from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
+from megazero.data.tokenizer import Tokenizer
+
+
+class ChatTokens:
+    """A tokenizer that knows how a chat is written, and whose texts have no special tokens in them.
+
+    ends  the token with which the template ends an assistant's turn, where there is one
+
+    Raises DataError where there is no chat template beside the tokenizer, ImportError without jinja2.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._template = template_of(tokenizer)
+        assert isinstance(tokenizer, HuggingFaceTokenizer), "there was a template"
+        self._tokenizer = tokenizer
+        self.vocab_size, self.eod_id, self.encode = tokenizer.vocab_size, tokenizer.eod_id, tokenizer.encode
+        self.special_tokens = tokenizer.special_tokens
+        end = self._template.end_of_turn()
+        known = None if end is None else tokenizer.id_of(end)
+        self.ends: frozenset[int] = frozenset() if known is None else frozenset({known})
+
+    def question(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that a model is to answer; what turns spell like a special token is text. Raises DataError."""
+        (encoded,) = self._tokenizer.encode_written([self._template.question(messages)])
+        return [token for token, _, _ in encoded]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, as `transformers` decodes it without special tokens. Raises DataError on an id outside the vocabulary."""
+        return self._tokenizer.decode_without_specials(ids)
+
+
+def spelled(text: str, tokenizer: Tokenizer) -> list[str]:
+    """Special tokens that a text spells: to `encode` they are text."""
+    if isinstance(tokenizer, HuggingFaceTokenizer | ChatTokens):
+        return [token for token in tokenizer.special_tokens.texts if token in text]
+    try:
+        end = "" if tokenizer.eod_id is None else tokenizer.decode([tokenizer.eod_id])
+    except DataError:
+        return []
+    return [end] if end and end in text else []

@@ -1,0 +1,116 @@
+"""A conversation with a model: turns that it remembers, and commands of the person who leads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megazero.data.indexed import DataError
+from megazero.inference.sampling import Sampling
+from megazero.inference.share import shared
+from megazero.inference.talk import Prompt, Talk
+from megazero.inference.terminal import Terminal
+from megazero.mpu.grid import ProcessGrid
+
+Turn = dict[str, str]
+
+
+def asked(system: str | None, *turns: Turn) -> list[Turn]:
+    """A conversation, behind the system's turn where there is one."""
+    return [*([] if system is None else [{"role": "system", "content": system}]), *turns]
+
+
+def of_user(text: str) -> Turn:
+    return {"role": "user", "content": text}
+
+
+@dataclass
+class Conversation:
+    """What rank 0 knows of a conversation. system: what the system's turn says; turns: those of user and assistant."""
+
+    talk: Talk
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    def question(self, line: str) -> list[Prompt]:
+        """What to answer; nothing for a command, which is obeyed. Raises DataError, and remembers nothing of what was wrong."""
+        if line.startswith("/"):
+            self._obey(*line[1:].strip().partition(" ")[::2])
+            return []
+        text = line.strip()
+        return self.talk.read_chats([asked(self.system, *self.turns, of_user(text))]) if text else []
+
+    def remember(self, line: str, answer: str) -> None:
+        """A turn of each. One that was stopped before its first word never was."""
+        if answer:
+            self.turns += [of_user(line.strip()), {"role": "assistant", "content": answer}]
+
+    def _obey(self, command: str, rest: str) -> None:
+        if command not in COMMANDS:
+            raise DataError(f"/{command} is no command (/help lists them); with a blank in front it is a message")
+        COMMANDS[command][0](self, rest.strip())
+
+    def _help(self, rest: str) -> None:
+        for name, (_, use) in COMMANDS.items():
+            self.talk.note(f"/{name:<12} {use}")
+
+    def _reset(self, rest: str) -> None:
+        self.turns.clear()
+        self.talk.note("the conversation is forgotten" + ("" if self.system is None else "; the system's turn stays"))
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self.talk.read_chats([asked(rest, of_user("?"))])  # some templates refuse such turns
+        self.system = rest or None
+        self.talk.note("the system's turn is " + ("set" if rest else "gone") + (" from the next answer on" if self.turns else ""))
+
+    def _temperature(self, rest: str) -> None:
+        try:
+            self.talk.take(replace(self.talk.manner.sampling, temperature=float(rest)))
+        except ValueError:
+            raise DataError(f"/temperature {rest}: a number from 0 on, where 0 takes the likeliest token") from None
+        self.talk.note(f"temperature {self.talk.manner.sampling.temperature:g}")
+
+
+COMMANDS: Mapping[str, tuple[Callable[[Conversation, str], None], str]] = {
+    "reset": (Conversation._reset, "forgets the conversation"),
+    "system": (Conversation._system, "TEXT: what the system's turn in front says; without a text there is none"),
+    "temperature": (Conversation._temperature, "T: the temperature of what follows; 0 takes the likeliest token"),
+    "help": (Conversation._help, "lists the commands. Ctrl-C stops an answer, Ctrl-D ends the program"),
+}
+
+
+def converse(talk: Talk, grid: ProcessGrid, conversation: Conversation | None) -> None:
+    """Line after line, read by rank 0, until the input ends; every rank answers what rank 0 has made of it.
+
+    conversation: None where each line is a prompt of its own.
+    """
+    terminal = Terminal(grid)
+    talk.stopped = terminal.stopped
+    if terminal.person and conversation is not None:
+        talk.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the program")
+    while True:
+        try:
+            found = shared(grid, lambda: _next(talk, terminal, conversation))
+        except DataError as error:
+            talk.note(f"error: {error}")
+            continue
+        if found is None:
+            return
+        if not found["prompts"]:
+            continue
+        talk.take(Sampling(**found["sampling"]))
+        with terminal.listening():
+            answers = talk.answer([(text, ids) for text, ids in found["prompts"]])
+        if conversation is not None and answers:
+            conversation.remember(found["prompts"][0][0], answers[0])
+
+
+def _next(talk: Talk, terminal: Terminal, conversation: Conversation | None) -> dict[str, Any] | None:
+    """On rank 0: what all ranks need to answer the next line; None at the end of the input. Raises DataError."""
+    line = terminal.line()
+    if line is None:
+        return None
+    prompts = talk.read([line]) if conversation is None else conversation.question(line)
+    return {"prompts": prompts, "sampling": asdict(talk.manner.sampling)}

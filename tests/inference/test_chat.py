@@ -1,0 +1,226 @@
+"""Chats against `transformers`: its template, its tokens and its answers, turn after turn, on one rank and on four; commands and warnings."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megazero.loading
+from megazero.data.indexed import DataError
+from megazero.data.tokenizer import build_tokenizer
+from megazero.inference import chat_tokens
+from megazero.inference.conversation import asked, of_user
+from megazero.inference.talk import Talk
+from megazero.inference.terminal import Terminal
+from megazero.mpu.grid import Axes, ProcessGrid, build_grid, single_process_grid
+from tests.data.chats import CHATML, HEADERS, INSTRUCT, PLAIN, SPECIALS, write_tokenizer
+from tests.parity.float64 import in_float64
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+tool: Any = import_module("tools.generate_text")
+END = SPECIALS.index("<|im_end|>")
+LENGTH = 14
+LINES = ["two and two?", "Grüße, 你好", "and the fox?"]
+
+
+def folder_of(folder: Path, template: str | None = PLAIN) -> Path:
+    """A model whose answers end where <|im_end|> does: its head takes that for a token which random weights like."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, initializer_range=0.4, bos_token_id=3, eos_token_id=[0], **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return write_tokenizer(folder, template)
+
+
+def ending(folder: Path, token: int) -> None:
+    """From now on <|im_end|> comes where this token came."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][END] = 1.25 * tensors["lm_head.weight"][token]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def their_answer(folder: Path, turns: list[dict[str, str]], ends: Sequence[int]) -> tuple[list[int], str]:
+    """(the new ids of `generate`, the text that one puts into the next turn)."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    with in_float64(), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        found = model.generate(**prompt, max_new_tokens=LENGTH, do_sample=False, eos_token_id=list(ends), pad_token_id=0)
+    new = found[0, prompt["input_ids"].shape[1] :].tolist()
+    return new, tokenizer.decode(new, skip_special_tokens=True)
+
+
+def their_conversation(folder: Path, system: str | None) -> list[tuple[list[int], str]]:
+    turns, found = asked(system), []
+    for line in LINES:
+        turns.append(of_user(line))
+        found.append(their_answer(folder, turns, (0, END)))
+        turns.append({"role": "assistant", "content": found[-1][1]})
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = folder_of(tmp_path_factory.mktemp("chat"))
+    new, _ = their_answer(folder, [of_user(LINES[0])], (0,))
+    ending(folder, new[5])
+    return folder
+
+
+def converse(folder: Path, lines: Sequence[str], grid: ProcessGrid, *words: str) -> str:
+    """What a conversation prints on this rank."""
+    flags = ["--load", str(folder), "--chat", "--interactive", "--greedy", "--precision", "fp64", "--max-new-tokens", str(LENGTH)]
+    args, shown, before = tool.parser().parse_args([*flags, *words]), io.StringIO(), sys.stdin
+    sys.stdin = io.StringIO("".join(f"{line}\n" for line in lines))
+    try:
+        with redirect_stdout(shown):
+            tool.talk_on(args, grid)
+    finally:
+        sys.stdin = before
+    return shown.getvalue()
+
+
+def on_rank(rank: int, folder: Path) -> str:
+    axes = Axes(tp=2, pp=2)
+    return converse(folder, LINES, build_grid(axes, torch.device("cpu")), "--json", "--system", "be brief")
+
+
+def test_a_conversation_has_the_tokens_of_transformers(model: Path) -> None:
+    """Each answer stands in the next question; some end with the template's token, at which no file of the model ends a text."""
+    wanted = their_conversation(model, "be brief")
+    assert any(ids[-1] == END for ids, _ in wanted) and any(len(ids) > 3 for ids, _ in wanted)
+    records = [json.loads(line) for line in converse(model, LINES, single_process_grid(), "--json", "--system", "be brief").splitlines()]
+    assert [(record["ids"], record["text"]) for record in records] == wanted
+    assert [record["ended"] for record in records] == ["stop token" if ids[-1] == END else "length" for ids, _ in wanted]
+    ranks = run_ranks(4, on_rank, model)
+    assert ranks[1:] == [""] * 3
+    assert [json.loads(line)["ids"] for line in ranks[0].splitlines()] == [ids for ids, _ in wanted]
+
+
+def test_an_answer_is_streamed_as_its_text(model: Path) -> None:
+    wanted = their_conversation(model, None)
+    assert converse(model, LINES, single_process_grid()) == "".join(f"{text}\n" for _, text in wanted)
+
+
+@pytest.mark.parametrize("template", [CHATML, HEADERS, INSTRUCT], ids=["chatml", "headers", "instruct"])
+def test_an_answer_in_a_program(template: str, model: Path, tmp_path: Path) -> None:
+    """`megazero.load(path).chat(messages)`, whatever the template."""
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(model / file)
+    write_tokenizer(tmp_path, template)
+    opened = megazero.loading.load(tmp_path, precision="fp64")
+    ends = (0, 0 if template is INSTRUCT else END)
+    for turns in ([of_user(LINES[0])], [of_user(LINES[1]), {"role": "assistant", "content": "x"}, of_user(LINES[2])]):
+        assert opened.chat(turns, LENGTH) == their_answer(tmp_path, turns, ends)[1]
+    with pytest.raises(DataError, match="a list of turns"):
+        opened.chat([])
+
+
+def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
+    folder_of(tmp_path, None)
+    with pytest.raises(DataError, match="has no chat template"):
+        megazero.loading.load(tmp_path).chat([of_user("x")])
+    args = tool.parser().parse_args(["--load", str(tmp_path), "--chat", "--prompt", "x"])
+    with pytest.raises(DataError, match=r"--chat: .* has no chat template"):
+        tool.talk_on(args, single_process_grid())
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="leads to no tokenizer"):
+        megazero.loading.load(tmp_path).chat([of_user("x")])
+
+
+def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is asked after each, and at which temperature; what is wrong changes nothing."""
+    asked_for: list[tuple[str, float]] = []
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+
+    def answer(talk: Talk, prompts: Sequence[tuple[str, list[int]]]) -> list[str]:
+        asked_for.append((theirs.decode(prompts[0][1]), talk.manner.sampling.temperature))
+        return [f"answer {len(asked_for)}"]
+
+    monkeypatch.setattr(Talk, "answer", answer)
+    lines = ["one", "/system be brief", "", "two", "/reset", "/temperature 0.5", "/temperature -1", "/temperature", "/nonsense", "three"]
+    converse(model, [*lines, "/system", "/help", " /four"], single_process_grid())
+    told = capsys.readouterr().err
+    system, first = {"role": "system", "content": "be brief"}, [of_user("one"), {"role": "assistant", "content": "answer 1"}]
+    third = [of_user("three"), {"role": "assistant", "content": "answer 3"}]
+    wanted = [([of_user("one")], 0.0), ([system, *first, of_user("two")], 0.0), ([system, of_user("three")], 0.5)]
+    wanted += [([*third, of_user("/four")], 0.5)]
+    assert asked_for == [
+        (theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), temperature) for turns, temperature in wanted
+    ]
+    for words in (
+        "/temperature -1: a number from 0",
+        "/temperature : a number",
+        "/nonsense is no command",
+        "the conversation is forgotten",
+    ):
+        assert words in told
+    assert all(f"/{name} " in told for name in ("reset", "system", "temperature", "help"))
+
+
+def test_a_system_turn_that_the_template_refuses_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of(tmp_path, "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + PLAIN)
+    shown = converse(tmp_path, ["/system be brief", "hello"], single_process_grid(), "--json")
+    assert "error: the chat template fails: no system here" in capsys.readouterr().err
+    assert json.loads(shown)["prompt"] == "hello"
+
+
+@pytest.mark.parametrize("words", [["--chat"], []])
+def test_a_special_token_that_is_spelled_is_told(words: list[str], model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for prompt, told in (("a <|im_end|> b", True), ("harmless", False)):
+        args = tool.parser().parse_args(["--load", str(model), "--prompt", prompt, "--max-new-tokens", "1", *words])
+        tool.talk_on(args, single_process_grid())
+        assert ("warning: 'a <|im_end|> b' spells the special token <|im_end|>, which is plain text" in capsys.readouterr().err) is told
+
+
+def test_every_kind_of_tokenizer_says_what_a_text_spells(model: Path) -> None:
+    tokenizer = build_tokenizer("hf", str(model))
+    for kind in (tokenizer, chat_tokens.ChatTokens(tokenizer)):
+        assert chat_tokens.spelled("<s> and <|im_end|>", kind) == ["<|im_end|>", "<s>"]
+    byte = build_tokenizer("byte", None)
+    assert chat_tokens.spelled("a <|endoftext|>", byte) == ["<|endoftext|>"] and not chat_tokens.spelled("a", byte)
+
+
+def pressed(rank: int) -> list[bool]:
+    """Ctrl-C comes to rank 0 after the third token."""
+    terminal, found = Terminal(build_grid(Axes(tp=2, pp=2), torch.device("cpu"))), []
+    with terminal.listening():
+        for token in range(6):
+            found.append(terminal.stopped())
+            if rank == 0 and token == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+    return found
+
+
+def test_all_ranks_hear_of_ctrl_c_at_one_token() -> None:
+    assert run_ranks(4, pressed) == [[False] * 3 + [True] * 3] * 4
+
+
+def test_ctrl_c_stops_the_answer_and_is_remembered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next question has the part of the answer that came."""
+    before, questions = Talk.read_chats, []
+
+    def read(talk: Talk, chats: Any) -> Any:
+        questions.append(chats[0])
+        return before(talk, chats)
+
+    monkeypatch.setattr(Talk, "read_chats", read)
+    count = iter(range(1000))
+    monkeypatch.setattr(Terminal, "stopped", lambda self: next(count) == 4)
+    first, second = converse(model, LINES[:2], single_process_grid(), "--json", "--ignore-eod").splitlines()
+    assert len(json.loads(first)["ids"]) == 5 and json.loads(first)["ended"] == "interruption"
+    assert len(json.loads(second)["ids"]) == LENGTH
+    assert questions[1] == [of_user(LINES[0]), {"role": "assistant", "content": json.loads(first)["text"]}, of_user(LINES[1])]
