@@ -8,24 +8,27 @@ from megazero.start import start_process
 if __name__ == "__main__":
     signals = start_process(sys.argv)
 
-from megazero.config.parse import command, dump, parse_run
+from megazero.config.parse import ask
 from megazero.data.progress import silent, to_stderr
 from megazero.init_from import model_level
 from megazero.job import build_job
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.prepare import prepare
 from megazero.telemetry.watchdog import StopSignals
+from megazero.verdict import answer
 
 
 def main(arguments: list[str], environment: Environment, signals: StopSignals | None = None) -> None:
     """Parse, build, run. signals: what asks the run to stop; None: nothing does."""
-    run = parse_run(arguments, environment.world_size, model_level)
-    if command(arguments).validate_only:
-        print(dump(run))
+    asked = ask(arguments, environment.world_size, model_level)
+    if asked.command.starts_nothing:
+        told = answer(asked, environment.world_size)
+        if environment.rank == 0:
+            print(told)
         return
-    prepared = prepare(run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
+    prepared = prepare(asked.run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
     with launch(prepared.run.parallel, environment) as grid:
-        job = build_job(prepared, grid, signals)
+        job = build_job(prepared, grid, signals, asked.notes)
         job.fit()
         job.report()
 

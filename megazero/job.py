@@ -14,7 +14,7 @@ from megazero.build import build_engine, build_stages, chunks_of, places_of, wit
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.dump import dump
+from megazero.config.dump import RUN_FILE, dump
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
@@ -42,9 +42,6 @@ from megazero.trainer import Position, Trainer
 from megazero.zero.layout import owned_pieces
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
-
-RUN_FILE = "run.yaml"
-"""The resolved run, in the save folder."""
 
 
 @dataclass
@@ -164,8 +161,11 @@ class Job:
         return tokenizer.decode([*ids, *new])
 
 
-def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None) -> Job:
-    """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner. signals: what asks the run to stop."""
+def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None, notes: Sequence[str] = ()) -> Job:
+    """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner.
+
+    signals: what asks the run to stop. notes: what its user should know before it starts.
+    """
     run = _with_device(prepared.run, grid)
     if grid.rank == 0 and grid.device.type == "cuda":
         print("megazero: kernels for this card are loaded and tried; what is not compiled yet is now, which can take a minute", flush=True)
@@ -205,7 +205,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
         trainer.saves = saves
     start = job.resume()
     if grid.rank == 0:
-        _introduce(run, grid, prepared, start, checkpoints.fence)
+        _introduce(run, grid, prepared, start, checkpoints.fence, notes)
     trainer.log = step_log(run, grid, sinks_of(run, grid, trainer.position, checkpoints.fence))
     if run.checkpoint.async_save:
         trainer.log.note(f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written")
@@ -223,10 +223,10 @@ def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], 
     return write_all if there else None
 
 
-def _introduce(run: Run, grid: ProcessGrid, prepared: Prepared, start: str, fence: Fence | None) -> None:
+def _introduce(run: Run, grid: ProcessGrid, prepared: Prepared, start: str, fence: Fence | None, notes: Sequence[str]) -> None:
     """Print the banner; write the resolved run beside the checkpoints, where `--config` can take it from."""
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
-    print(overview(run, grid, prepared.text, start, changes), end="\n\n", flush=True)
+    print(overview(run, grid, prepared.text, start, changes, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()
         replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)

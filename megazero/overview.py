@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from megazero.adapters import trained_parameters
 from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
-from megazero.config.dump import run_dict
+from megazero.config.dump import RUN_FILE, departures
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, Run
@@ -30,19 +31,21 @@ from megazero.zero.layout import pack
 from megazero.zero.placement import Column, Spread, columns, placements
 
 
-def overview(run: Run, grid: ProcessGrid, text: str, start: str, changes: list[tuple[str, object, object]]) -> str:
-    """The banner of a run on this grid. text: what the data is; start: from what it starts."""
+def overview(
+    run: Run, grid: ProcessGrid, text: str, start: str, changes: list[tuple[str, object, object]], notes: Sequence[str] = ()
+) -> str:
+    """The banner of a run on this grid. text: what the data is; start: from what it starts; notes: what its user should know."""
     axes = grid.axes
-    micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     parts = [
-        (f"megazero: {axes.world_size} ranks, tp {axes.tp} x pp {axes.pp} x dp {axes.dp}", banner.draw_grid(axes.pp, axes.dp, axes.tp)),
+        (f"megazero: {banner.ranks(axes.tp, axes.pp, axes.dp)}", banner.draw_grid(axes.pp, axes.dp, axes.tp)),
         ("Model", banner.pairs(_model(run))),
         (f"Memory of the model state, ZeRO-{run.parallel.zero_stage}", banner.stage_table(stage_bytes(run, axes))),
-        ("Schedule", banner.pairs([*_schedule(run, axes, micro_batches), *_communication(run, grid)])),
+        ("Schedule", banner.pairs([*schedule_lines(run, axes), *_communication(run, grid)])),
         ("Run", banner.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", banner.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
-        ("Resolved run (run.yaml of the save folder; --config takes it)", _resolved(run)),
+        ("Other than the defaults", _departures(run)),
+        ("Worth knowing", banner.bullets(notes)),
     ]
     return banner.sections(parts)
 
@@ -125,7 +128,9 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> banner.StageBytes:
     return banner.StageBytes(words, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer)
 
 
-def _schedule(run: Run, axes: Axes, micro_batches: int) -> list[tuple[str, str]]:
+def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
+    """The schedule with its bubble, and what follows from it."""
+    micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
     report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), _times(run))
     widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
@@ -163,11 +168,15 @@ def _times(run: Run) -> Times:
     return Times(forward, tuple(2 * seconds for seconds in forward))
 
 
-def _resolved(run: Run) -> str:
-    """Every field and its value, a paragraph per section."""
-    return banner.pairs(
-        [(section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items())) for section, fields in run_dict(run).items()]
-    )
+def _departures(run: Run) -> str:
+    """What the run has otherwise than the defaults, a paragraph per section, and where all of it stands. The device is told above."""
+    shown = [
+        (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items() if name != "device"))
+        for section, fields in departures(run).items()
+    ]
+    save = run.checkpoint.save
+    everything = f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
+    return banner.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
 
 
 def _word(value: object) -> str:

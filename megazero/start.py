@@ -8,7 +8,7 @@ from megazero.allocator import restart_with_settings
 from megazero.telemetry.console import outlive_the_console
 from megazero.telemetry.watchdog import StopSignals
 
-CHECKS = frozenset({"--validate-only", "--help", "-h"})
+CHECKS = frozenset({"--validate-only", "--print-config", "--help", "-h"})
 """With one of these nothing is trained; a check that was broken off has found nothing right, so signals do what they do to any program."""
 
 

@@ -13,6 +13,8 @@ from megazero.config.level import Level
 from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 
+RUN_FILE = "run.yaml"
+"""Where a run keeps itself, in the folder of its checkpoints."""
 RESOLVED = "resolved"
 """Top-level key of a file that a run wrote: every field is there, and units are mixed where presets and flags did so."""
 
@@ -24,6 +26,16 @@ def run_dict(run: Run) -> dict[str, dict[str, Any]]:
         value = getattr(getattr(run, known.section), name)
         plain[known.section][name] = list(value) if isinstance(value, tuple) else value
     return plain
+
+
+def departures(run: Run) -> dict[str, dict[str, Any]]:
+    """Of `run_dict` what differs from the defaults, without the sections where nothing does."""
+    plain = run_dict(Run())
+    found = {
+        section: {name: value for name, value in fields.items() if value != plain[section][name]}
+        for section, fields in run_dict(run).items()
+    }
+    return {section: fields for section, fields in found.items() if fields}
 
 
 def build_run(settings: Mapping[str, Any]) -> Run:

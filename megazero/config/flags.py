@@ -36,11 +36,20 @@ class Command:
     deepspeed_config: str | None = option(None, metavar="FILE.json")
     "Settings from a DeepSpeed configuration file, between --preset and --config; it may not contradict a flag."
     validate_only: bool = option(False)
-    "Check everything, print the resolved run, start nothing."
+    "Check the run and what it names (data, tokenizer, checkpoint), print a verdict, start nothing."
+    skip_files: bool = option(False)
+    "With --validate-only: leave out what is named, which may be on another machine."
+    print_config: bool = option(False)
+    "Print the resolved run as YAML, which --config takes, and start nothing."
     world_size: int | None = option(None, metavar="N")
-    "With --validate-only: the number of ranks to check for. torchrun sets it otherwise."
+    "With --validate-only or --print-config: the number of ranks to check for. torchrun sets it otherwise."
     help: bool = option(False, "-h")
     "Show this and exit."
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Whether the run is only looked at."""
+        return self.validate_only or self.print_config
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megazero.config.dump import build_run, dump, read_yaml
 from megazero.config.effects import without_effect
 from megazero.config.facts import Facts
 from megazero.config.flags import Command, help_text, read_command_line
+from megazero.config.lengths import rarely_saved
 from megazero.config.level import ConfigError, Level, merge
 from megazero.config.options import run_options
 from megazero.config.presets import preset, presets
@@ -57,7 +58,7 @@ def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], L
     """The run that a command line describes, on `world_size` ranks.
 
     model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for --init-from; None in
-    programs that start from none. With --validate-only --world-size N the check is for N ranks. World size None leaves out what depends on
+    programs that start from none. With --validate-only or --print-config, --world-size N makes it a run of N ranks. World size None leaves out what depends on
     it (tools that start no ranks). `--help` prints and exits with 0. Raises ConfigError with everything that is wrong.
     """
     line = read_command_line(argv)
@@ -65,8 +66,10 @@ def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], L
         sys.stdout.write(help_text(presets=tuple(presets())))
         raise SystemExit(0)
     problems = list(line.level.problems)
+    if line.command.skip_files and not line.command.validate_only:
+        problems.append("--skip-files goes with --validate-only: a run needs what it names")
     if line.command.world_size is not None:
-        if line.command.validate_only:
+        if line.command.starts_nothing:
             world_size = line.command.world_size
         else:
             problems.append(
@@ -89,7 +92,7 @@ def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], L
     problems += contradictions(model, run, bad) if model is not None else ()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
-    return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given))))
+    return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given)), *rarely_saved(run)))
 
 
 def _deepspeed_defaults(levels: list[Level]) -> list[str]:

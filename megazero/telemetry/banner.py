@@ -36,6 +36,17 @@ def pairs(entries: Sequence[tuple[str, str]], width: int = WIDTH - 2) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def bullets(lines: Sequence[str], width: int = WIDTH - 2) -> str:
+    """Sentences, each on a line of its own behind a dash; long ones go on under themselves."""
+    return "\n".join(f"{'- ' if i == 0 else '  '}{part}" for line in lines for i, part in enumerate(_wrap(line, width - 2)))
+
+
+def ranks(tp: int, pp: int, dp: int) -> str:
+    """`4 ranks, tp 2 x pp 2 x dp 1`."""
+    number = tp * pp * dp
+    return f"{number} rank{'' if number == 1 else 's'}, tp {tp} x pp {pp} x dp {dp}"
+
+
 def _wrap(text: str, width: int) -> list[str]:
     """Break a long line at spaces; a word longer than the width keeps its line (a path must stay whole to be copied)."""
     if len(text) <= width:

@@ -290,7 +290,7 @@ def test_a_default_takes_a_flag_back() -> None:
 
 
 def test_a_preset_may_carry_what_another_run_needs() -> None:
-    assert notes("--preset bloom-560m --precision fp32 --lr-decay-style constant", 1) == ()
+    assert notes("--preset bloom-560m --precision fp32 --lr-decay-style constant --save d --save-interval 9", 1) == ()
 
 
 INSTRUCTIONS = "--instruction-data x.jsonl --tokenizer byte"

@@ -41,19 +41,6 @@ def test_everything_wrong_is_said_once_before_anything_starts(tmp_path: Path) ->
     assert "Traceback" not in alone.stderr
 
 
-def test_validate_only_needs_no_launcher() -> None:
-    flags = "--preset bloom-176b --data-path x --tp 4 --pp 12 --zero-stage 1 --validate-only --world-size 384"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split()],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "hidden_size: 14336" in done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["the launcher", "one rank"])
 def test_a_signal_saves_and_ends_well(whom: str, flags: list[object], tmp_path: Path) -> None:
