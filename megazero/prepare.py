@@ -22,6 +22,7 @@ from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
 from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.epochs import epochs_told, with_samples
 from megazero.optim.progress import Progress
 from megazero.presence import look
 from megazero.requirements import unfit
@@ -62,7 +63,9 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
         else:
             text = " ".join(run.data.data_path)
         assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
+        run = with_samples(run, tokenizer, report)
         datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
+        text = f"{text}; {epochs_told(run, datasets, samples_asked(run))}"
     except DataError as error:
         raise ConfigError([str(error)]) from error
     changes = _changes(found, run, world_size, datasets)

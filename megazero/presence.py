@@ -50,7 +50,8 @@ def look(run: Run, world_size: int) -> Present:
     with _collected(problems, f"--load {run.checkpoint.load}: "):
         found = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
     opened = tokenizer is not None or run.data.tokenizer is None
-    if found is not None and opened and (run.data.data_path or run.data.instruction_data):
+    resolved = run.schedule.epochs is None  # else the length, and with it the rates, are not known before the data are
+    if found is not None and opened and resolved and (run.data.data_path or run.data.instruction_data):
         problems += other_run(run, found, world_size)
     return Present(run, tokenizer, found, tuple(problems))
 

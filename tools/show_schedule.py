@@ -82,6 +82,8 @@ def main() -> int:
             problems.append(f"{FLAG} {value}: numbers from 1 with commas between, as 1,100 or 1-5")
     try:
         schedule = parse_run(rest, None, model_level).schedule
+        if schedule.epochs is not None:
+            problems.append(f"--epochs {schedule.epochs:g}: how many samples these are, only the data say; give --train-samples")
     except ConfigError as error:
         problems += error.problems
     if problems:

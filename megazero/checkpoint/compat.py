@@ -118,7 +118,7 @@ _FREE = {
     **_plain("optimizer", "precision", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
     **_plain("optimizer", "fp8"),
     "optimizer.fp8_amax_history": lambda run: run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None,
-    **_plain("schedule", "micro_batch_size", "train_iters", "train_samples"),
+    **_plain("schedule", "micro_batch_size", "train_iters", "train_samples", "epochs"),
     **_plain("data", "valid_data_path", "valid_instruction_data"),
     **_plain("model", "make_vocab_size_divisible_by", "init_method_std"),
 }

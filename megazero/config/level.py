@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SIBLINGS: tuple[tuple[str, ...], ...] = (
-    ("train_iters", "train_samples"),
+    ("train_iters", "train_samples", "epochs"),
     ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),

@@ -146,7 +146,7 @@ def _unknown(levels: Sequence[Level]) -> set[str]:
 def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str, Any]:
     """The settings and those defaults that depend on other settings, made explicit."""
     settings = dict(settings)
-    if settings.get("train_iters") is None and settings.get("train_samples") is None:
+    if all(settings.get(length) is None for length in ("train_iters", "train_samples", "epochs")):
         settings["train_iters"] = DEFAULT_ITERATIONS
         settings.setdefault("exit_duration_in_mins", DEFAULT_MINUTES)
     positions = settings.get("position_embedding", run_options()["position_embedding"].default)

@@ -178,9 +178,11 @@ class ScheduleConfig:
     rampup_batch_size: tuple[int, ...] | None = option(None, many=True, metavar="N")
     "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."
     train_iters: int | None = option(None)
-    "Optimizer steps of the run; without this and --train-samples: default 100, or 10 minutes if they end first."
+    "Optimizer steps of the run; without this, --train-samples and --epochs: default 100, or 10 minutes if they end first."
     train_samples: int | None = option(None)
     "Samples of the run, instead of iterations: as many whole global batches as they suffice for."
+    epochs: float | None = option(None, metavar="X")
+    "Instead of both: how often the training data are read, conversations too. Of a blend: as many tokens as its pairs have together; the weights say which of them are read more often, and the banner how often."
     lr: float = option(1e-3)
     "Highest learning rate; without any --lr-warmup-... it holds from the first step."
     min_lr: float = option(0.0)

@@ -62,7 +62,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     | dict.fromkeys(
         (
             *("rotary_base", "norm_epsilon", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
-            *("distributed_timeout_minutes", "exit_duration_in_mins", "lora_alpha"),
+            *("distributed_timeout_minutes", "exit_duration_in_mins", "lora_alpha", "epochs"),
         ),
         _POSITIVE,
     )

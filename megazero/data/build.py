@@ -72,6 +72,12 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     return dict(zip(names, words[1::2], strict=True))
 
 
+def train_tokens(cfg: DataConfig) -> list[int]:
+    """Tokens of each pair of --data-path that --split leaves for training. Reads headers and ends of the .idx only. Raises DataError."""
+    pairs = [IndexedDataset(prefix) for prefix in parse_data_path(cfg.data_path).prefixes]
+    return [data.tokens_between(*split_bounds(cfg.split, len(data))[0]) for data in pairs]
+
+
 def build_datasets(
     cfg: DataConfig,
     *,
