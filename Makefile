@@ -53,7 +53,7 @@ test-all: $(VENV)/.installed-test
 	$(RUN_TESTS) --depth all $(PYTEST)
 
 parity: $(VENV)/.installed-test
-	MEGAZERO_PARITY_LAYOUTS=$(LAYOUTS) MEGAZERO_PARITY_SEED=$(or $(SEED),0) $(RUN_TESTS) tests/parity $(PYTEST)
+	$(RUN_TESTS) --layouts $(LAYOUTS) tests/parity/test_layouts.py tests/parity/test_kernels.py $(PYTEST)
 
 # These two install nothing: PYTHON where it is given, else the virtual environment where there is one, else python3.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VENV)/bin/python),$(PYTHON)),$(PYTHON))

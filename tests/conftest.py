@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megazero")
     group.addoption("--depth", choices=("check", "test", "all"), default="test", help="how much runs: see docs/testing.md")
     group.addoption("--seed", type=int, metavar="N", help="draws the samples and layouts again that a run with this seed drew")
+    group.addoption("--layouts", type=int, metavar="N", help="how many generated layouts each test of tests/parity tries")
     group.addoption("--cpu", type=int, metavar="N", help="list the N tests, files and rooms that took most processor time")
 
 

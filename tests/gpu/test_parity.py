@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "pp 2, dp 2, interleaved, ZeRO-1": {"tp": 1, "pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved", "tied": True, "accumulation": 3},
     "pp 4, zb-h1": {"tp": 1, "pp": 4, "dp": 1, "schedule": "zb-h1", "layers": 7, "accumulation": 3, "positions": "learned"},
     "pp 2, dp 2, zb-v, ZeRO-2": {"tp": 1, "pp": 2, "dp": 2, "schedule": "zb-v", "zero": 2, "tied": True, "positions": "rotary"},
-    "tp 3, pp 2": {"tp": 3, "pp": 2, "dp": 1, "heads": 6, "groups": None, "vocab": 1003, "dropout": 0.1},
+    "tp 3, pp 2": {"tp": 3, "pp": 2, "dp": 1, "heads": 6, "groups": None, "dropout": 0.1},
 }
 
 
@@ -50,8 +50,8 @@ def train_on_card(rank: int, size: int, flags: list[str]) -> tuple[list[StepReco
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_on_the_card_equals_one_process_on_the_cpu(name: str, corpus: Path, tmp_path: Path) -> None:
-    case = draw(random.Random(name), **LAYOUTS[name])
-    flags = [*case.model_flags(), *data_flags(corpus, tmp_path / "cache"), "--train-iters", str(STEPS)]
+    case = draw(random.Random(name), LAYOUTS[name] | {"shared_memory": True})
+    flags = [*case.model.flags(), *data_flags(corpus, tmp_path / "cache"), "--train-iters", str(STEPS)]
     alone = train(1, [*flags, "--micro-batch-size", "1", "--device", "cpu"])
     on_card = [*flags, *case.layout_flags(), "--device", "cuda", "--backend", "gloo"]
     results = run_ranks(case.ranks, train_on_card, case.ranks, on_card)

@@ -1,29 +1,33 @@
-"""Layouts drawn at random: every axis of the program against one process.
+"""Layouts drawn at random: every axis of the program against one process, on a few models.
 
-A `Case` is a model and a layout as command-line flags. The generator is seeded; a draw that breaks one of the
-mathematical constraints (see `fits`) is drawn again. `required` names combinations that must be among the cases;
-the generator is asked for a case that has them, the rest of it stays random.
+A `Case` is a model and a layout as command-line flags. The models are fixed, so that one process trains each of them once for all its
+layouts; together they have every value of every choice. The layouts come from a seed; a draw that breaks one of the mathematical
+constraints (see `fits`) is drawn again. `REQUIRED` names combinations that must be among the cases; the rest of such a case stays random.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
 MAX_RANKS = 8
 SEQUENCE = 12
+BATCH = 12
+"""Samples of a step: dp, the micro-batches and their size multiply to it."""
+VOCABULARY = 1003
+"""Divides by no tp."""
 CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-v": (2,)}
 """Model chunks per rank that the cases have under each schedule."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One model on one layout."""
+class Model:
+    """What the model and the optimizer step compute."""
 
+    name: str
     heads: int
     layers: int
-    vocab: int
     positions: str
     tied: bool
     norm: str
@@ -33,38 +37,14 @@ class Case:
     dropout: float
     smoothing: float
     document_mask: bool
-    tp: int
-    pp: int
-    dp: int
-    zero: int
-    schedule: str
-    virtual: int
-    sequence_parallel: bool
-    recompute: str
-    every: int
-    accumulation: int
-    micro_batch: int
-    overlap: bool
-    bucket: int
 
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    @property
-    def name(self) -> str:
-        parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"z{self.zero}", f"{self.schedule}x{self.virtual}"]
-        parts += ["sp"] * self.sequence_parallel + [f"re-{self.recompute}{self.every}"] * (self.recompute != "none")
-        parts += ["tied" if self.tied else "untied", self.positions, f"n{self.heads}", f"L{self.layers}", f"V{self.vocab}"]
-        return "-".join([*parts, f"acc{self.accumulation}", f"drop{self.dropout}"])
-
-    def model_flags(self, precision: str = "fp64") -> list[str]:
-        """What the model and the optimizer step compute: the same on one process."""
+    def flags(self, precision: str = "fp64") -> list[str]:
+        """The same on one process and on every layout."""
         flags = {
             "--num-layers": self.layers,
             "--hidden-size": 24,
             "--num-attention-heads": self.heads,
-            "--vocab-size": self.vocab,
+            "--vocab-size": VOCABULARY,
             "--make-vocab-size-divisible-by": 1,
             "--seq-length": SEQUENCE,
             "--position-embedding": self.positions,
@@ -75,7 +55,7 @@ class Case:
             "--attention-dropout": self.dropout,
             "--label-smoothing": self.smoothing,
             "--z-loss": 1e-3 if self.smoothing else 0.0,
-            "--global-batch-size": self.micro_batch * self.dp * self.accumulation,
+            "--global-batch-size": BATCH,
             "--precision": precision,
             "--clip-grad": 0.5,
             "--lr": 1e-3,
@@ -87,6 +67,53 @@ class Case:
         words += [] if self.bias else ["--disable-bias-linear"]
         words += ["--embedding-layernorm"] if self.positions == "alibi" else ["--no-embedding-layernorm"]
         return words + (["--document-mask", "--eod-id", "0", "--eod-mask-loss"] if self.document_mask else [])
+
+
+MODELS = (
+    Model("bloom", 6, 4, "alibi", True, "layernorm", "gelu-tanh", None, True, 0.1, 0.0, False),
+    Model("gpt2", 4, 2, "learned", True, "layernorm", "gelu-tanh", None, True, 0.0, 0.1, False),
+    Model("llama", 12, 7, "rotary", False, "rmsnorm", "swiglu", 4, False, 0.0, 0.0, True),
+    Model("opt", 12, 4, "learned", False, "layernorm", "relu", None, True, 0.1, 0.0, True),
+    Model("grouped", 6, 7, "none", True, "rmsnorm", "gelu", 3, True, 0.1, 0.1, False),
+    Model("deep", 12, 7, "alibi", True, "layernorm", "gelu", None, False, 0.0, 0.0, False),
+    Model("shallow", 4, 2, "rotary", False, "rmsnorm", "swiglu", 2, True, 0.1, 0.0, False),
+    Model("plain", 12, 4, "none", True, "layernorm", "swiglu", None, True, 0.0, 0.1, True),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one layout."""
+
+    model: Model
+    tp: int
+    pp: int
+    dp: int
+    zero: int
+    schedule: str
+    virtual: int
+    sequence_parallel: bool
+    recompute: str
+    every: int
+    accumulation: int
+    overlap: bool
+    bucket: int
+    shared_memory: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def micro_batch(self) -> int:
+        return BATCH // (self.dp * self.accumulation)
+
+    @property
+    def name(self) -> str:
+        parts = [self.model.name, f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"z{self.zero}", f"{self.schedule}x{self.virtual}"]
+        parts += ["sp"] * self.sequence_parallel + [f"re-{self.recompute}{self.every}"] * (self.recompute != "none")
+        parts += ["gloo"] * (not self.shared_memory) + ["late"] * (not self.overlap)
+        return "-".join([*parts, f"acc{self.accumulation}", f"b{self.bucket}"])
 
     def layout_flags(self) -> list[str]:
         """How ranks share the work."""
@@ -102,39 +129,33 @@ class Case:
         }
         words = [str(word) for pair in flags.items() for word in pair]
         words += ["--recompute-num-layers", str(self.every)] * (self.recompute == "full")
-        return words + ["--sequence-parallel"] * self.sequence_parallel + ["--no-overlap"] * (not self.overlap)
+        words += ["--sequence-parallel"] * self.sequence_parallel + ["--no-overlap"] * (not self.overlap)
+        return words + ["--no-shared-memory"] * (not self.shared_memory)
 
 
 def fits(case: Case) -> bool:
     """The mathematical constraints, and the ranks that a small machine can start."""
+    model = case.model
     return (
         1 < case.ranks <= MAX_RANKS
-        and case.heads % case.tp == 0
-        and (case.groups is None or (case.heads % case.groups == 0 and case.groups % case.tp == 0))
-        and SEQUENCE % case.tp == 0
+        and model.heads % case.tp == 0
+        and (model.groups is None or model.groups % case.tp == 0)
+        and BATCH % (case.dp * case.accumulation) == 0
         and case.virtual in CHUNKS[case.schedule]
-        and case.layers + 2 >= case.pp * case.virtual
+        and model.layers + 2 >= case.pp * case.virtual
         and (not case.sequence_parallel or case.tp > 1)
     )
 
 
-def draw(random_: random.Random, **fixed: object) -> Case:
-    """A random case that fits and has these values."""
+def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
+    """A random case that fits and has these values, of the model or of the layout."""
+    of_model = {field.name for field in fields(Model)} & fixed.keys()
+    models = [model for model in MODELS if all(getattr(model, name) == fixed[name] for name in of_model)]
+    of_layout = {name: value for name, value in fixed.items() if name not in of_model}
     pick = random_.choice
     while True:
         values: dict[str, object] = {
-            "heads": pick((4, 6, 12)),
-            "layers": pick((2, 4, 7)),
-            "vocab": 1003,
-            "positions": pick(("learned", "alibi", "rotary", "none")),
-            "tied": pick((True, False)),
-            "norm": pick(("layernorm", "rmsnorm")),
-            "activation": pick(("gelu", "gelu-tanh", "relu", "swiglu")),
-            "groups": pick((None, None, 2, 3, 4)),
-            "bias": pick((True, True, False)),
-            "dropout": pick((0.0, 0.1)),
-            "smoothing": pick((0.0, 0.0, 0.1)),
-            "document_mask": pick((False, False, True)),
+            "model": pick(models),
             "tp": pick((1, 2, 3, 4)),
             "pp": pick((1, 2, 3, 4)),
             "dp": pick((1, 2, 3)),
@@ -144,12 +165,11 @@ def draw(random_: random.Random, **fixed: object) -> Case:
             "sequence_parallel": pick((True, False)),
             "recompute": pick(("none", "selective", "full")),
             "every": pick((1, 2)),
-            "accumulation": pick((1, 3, 8)),
-            "micro_batch": pick((1, 2)),
+            "accumulation": pick((1, 2, 3, 4, 6, 12)),
             "overlap": pick((True, True, False)),
             "bucket": pick((500, 4000, 8_388_608)),
         }
-        case = Case(**(values | fixed))  # type: ignore[arg-type]
+        case = Case(**(values | of_layout))  # type: ignore[arg-type]
         if fits(case):
             return case
 
@@ -157,8 +177,8 @@ def draw(random_: random.Random, **fixed: object) -> Case:
 REQUIRED: tuple[dict[str, object], ...] = (
     {"heads": 6, "positions": "alibi", "tp": 3},
     {"heads": 6, "positions": "alibi", "tp": 2, "pp": 2, "dropout": 0.1, "sequence_parallel": True},
-    {"vocab": 1003, "tp": 4, "groups": None},
-    {"vocab": 1003, "tp": 3, "tied": True, "pp": 2},
+    {"tp": 4, "groups": None},
+    {"tp": 3, "tied": True, "pp": 2},
     {"layers": 7, "pp": 3, "virtual": 1},
     {"layers": 7, "pp": 3, "virtual": 2, "dp": 2},
     {"pp": 4, "accumulation": 1, "schedule": "1f1b"},
@@ -169,21 +189,22 @@ REQUIRED: tuple[dict[str, object], ...] = (
     {"pp": 2, "virtual": 2, "schedule": "gpipe", "zero": 2, "dp": 2, "accumulation": 3},
     {"layers": 2, "pp": 4, "virtual": 1, "dp": 2, "zero": 2, "tied": False},
     {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2, "tied": True, "accumulation": 3},
-    {"pp": 4, "schedule": "zb-h1", "accumulation": 8, "layers": 7},
-    {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2, "tied": True, "accumulation": 8, "layers": 7},
+    {"pp": 4, "schedule": "zb-h1", "accumulation": 12, "layers": 7},
+    {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2, "tied": True, "accumulation": 6, "layers": 7},
     {"pp": 3, "schedule": "zb-v", "tied": True, "accumulation": 3, "dp": 2, "zero": 1},
     {"pp": 2, "tp": 2, "schedule": "zb-v", "tied": False, "sequence_parallel": True, "recompute": "full", "accumulation": 1},
     {"pp": 1, "dp": 2, "schedule": "zb-v", "tied": True, "zero": 2, "accumulation": 3},
 )
 
 
-def cases(count: int, seed: int = 2026) -> Iterator[Case]:
-    """`count` different cases; the required ones come first."""
+def cases(count: int, seed: int) -> Iterator[Case]:
+    """`count` different cases; the required ones come first. Ranks of every third one have gloo's collectives, as those of several hosts."""
     random_ = random.Random(seed)
     seen: set[Case] = set()
     while len(seen) < count:
-        fixed = REQUIRED[len(seen)] if len(seen) < len(REQUIRED) else {}
-        case = draw(random_, **fixed)
+        number = len(seen)
+        fixed = REQUIRED[number] if number < len(REQUIRED) else {}
+        case = draw(random_, fixed | {"shared_memory": (number + seed) % 3 != 0})
         if case not in seen:
             seen.add(case)
             yield case

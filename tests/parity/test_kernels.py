@@ -5,42 +5,44 @@ The plain torch bodies on the same layout say what fp32 itself costs, and the ke
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.parity.layouts import Case, cases
-from tests.parity.training import data_flags, train, worst
+from tests.parity.conftest import Reference
+from tests.parity.layouts import Case, Model
+from tests.parity.training import train, worst
 
-COUNT = int(os.environ.get("MEGAZERO_PARITY_KERNELS", "16"))
-SEED = int(os.environ.get("MEGAZERO_PARITY_SEED", "2026"))
-EMULATED = 4
-"""Layouts on the emulated CUDA kernels, which are slow: two steps each."""
-STEPS = 5
 # Keys' biases have no gradient but what is rounded; a larger epsilon keeps Adam from blowing that up to a full step.
-NUMBERS = ["--train-iters", str(STEPS), "--adam-eps", "1e-3"]
+NUMBERS = ["--adam-eps", "1e-3", "--train-iters"]
 TOLERANCE, AT_A_KINK = 1e-5, 1e-3
+Flags = Callable[[Model, str, list[str]], list[str]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(cases(EMULATED, SEED + 2)), ids=lambda case: case.name)
-def test_cuda_kernels_equal_one_process_in_float64(case: Case, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The whole step on the emulated CUDA kernels: what ops ask of a library whose work is only queued, and all that is between them."""
-    more = [*data_flags(corpus, tmp_path_factory.getbasetemp() / "cache"), *NUMBERS, "--train-iters", "2"]
-    exact = train(1, [*case.model_flags(), *more, "--micro-batch-size", "1"])
-    tolerance = AT_A_KINK if case.activation == "relu" else TOLERANCE
-    differences = worst(train(case.ranks, [*case.model_flags("fp32"), *more, *case.layout_flags()], "emulated"), exact)
-    assert all(value < tolerance for value in differences.values()), differences
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(cases(COUNT, SEED + 1)), ids=lambda case: case.name)
-def test_kernels_equal_one_process_in_float64(case: Case, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    more = [*data_flags(corpus, tmp_path_factory.getbasetemp() / "cache"), *NUMBERS]
-    exact = train(1, [*case.model_flags(), *more, "--micro-batch-size", "1"])
+def check(case: Case, steps: str, fused: str, flags_of: Flags, reference: Reference) -> None:
+    more = [*NUMBERS, steps]
     # Next to ReLU's kink a rounding decides whether a unit learns at all.
-    tolerance = AT_A_KINK if case.activation == "relu" else TOLERANCE
-    for fused in ("auto", "reference"):
-        differences = worst(train(case.ranks, [*case.model_flags("fp32"), *more, *case.layout_flags()], fused), exact)
-        assert all(value < tolerance for value in differences.values()), (fused, differences)
+    tolerance = AT_A_KINK if case.model.activation == "relu" else TOLERANCE
+    found = train(case.ranks, [*flags_of(case.model, "fp32", more), *case.layout_flags()], fused)
+    differences = worst(found, reference(case.model, more))
+    assert all(value < tolerance for value in differences.values()), (fused, differences)
+
+
+@pytest.mark.slow
+@pytest.mark.layouts(check=0, test=2, all=8, salt=2)
+def test_cuda_kernels_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
+    """The whole step on the emulated CUDA kernels: what ops ask of a library whose work is only queued, and all that is between them."""
+    check(case, "2", "emulated", flags_of, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.layouts(check=0, test=12, all=40, salt=1)
+def test_kernels_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
+    check(case, "5", "auto", flags_of, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.layouts(check=0, test=4, all=40, salt=1)
+def test_plain_bodies_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
+    """On the first of the same layouts."""
+    check(case, "5", "reference", flags_of, reference)

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import fields
 
 import pytest
 
-from tests.parity.layouts import Case, cases
-from tests.parity.training import Outcome, data_flags, train, worst
+from tests.parity.conftest import Reference
+from tests.parity.layouts import MODELS, REQUIRED, Case, Model, cases
+from tests.parity.training import train, worst
 
-COUNT = int(os.environ.get("MEGAZERO_PARITY_LAYOUTS", "40"))
-SEED = int(os.environ.get("MEGAZERO_PARITY_SEED", "2026"))
-STEPS = 10
+STEPS = ["--train-iters", "10"]
 TOLERANCE = 1e-9
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[str, ...], Outcome]:
-    """One-process runs by their flags."""
-    return {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(cases(COUNT, SEED)), ids=lambda case: case.name)
-def test_layout_equals_one_process(
-    case: Case, corpus: Path, tmp_path_factory: pytest.TempPathFactory, references: dict[tuple[str, ...], Outcome]
-) -> None:
-    cache = tmp_path_factory.getbasetemp() / "cache"
-    flags = [*case.model_flags(), *data_flags(corpus, cache), "--train-iters", str(STEPS)]
-    key = tuple(flags)
-    if key not in references:
-        references[key] = train(1, [*flags, "--micro-batch-size", "1"])
-    differences = worst(train(case.ranks, [*flags, *case.layout_flags()]), references[key])
+@pytest.mark.layouts(check=2, test=36, all=150, salt=0)
+def test_layout_equals_one_process(case: Case, flags_of: Callable[[Model, str, list[str]], list[str]], reference: Reference) -> None:
+    found = train(case.ranks, [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()])
+    differences = worst(found, reference(case.model, STEPS))
     assert all(value < TOLERANCE for value in differences.values()), differences
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2026])
+def test_what_is_drawn(seed: int) -> None:
+    """A third of the cases goes without shared memory, and every value that an axis has is tried on some layout and some model."""
+    drawn = list(cases(36, seed))
+    assert sum(not case.shared_memory for case in drawn) == 12
+    for number, fixed in enumerate(REQUIRED):
+        case = drawn[number]
+        assert all(getattr(case.model if hasattr(case.model, name) else case, name) == value for name, value in fixed.items())
+    for name in ("tp", "pp", "dp", "zero", "schedule", "recompute", "sequence_parallel", "overlap", "bucket", "virtual"):
+        assert {getattr(case, name) for case in drawn} == {getattr(case, name) for case in cases(400, 7)}, name
+    assert {case.model.name for case in drawn} == {model.name for model in MODELS}
+    for field in fields(Model):
+        assert field.name == "name" or len({getattr(model, field.name) for model in MODELS}) > 1

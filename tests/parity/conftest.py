@@ -1,0 +1,43 @@
+"""The generated layouts that a run tries, and what one process makes of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.parity.layouts import Model, cases
+from tests.parity.training import Outcome, data_flags, train
+
+Reference = Callable[[Model, list[str]], Outcome]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`layouts` marks a test of generated cases, with how many there are at each depth and what is added to the seed."""
+    mark = metafunc.definition.get_closest_marker("layouts")
+    if mark is not None:
+        option = metafunc.config.option
+        count = option.layouts or mark.kwargs[option.depth]
+        metafunc.parametrize("case", list(cases(count, option.seed + mark.kwargs["salt"])), ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="session")
+def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Model, str, list[str]], list[str]]:
+    """Flags of a model in a precision on the words, whatever the layout."""
+    data = data_flags(corpus, tmp_path_factory.getbasetemp() / "cache")
+    return lambda model, precision, more: [*model.flags(precision), *data, *more]
+
+
+@pytest.fixture(scope="session")
+def reference(flags_of: Callable[[Model, str, list[str]], list[str]]) -> Reference:
+    """The run of one process in float64, micro-batches of one sample; each is made once for all the layouts of its model."""
+    kept: dict[tuple[str, ...], Outcome] = {}
+
+    def run(model: Model, more: list[str]) -> Outcome:
+        flags = [*flags_of(model, "fp64", more), "--micro-batch-size", "1"]
+        if tuple(flags) not in kept:
+            kept[tuple(flags)] = train(1, flags)
+        return kept[tuple(flags)]
+
+    return run
