@@ -5,12 +5,13 @@ It compiles the kernels that are built at first use, if they are not there yet. 
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -182,8 +183,15 @@ def _optional() -> Iterator[Finding]:
             yield Finding(name, "not installed", f"only for {use}: pip install {name}")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings."""
+    parser = argparse.ArgumentParser(
+        "python -m megazero.doctor",
+        description="Looks at this machine and installation: torch, processor, kernels, cards, backends, optional packages. A line that begins"
+        " with - says what is missing and what that costs, one with ! why megazero cannot run. Kernels that are built at first use are built now.",
+        epilog="Status: 0, or 1 where megazero cannot run.",
+    )
+    parser.parse_args(argv)
     fatal = False
     for finding in examine():
         mark = "!" if finding.fatal else "-" if finding.advice else " "

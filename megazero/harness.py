@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from contextlib import ExitStack, redirect_stdout
+from inspect import getdoc
 from pathlib import Path
 
 from megazero.config.level import ConfigError
@@ -131,6 +132,8 @@ def main() -> None:
             with ExitStack() as stack:
                 if environment.rank:
                     stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+                if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:2]):
+                    print(f"{__doc__}\nWhat --model_args may name:\n\n{getdoc(MegazeroLM)}\n\nAll else is lm_eval's:\n", flush=True)
                 cli_evaluate()
         except (ConversionError, DataError) as error:
             raise ConfigError([str(error)]) from error

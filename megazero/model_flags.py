@@ -1,19 +1,13 @@
-"""Flags of the tools that open a trained model: its format, its tokenizer, and the layout it is opened on."""
+"""Flags of the tools that open a trained model: its tokenizer, and the layout it is opened on. Which model: `checkpoint_flags`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 from megazero.config.schema import ParallelConfig
-from megazero.convert.registry import format_table
 from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
 from megazero.loading import Opened
-
-
-def add_format_flag(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument("--from", dest="format", choices=tuple(format_table()), help="its format, where it is not to be recognised")
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
@@ -51,12 +45,6 @@ def not_positive(args: argparse.Namespace, *names: str) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and value < 1:
             yield f"--{name.replace('_', '-')} {value}: must be at least 1"
-
-
-def not_there(flag: str, path: Path) -> Iterator[str]:
-    """A sentence where there is no such checkpoint."""
-    if not path.expanduser().exists():
-        yield f"{flag} {path}: there is no such checkpoint".lstrip()
 
 
 def tokenizer_named(args: argparse.Namespace, opened: Opened) -> Tokenizer | None:

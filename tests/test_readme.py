@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,10 @@ def place(tmp_path_factory):
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator([README], tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, special_tokens=["</s>"]))
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(folder / "models" / "bloom")
+    shutil.copytree(folder / "models" / "bloom", folder / "models" / "tuned")
+    (folder / "models" / "tuned" / "chat_template.jinja").write_text(
+        "{% for turn in messages %}{{ turn['content'] }}{{ eos_token }}{% endfor %}"
+    )
     (folder / "notes.txt").write_text(README)
     return folder
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megazero.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.convert.changed import Trimmed
 from megazero.convert.convert import convert
@@ -25,9 +26,8 @@ from megazero.verification import verify
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = format_table()
-    made.add_argument("--input", required=True, type=Path, metavar="DIR", help="the checkpoint, or a folder of them (the newest is taken)")
+    add_checkpoint_flags(made, "--input")
     made.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder that is not there yet")
-    made.add_argument("--from", dest="source", choices=tuple(known), help="its format; default: what the files look like")
     made.add_argument("--to", required=True, choices=tuple(name for name, format in known.items() if format.write), help="format to write")
     made.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the target, where it has a layout")
     made.add_argument("--pp", type=int, default=1, help="pipeline stages of the target, where it has a layout")
@@ -43,7 +43,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     wanted = Wanted(args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None)
-    with open_source(args.input.expanduser(), args.source) as opened:
+    wrong = list(checkpoint_problems(args))
+    if wrong:
+        raise ConversionError("; ".join(wrong))
+    with open_source(checkpoint_of(args), args.format) as opened:
         source = Trimmed(opened, args.vocab_size) if args.vocab_size is not None else opened
         convert(source, format_table()[args.to], args.output.expanduser(), wanted, to_stderr)
         print(f"{source.path} ({source.format}) -> {args.output} ({args.to})")

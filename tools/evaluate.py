@@ -28,6 +28,7 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megazero.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
 from megazero.config.level import ConfigError
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
@@ -40,11 +41,9 @@ from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.loading import Opened, open_model
 from megazero.model_flags import (
-    add_format_flag,
     add_layout_flags,
     add_tokenizer_flags,
     not_positive,
-    not_there,
     parallel_of,
     problems,
     tokenizer_named,
@@ -54,8 +53,7 @@ from megazero.mpu.grid import ProcessGrid
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a folder of them")
-    add_format_flag(flags)
+    add_checkpoint_flags(flags)
     text = flags.add_argument_group("documents, at least one of the two")
     text.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx pairs")
     text.add_argument("--input", nargs="+", default=[], metavar="FILE", help="files and folders of jsonl or text, also .gz and .zst")
@@ -86,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Raises ConfigError, which names all that is wrong."""
-    wrong = [*not_there("", args.path), *problems(args, world_size, replicas=True)]
+    wrong = [*checkpoint_problems(args), *problems(args, world_size, replicas=True)]
     wrong += not_positive(args, "micro_batch_size", "context", "stride", "limit")
     if not args.data_path and not args.input:
         wrong.append("--data-path PREFIX or --input FILE: there is nothing to score")
@@ -123,7 +121,7 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
         yield from indexed_documents(prefix)
     if args.input:
         if tokenizer is None:
-            raise DataError(f"--input: {args.path} leads to no tokenizer; name one by --tokenizer and --tokenizer-path")
+            raise DataError(f"--input: {checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path")
         if args.append_eod and eod is None:
             raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
         reader = Reader(args.json_key, args.text_format, args.document, args.encoding_errors)
@@ -132,7 +130,7 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
 
 def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """On every rank; rank 0 prints and writes."""
-    opened = open_model(args.path, grid, precision=args.precision, format=args.format)
+    opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_named(args, opened)
     eod = opened.end_of_document(tokenizer)
     cut = cut_for(args, opened, eod)
@@ -159,7 +157,7 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
 
 def report(args: argparse.Namespace, cut: Cut, totals: Totals, seconds: float) -> None:
     record = totals.record(every_token=cut.prefix is not None)
-    about = {"checkpoint": str(args.path), "context": cut.context, "stride": cut.stride, "prefix_id": cut.prefix}
+    about = {"checkpoint": str(checkpoint_of(args)), "context": cut.context, "stride": cut.stride, "prefix_id": cut.prefix}
     if args.json:
         print(json.dumps(about | record | {"seconds": seconds, "tokens_per_second": totals.tokens / seconds}), flush=True)
         return

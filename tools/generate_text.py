@@ -29,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megazero.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
 from megazero.config.level import ConfigError
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
@@ -46,11 +47,9 @@ from megazero.inference.text import IdTokenizer
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.loading import Opened, open_model
 from megazero.model_flags import (
-    add_format_flag,
     add_layout_flags,
     add_tokenizer_flags,
     not_positive,
-    not_there,
     parallel_of,
     problems,
     tokenizer_named,
@@ -63,8 +62,7 @@ A_WEEK = 7 * 24 * 60.0
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--load", required=True, type=Path, metavar="CHECKPOINT", help="a checkpoint, or a folder of them")
-    add_format_flag(flags)
+    add_checkpoint_flags(flags)
     text = flags.add_argument_group("prompts")
     text.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     text.add_argument("--prompt-file", metavar="FILE", help="a prompt in each line, as text or jsonl; - is the standard input")
@@ -110,7 +108,7 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Raises ConfigError, which names all that is wrong."""
-    wrong = [*not_there("--load", args.load), *problems(args, world_size, replicas=False)]
+    wrong = [*checkpoint_problems(args), *problems(args, world_size, replicas=False)]
     wrong += not_positive(args, "max_new_tokens", "num_samples", "batch_size")
     if args.greedy and args.temperature:
         wrong.append(f"--greedy and --temperature {args.temperature} exclude each other")
@@ -150,7 +148,7 @@ def tokenizer_for(args: argparse.Namespace, opened: Opened) -> Tokenizer:
         return IdTokenizer(opened.run.model.vocab_size)
     found = tokenizer_named(args, opened)
     if found is None:
-        raise DataError(f"{args.load} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on --ids")
+        raise DataError(f"{checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on --ids")
     if not args.chat:
         return found
     try:
@@ -184,7 +182,7 @@ def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) ->
 def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """On every rank."""
     began = time.perf_counter()
-    opened = open_model(args.load, grid, precision=args.precision, format=args.format)
+    opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_for(args, opened)
     pipeline = Pipeline.of(opened.stages, grid, opened.chunk_map)
     manner = manner_of(args, opened, tokenizer)
@@ -192,7 +190,7 @@ def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.begins) == 1 and args.prefix_id is None:
         begins = tokenizer.begins[0]
         talk.note(f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id {begins} does")
-    talk.note(f"{args.load} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on {grid.device}")
+    talk.note(f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on {grid.device}")
     if args.interactive:
         converse(talk, grid, Conversation(talk, args.system) if args.chat else None)
         return

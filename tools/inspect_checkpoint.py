@@ -5,7 +5,7 @@
     python tools/inspect_checkpoint.py runs/bloom --tensor 'blocks.*.mlp.up.weight'
     python tools/inspect_checkpoint.py runs/bloom/iter_0001000 runs/other --exit-code
 
-PATH is a checkpoint of megazero, a folder of them, or one of any other format that tools/convert_checkpoint.py reads. One of adapters
+With two PATHs what differs is shown. PATH is a checkpoint of megazero, a folder of them, or one of any other format that tools/convert_checkpoint.py reads. One of adapters
 (--lora-rank) is shown as it is, and compared with a model as the model that it makes of its base. Values are read in pieces: memory does
 not grow with the model. Status: 0; 1 where a checkpoint is damaged, or with --exit-code where two differ; 2 for a
 mistake in the arguments; 141 where nobody reads the output any more.
@@ -25,9 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.checkpoint.format import CheckpointError
+from megazero.checkpoint_flags import add_checkpoint_flags, named_checkpoints
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
-from megazero.convert.registry import format_table
+from megazero.convert.registry import not_there
 from megazero.data.progress import Progress, to_stderr
 from megazero.data.tool import cores, reader_left
 from megazero.inspection import (
@@ -55,17 +56,18 @@ class Mistake(Exception):
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a folder of them")
-    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="another one: show what differs")
+    add_checkpoint_flags(parser, metavar="PATH")
     parser.add_argument("--verify", action="store_true", help="check every hash (other programs' formats have none: read everything)")
     parser.add_argument("--tensor", metavar="NAME", help="statistics of a tensor, or of all whose names match a pattern (blocks.*.weight)")
     parser.add_argument("--all", action="store_true", help="show every field of the configuration, equal tensors and all files too")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--exit-code", action="store_true", help="with OTHER: status 1 where tensors or the model's shape differ")
-    parser.add_argument("--from", dest="format", choices=tuple(format_table()), help="format, where it is not to be recognised")
     parser.add_argument("--threads", type=int, default=cores(), help="that hash at once (default: the cores, %(default)s)")
     args = parser.parse_args(argv)
-    args.path, args.other = args.path.expanduser(), args.other and args.other.expanduser()
+    named = named_checkpoints(args)
+    if len(named) not in (1, 2):
+        parser.error(f"{len(named)} checkpoints: name one to look at, or two to compare, as they are or the first by --load")
+    args.path, args.other = named[0], named[1] if len(named) == 2 else None
     if args.other is not None and (args.verify or args.tensor):
         parser.error("--verify and --tensor look at one checkpoint: leave OTHER out")
     if args.exit_code and args.other is None:
@@ -93,7 +95,7 @@ def counting(what: str, total: int) -> Counter:
 
 def opened(path: Path, format: str | None) -> Inspected:
     if not path.exists():
-        raise Mistake(f"{path} is not there")
+        raise Mistake(not_there(path))
     if format is None and path.is_dir() and not any(path.iterdir()):
         raise Mistake(f"{path} is empty")
     return open_for_inspection(path, format)

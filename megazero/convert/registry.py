@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,11 +17,22 @@ from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DE
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
 
 def format_table() -> Mapping[str, Format]:
     """By name. In the order in which a folder is looked at."""
     found: list[Format] = [MEGATRON, MEGATRON_DEEPSPEED, native.FORMAT, PEFT, HF, *UNIVERSAL]
     return {known.name: known for known in found}
+
+
+def not_there(path: Path) -> str:
+    """What to say of a checkpoint that is no file and no folder: whose first folder is none here may be a model's name on the Hub."""
+    name = str(path)
+    if not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.exists()):
+        return f"{path}: there is no such checkpoint"
+    folder = f"models/{path.name}"
+    return f"{path}: there is no such checkpoint here; if it is a model of Hugging Face's Hub: hf download {name} --local-dir {folder}, and then {folder}"
 
 
 def recognise(path: Path) -> str:
@@ -29,7 +41,7 @@ def recognise(path: Path) -> str:
         if known.recognises(path):
             return name
     if not path.exists():
-        raise ConversionError(f"{path} is not there")
+        raise ConversionError(not_there(path))
     raise ConversionError(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
 
 

@@ -122,7 +122,9 @@ def test_an_output_below_a_file_and_no_ranks_are_said_before(tmp_path):
         convert(made(), FORMAT, tmp_path / "file" / "a" / "b", Wanted(dp=0), silent)
 
 
-@pytest.mark.parametrize(("flags", "said"), [(["--input", "nowhere"], "nowhere is not there"), (["--vocab-size", "0"], "--vocab-size 0")])
+@pytest.mark.parametrize(
+    ("flags", "said"), [(["--input", "nowhere"], "nowhere: there is no such checkpoint"), (["--vocab-size", "0"], "--vocab-size 0")]
+)
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, flags, said):
     convert(made(), FORMAT, tmp_path / "in", Wanted(), silent)
     monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "--input", str(tmp_path / "in"), "--to", "hf", "--output", "x", *flags])

@@ -199,7 +199,7 @@ def test_home_folders(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_mistakes_have_status_2(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for words, told in (
-        ((tmp_path / "nowhere",), "is not there"),
+        ((tmp_path / "nowhere",), "nowhere: there is no such checkpoint"),
         ((tmp_path / "empty",), "is empty"),
         ((root, "--tensor", "blocks.9.*"), "no tensor is called so"),
         ((root, "--exit-code"), "give OTHER too"),
