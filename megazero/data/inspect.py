@@ -1,4 +1,4 @@
-"""Shows what training would read: lengths and first samples of each split, as arrays and as text."""
+"""Shows what data are, and what training would read of them: lengths and first samples of each split, as arrays and as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from megazero.data.build import SPLITS, Datasets, Requests
 from megazero.data.dataset import PackedSample, Samples
-from megazero.data.indexed import DataError
+from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.made_with import read_made_with
 from megazero.data.tokenizer import Tokenizer
 
 
@@ -49,6 +50,27 @@ def dump(datasets: Datasets, path: Path, first: int) -> None:
         raise DataError(f"--dump {path}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def summary(prefix: str) -> str:
+    """What a pair is: documents, tokens, how long documents are, and which tokenizer it is of. Reads all of .idx. Raises DataError."""
+    data = IndexedDataset(prefix)
+    data.check()
+    before = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])
+    lengths = np.diff(before[data.document_indices])
+    made = read_made_with(prefix)
+    lines = [
+        f"{prefix}: {len(lengths):,} documents in {len(data):,} sequences, {data.count:,} tokens ({data.dtype}, {data.count * data.dtype.itemsize:,} bytes)",
+        f"  made with: {made or 'not said'}",
+    ]
+    if len(lengths):
+        few, middle, many = np.percentile(lengths, [10, 50, 90])
+        empty = int(np.count_nonzero(lengths == 0))
+        lines.append(
+            f"  tokens of a document: {lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}, median {middle:,.0f}; a tenth has at most "
+            f"{few:,.0f}, a tenth at least {many:,.0f}" + f"; {empty:,} are empty" * bool(empty)
+        )
+    return "\n".join(lines)
 
 
 def describe(datasets: Datasets, tokenizer: Tokenizer | None, show: int) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,9 +16,11 @@ import pytest
 
 from megazero.data.documents import Raw, text_of
 from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.inspect import summary
 from megazero.data.preprocess import Job, Reader, preprocess, texts
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
+from tests.data.pairs import write_pair
 from tests.data.test_tokenizers import ODDITIES, random_text
 from tests.reference import REFERENCE, needs_reference
 
@@ -279,13 +282,39 @@ def test_tools_from_text_to_samples(tmp_path):
     assert sorted(arrays) == ["lengths", "train", "valid"]
     assert arrays["train"].shape == (12, 17) and arrays["lengths"][0] >= 40 and arrays["lengths"][2] == 0
     assert repr(tokenizer.decode(arrays["train"][0].tolist())) in shown
+    assert call("inspect_data.py", "--data-path", tmp_path / "ab") == summary(str(tmp_path / "ab")) + "\n" == shown[: shown.index("train:")]
+
+
+@needs_reference
+def test_a_pair_is_summed_up():
+    assert REFERENCE is not None
+    data = IndexedDataset(REFERENCE / "meg-gpt2-openwebtext_text_document")
+    sizes = sorted(len(data[number]) for number in range(len(data)))
+    shown = summary(data.prefix)
+    assert "1,000 documents in 1,000 sequences, 1,361,845 tokens (uint16, 2,723,690 bytes)" in shown and "made with: not said" in shown
+    assert f"{sizes[0]:,} to {sizes[-1]:,}, mean 1,361.8, median {(sizes[499] + sizes[500]) / 2:,.0f};" in shown
+
+
+def test_documents_of_several_sequences_and_of_none(tmp_path):
+    preprocess_input = tmp_path / "in.jsonl"
+    preprocess_input.write_bytes(_jsonl(["four", "", "seven77"]))
+    preprocess([preprocess_input], tmp_path / "p", Job("byte", None), workers=1, report=silent)
+    shown = summary(str(tmp_path / "p"))
+    assert "3 documents in 3 sequences, 11 tokens" in shown and "0 to 7, mean 3.7, median 4" in shown and "1 are empty" in shown
+    assert "made with: byte of 257 tokens, hash " in shown
+    content = bytearray((tmp_path / "p.idx").read_bytes())
+    content[26:34] = struct.pack("<Q", 2)
+    (tmp_path / "p.idx").write_bytes(content[:-32] + struct.pack("<2q", 0, 3))
+    assert "1 documents in 3 sequences, 11 tokens" in summary(str(tmp_path / "p")) and "11 to 11" in summary(str(tmp_path / "p"))
 
 
 def test_tools_report_mistakes_in_one_line(tmp_path):
+    write_pair(tmp_path / "q", [40])
     for words, message in (
         (("--data-path", "0.5", str(tmp_path / "p"), "--seq-length", "8"), "no file"),
         (("--data-path", "a", "b", "--seq-length", "8"), "where the weight"),
-        (("--data-path", "a", "--seq-length", "8", "--samples", "1,2"), "--samples '1,2'"),
+        (("--data-path", str(tmp_path / "q"), "--seq-length", "8", "--samples", "1,2"), "--samples '1,2'"),
+        (("--data-path", "a", "--samples", "1,2,3"), "--samples needs --seq-length"),
     ):
         done = subprocess.run(_tool("inspect_data.py", *words), env=_environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
