@@ -1,7 +1,9 @@
-"""Trains a byte-level BPE with the `tokenizers` library and stores it as GPT-2 does: vocab.json and merges.txt."""
+"""Trains a byte-level BPE with the `tokenizers` library and stores it as GPT-2 does, vocab.json and merges.txt; for chats as Hugging Face
+does, with a chat template beside it."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,13 +12,22 @@ from megazero.data.gpt2 import END_OF_TEXT
 from megazero.data.indexed import DataError
 from megazero.data.progress import Report
 
-SMALLEST = 257
+TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+"""As ChatML has them."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Report) -> None:
-    """Id 0 is the separator, then the 256 bytes, then merges. Deterministic. Each file is written whole or not at all."""
-    if vocab_size < SMALLEST:
-        raise DataError(f"--vocab-size {vocab_size}: 256 bytes and a separator need at least {SMALLEST}")
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Report, *, chat: bool = False) -> None:
+    """Id 0 is the separator, then (for chats) the tokens around a turn, the 256 bytes, and merges. Deterministic. Each file is written whole
+    or not at all; the one that the tokenizer is opened by is the last."""
+    specials = [END_OF_TEXT, *([TURN, END_OF_TURN] if chat else [])]
+    if vocab_size < 256 + len(specials):
+        raise DataError(f"--vocab-size {vocab_size}: 256 bytes and {', '.join(specials)} need at least {256 + len(specials)}")
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -26,7 +37,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -34,6 +45,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f"unfinished-{os.getpid()}"
+    if chat:
+        written = {
+            "tokenizer_config.json": json.dumps(CONFIG, indent=2),
+            "chat_template.jinja": CHAT_TEMPLATE,
+            "tokenizer.json": tokenizer.to_str(),
+        }
+        for name, content in written.items():
+            (folder / f"{prefix}-{name}").write_text(content, encoding="utf-8")
+            os.replace(folder / f"{prefix}-{name}", folder / name)
+        report(f"{tokenizer.get_vocab_size()} tokens in {folder / 'tokenizer.json'}, with a chat template beside it")
+        return
     tokenizer.model.save(str(folder), prefix)
     for name in ("merges.txt", "vocab.json"):
         os.replace(folder / f"{prefix}-{name}", folder / name)
