@@ -192,6 +192,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
         scaler,
         train_batches=_loader(run, grid, prepared.datasets.train),
         valid_batches=_validation(run, grid, prepared),
+        test_batches={"test_loss": _loader(run, grid, prepared.datasets.test, workers=0)} if run.trainer.test_iters else {},
         log=step_log(run, grid, []),
         saves=None,
         position=Position(),

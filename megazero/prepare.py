@@ -108,7 +108,7 @@ def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: st
     datasets = build_datasets(
         run.data,
         seq_length=run.model.seq_length,
-        samples=(needed, 0 if _validates_elsewhere(run) else valid, 0),
+        samples=(needed, 0 if _validates_elsewhere(run) else valid, run.trainer.test_iters * run.schedule.global_batch_size),
         vocab_size=run.model.vocab_size,
         tokenizer=tokenizer,
         named_samples=valid or None,
@@ -116,6 +116,8 @@ def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: st
     )
     if len(datasets.train) == 0:
         raise DataError(f"--split {run.data.split} leaves no training samples of --seq-length {run.model.seq_length}")
+    if run.trainer.test_iters and len(datasets.test) == 0:
+        raise DataError(f"--test-iters {run.trainer.test_iters}: --split {run.data.split} leaves no test samples")
     return datasets, text
 
 

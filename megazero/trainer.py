@@ -81,6 +81,7 @@ class Trainer:
     scaler: LossScaler
     train_batches: Batches
     valid_batches: Mapping[str, Batches]
+    test_batches: Mapping[str, Batches]
     log: StepLog
     saves: Keeper | None
     position: Position
@@ -242,9 +243,11 @@ class Trainer:
         return "another rank was asked to by a signal"
 
     def at_the_end(self) -> None:
-        """Evaluate a finished run, save whatever is not saved."""
+        """Evaluate a finished run, on the test part where that is asked for; save whatever is not saved."""
         if self.finished() and self.valid_batches:
             self.evaluate()
+        if self.finished() and self.test_batches:
+            self._evaluate(self.test_batches, self.run.trainer.test_iters)
         self.save(last=True)
         self.log.flush()
 
@@ -261,11 +264,14 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss of every validation set over `--eval-iters` global batches, always the same ones. Logged."""
+        return self._evaluate(self.valid_batches, self.run.trainer.eval_iters)
+
+    def _evaluate(self, sets: Mapping[str, Batches], iterations: int) -> dict[str, float]:
         size = self.run.schedule.global_batch_size
         losses = {}
-        for name, loader in self.valid_batches.items():
+        for name, loader in sets.items():
             totals = torch.zeros(2, dtype=torch.float64, device=self.grid.device)
-            for step in range(self.run.trainer.eval_iters):
+            for step in range(iterations):
                 batches = loader.micro_batches(step * size, size)
                 totals += torch.stack(self.reduce(self.loss_of(batches), self.count(batches)))
             losses[name] = float(totals[0] / totals[1])

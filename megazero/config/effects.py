@@ -204,6 +204,9 @@ EFFECTS = (
         ("instruction_data", "valid_instruction_data"),
         refused=False,
     ),
+    Effect(
+        "test_iters", lambda f: not f.run.data.instruction_data, "--split, which parts running text", ("instruction_data",), refused=False
+    ),
     *(
         Effect(name, _within(name), "as many --train-iters", ("train_iters",), refused=False)
         for name in ("save_interval", "eval_interval", "exit_interval")

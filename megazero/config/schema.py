@@ -279,6 +279,8 @@ class TrainerConfig:
     "Evaluate every so many iterations; default: at the end only."
     eval_iters: int = option(10)
     "Global batches of one evaluation; 0 turns it off."
+    test_iters: int = option(0)
+    "Global batches of --split's test part that the finished run is evaluated on, once; 0: none."
     exit_interval: int | None = option(None)
     "Save and stop once the iteration is a multiple of this."
     exit_duration_in_mins: float | None = option(None)

@@ -55,7 +55,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     | dict.fromkeys(
         (
             *("init_method_std", "weight_decay", "clip_grad", "z_loss", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples"),
-            *("num_workers", "keep_last", "eval_iters", "eod_id", "partition", "sample_tokens", "position_offset"),
+            *("num_workers", "keep_last", "eval_iters", "test_iters", "eod_id", "partition", "sample_tokens", "position_offset"),
         ),
         _NOT_NEGATIVE,
     )

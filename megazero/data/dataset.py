@@ -143,7 +143,7 @@ def one_dataset(
         raise DataError(
             f"{requested} {name} samples are asked of {data.prefix}, but its {name} split is empty (sequences {bounds[0]} to {bounds[1]}"
             f" of {len(data)}, {tokens} tokens); change --split, or ask for no {name} samples"
-            + (" (in training: --eval-iters 0)" if name == "valid" else "")
+            + {"valid": " (in training: --eval-iters 0)", "test": " (in training: --test-iters 0)"}.get(name, "")
         )
     how: Plan = plan(tokens, seq_length, requested)
     if how.samples == 0:

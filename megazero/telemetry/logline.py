@@ -118,7 +118,8 @@ class LogLines:
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
         shown = "   ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        self._print(f"validation after iteration {iteration}:   {shown}")
+        what = "test" if "test_loss" in losses else "validation"
+        self._print(f"{what} after iteration {iteration}:   {shown}")
 
     def note(self, text: str) -> None:
         self._print(text)

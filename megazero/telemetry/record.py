@@ -105,7 +105,7 @@ class Sink(Protocol):
         """A step is known."""
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        """`losses` by metric name: valid_loss, valid_loss/NAME."""
+        """`losses` by metric name: valid_loss, valid_loss/NAME; test_loss."""
 
     def flush(self, durable: bool) -> None:
         """Hand what is buffered to the system; `durable`: to the disk."""

@@ -46,7 +46,7 @@ class StepLog:
             sink.flush(durable)
 
     def evaluation(self, iteration: int, losses: Mapping[str, float]) -> None:
-        """Write validation losses by metric name (`valid_loss`, `valid_loss/NAME`), after the steps that wait."""
+        """Write losses of an evaluation by metric name (`valid_loss`, `valid_loss/NAME`; `test_loss`), after the steps that wait."""
         self.flush()
         for sink in self._sinks:
             sink.evaluation(iteration, dict(losses))

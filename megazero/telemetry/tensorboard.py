@@ -44,7 +44,7 @@ class TensorBoard:
         self._draw({curve: value for curve, value in values.items() if value is not None}, record.iteration)
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        self._draw({f"valid/{name.removeprefix('valid_loss').strip('/') or 'loss'}": loss for name, loss in losses.items()}, iteration)
+        self._draw({_curve_of(name): loss for name, loss in losses.items()}, iteration)
 
     def note(self, text: str) -> None:
         """Remarks are not curves."""
@@ -71,3 +71,9 @@ class TensorBoard:
         except OSError as error:
             self._tell(f"WARNING: TensorBoard's files in {self._folder} cannot be written: {error}. Its curves end here")
             self._writer = None
+
+
+def _curve_of(name: str) -> str:
+    """valid_loss is the curve valid/loss, valid_loss/NAME is valid/NAME, test_loss is test/loss."""
+    kind, _, rest = name.partition("_")
+    return f"{kind}/{rest.removeprefix('loss/')}"

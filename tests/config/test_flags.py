@@ -19,7 +19,7 @@ CONTRACT = """
 --train-samples 700 --lr-warmup-samples 30 | --lr-warmup-fraction 0.1 | --lr-decay-iters 50 | --train-samples 700 --lr-decay-samples 500
 --weight-decay 0.01 | --clip-grad 0.5 | --adam-beta1 0.8 | --adam-beta2 0.99 | --adam-eps 1e-6 | --init-method-std 0.01 | --seed 7
 --data-path some/prefix --vocab-size 100 | --split 90,10,0 | --vocab-size 500 | --make-vocab-size-divisible-by 64 | --save folder
---load folder | --save folder --save-interval 5 | --eval-interval 5 | --eval-iters 2 | --log-interval 2 | --exit-interval 5
+--load folder | --save folder --save-interval 5 | --eval-interval 5 | --eval-iters 2 | --test-iters 2 | --log-interval 2 | --exit-interval 5
 --exit-duration-in-mins 3 | --fp16 | --bf16 | --recompute-granularity full | --sequence-parallel | --tensorboard-dir board
 --position-embedding learned --max-position-embeddings 999 | --max-position-embeddings 999 | --ffn-hidden-size 480 | --num-query-groups 4
 --untie-embeddings-and-output-weights | --disable-bias-linear | --hidden-dropout 0.1 | --attention-dropout 0.1

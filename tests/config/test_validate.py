@@ -244,6 +244,7 @@ IDLE = [
     (f"{PACKED} --valid-instruction-data v --eval-iters 0", 1, "--valid-instruction-data v has no effect", "--eval-iters 1"),
     (f"{PACKED} --eval-interval 5", 1, "--eval-interval 5 has no effect without --valid-instruction-data", "--valid-instruction-data v"),
     (f"{PACKED} --eval-iters 5", 1, "--eval-iters 5 has no effect without --valid-instruction-data", "--valid-instruction-data v"),
+    (f"{PACKED} --test-iters 5", 1, "--test-iters 5 has no effect without --split, which parts running text", "--test-iters 0"),
     ("--save d --save-interval 200", 1, "--save-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
     ("--eval-interval 200", 1, "--eval-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
     ("--exit-interval 200", 1, "--exit-interval 200 has no effect without as many --train-iters", "--train-iters 200"),

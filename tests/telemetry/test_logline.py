@@ -73,6 +73,7 @@ def test_tensorboard_curves_are_written(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
     board.step(RECORD)
     board.evaluation(7, {"valid_loss": 2.0, "valid_loss/wiki": 3.5})
+    board.evaluation(7, {"test_loss": 4.5})
     board.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -80,6 +81,7 @@ def test_tensorboard_curves_are_written(tmp_path: Path) -> None:
     assert events.Scalars("train/loss")[0].value == pytest.approx(RECORD.loss)
     assert events.Scalars("valid/loss")[0].value == 2.0
     assert events.Scalars("valid/wiki")[0].value == 3.5
+    assert events.Scalars("test/loss")[0].value == 4.5
 
 
 def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
