@@ -1,31 +1,93 @@
-# Sourced by the recipes beside it: `recipe NAME flags...` runs pretrain_gpt.py under torchrun.
+# Sourced by the scripts beside it: `recipe NAME flags...` runs pretrain_gpt.py under torchrun, `ranks OPTIONS... SCRIPT flags...` any script.
 #
 #   NNODES, GPUS_PER_NODE   how many; every recipe has its published numbers as defaults
-#   RDZV_ENDPOINT           host:port that all nodes reach, on the first of them (default: this machine)
-#   RDZV_ID                 the same on all nodes of one job
+#   RDZV_ENDPOINT           host:port that all nodes reach, on the first of them (one node needs none: its rendezvous is a private file)
+#   RDZV_ID                 the same on all nodes of one job, and hard to guess; with more than one node it has to be given
 #   DATA_PATH               PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx files (default: the built-in corpus)
 #   SAVE                    folder of checkpoints; the newest complete one in it is resumed
 #   LOG_DIR                 each rank's output goes to a file of its own there; the first rank of a node also prints
+#
+# Curves for TensorBoard, where it is installed: --tensorboard-dir DIR behind the script's name.
+# The status is the ranks' own: 0 finished, or stopped as asked and saved; 2 the configuration is wrong; 1 anything else.
 
-# Ranks get this long after SIGTERM to save before torchrun kills them; its own default is 30 seconds.
+# Ranks get this long after another rank's failure to end before torchrun kills them; its own default is 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 
+# torchrun returns 1 and a traceback whenever it gets a signal, also where all ranks have saved and left with 0. So it gets none: it has a
+# process group of its own and ignores what else reaches it, and the ranks, which it starts, are told here. They are told every second, for
+# there may be none yet; being told twice changes nothing for them. Ctrl-\ ends everything at once, without saving.
+ranks() {
+    local agent error status=0 name
+    asked="" # afterwards: the signal that came, if one did
+    error=$(mktemp)
+    set -m
+    (
+        trap '' INT TERM HUP
+        exec env TORCHELASTIC_ERROR_FILE="$error" torchrun --signals-to-handle SIGQUIT "$@" </dev/null
+    ) &
+    agent=$!
+    set +m
+    for name in INT TERM HUP; do
+        trap "asked=${name/HUP/TERM}; tell $agent \$asked" "$name"
+    done
+    trap 'kill -QUIT "$agent"' QUIT
+    while kill -0 "$agent" 2>/dev/null; do
+        if [[ -z "$asked" ]]; then
+            wait "$agent" || true
+        else
+            tell "$agent" "$asked"
+            sleep 1
+        fi
+    done
+    wait "$agent" || status=$?
+    trap - INT TERM HUP QUIT
+    # torchrun leaves there what its first failing rank left, with that rank's status.
+    if ((status != 0)) && grep -q '"errorCode": 2[,}]' "$error"; then
+        status=2
+    fi
+    rm -f "$error"
+    return "$status"
+}
+
+# Send a signal to what a process has started.
+tell() {
+    local started
+    started=$(cat "/proc/$1/task/$1/children" 2>/dev/null || pgrep -P "$1" || true)
+    # shellcheck disable=SC2086  # process numbers
+    [[ -z "${started// /}" ]] || kill "-$2" $started 2>/dev/null || true
+}
+
+random_id() { od -An -N16 -tx1 /dev/urandom | tr -d ' \n'; }
+
 recipe() {
-    local name=$1 root data=()
+    local name=$1 root data=() meet=()
     shift
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     if [[ -n "${DATA_PATH:-}" ]]; then
         read -r -a data <<<"--data-path $DATA_PATH"
     fi
+    if [[ -n "${RDZV_ENDPOINT:-}" ]]; then
+        meet=(--rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-$(random_id)}")
+    else
+        # torch's store listens on all addresses, and torchrun unpickles what it finds there: one host does without it.
+        meet=(--rdzv-conf store_type=file --rdzv-id "${RDZV_ID:-$(random_id)}")
+        if [[ "$NNODES" == 1 && -d /sys/class/net/lo ]]; then
+            export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
+        fi
+    fi
+    if [[ "$NNODES" != 1 && (-z "${RDZV_ENDPOINT:-}" || -z "${RDZV_ID:-}") ]]; then
+        echo "$NNODES nodes meet at RDZV_ENDPOINT (host:port of the first) under one RDZV_ID: set both, the same on all nodes" >&2
+        return 2
+    fi
     local save="${SAVE:-runs/$name/checkpoints}"
     mkdir -p "runs/$name"
-    exec torchrun \
+    ranks \
         --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --max-restarts 0 \
-        --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:29500}" --rdzv-id "${RDZV_ID:-$name}" \
+        --rdzv-backend c10d "${meet[@]}" \
         --log-dir "${LOG_DIR:-runs/$name/logs}" --redirects 3 --tee 0:3 \
         "$root/pretrain_gpt.py" \
         ${data[@]+"${data[@]}"} \
         --save "$save" --load "$save" \
-        --metrics-file "runs/$name/metrics.jsonl" --tensorboard-dir "runs/$name/tensorboard" \
+        --metrics-file "runs/$name/metrics.jsonl" \
         "$@"
 }

@@ -6,19 +6,30 @@
 # Further arguments are flags of pretrain_gpt.py and win over those below.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source examples/launch.sh
 run=${RUN:-runs/stdlib-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$run"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+# Known here before torchrun would set 1, with a notice: the cores of this machine, divided among the ranks.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(python -c "from megazero.threads import share; print(share(4))")}
+
+exec 3> >(exec tee -i "$run/log.txt")
+tee=$!
 echo "Logs, metrics and checkpoints of this run go to $run"
-torchrun --standalone --nproc-per-node 4 pretrain_gpt.py \
+ranks --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id "$(random_id)" --nproc-per-node 4 pretrain_gpt.py \
     --device cpu --tp 2 --pp 2 --zero-stage 1 --bf16 \
     --embedding-layernorm \
     --micro-batch-size 2 --global-batch-size 8 --train-iters 240 \
     --lr 1.5e-3 --min-lr 1.5e-4 --lr-warmup-iters 20 \
     --eval-iters 4 --save "$run/checkpoints" --metrics-file "$run/metrics.jsonl" \
     --sample-prompt "def __init__(self" \
-    "$@" 2>&1 | tee "$run/log.txt"
+    "$@" >&3 2>&1
+exec 3>&-
+wait "$tee"
+if [[ -n "$asked" ]]; then
+    echo "Stopped as asked. To go on: RUN=$run examples/pretrain_stdlib.sh --load $run/checkpoints"
+    exit
+fi
 
 echo
 echo "The trained model in Hugging Face's format, compared tensor by tensor, and a text from it:"

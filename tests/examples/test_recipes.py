@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,8 @@ def stub(folder: Path, name: str, text: str = STUB) -> None:
 def start(folder: Path, script: Path, *words: str, **environment: str) -> list[str]:
     """What the script hands to torchrun."""
     stub(folder, "torchrun")
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "RECORD": str(folder / "record"), **environment}
+    meet = {"RDZV_ENDPOINT": "node1:29500", "RDZV_ID": "a-job"}
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "RECORD": str(folder / "record"), **meet, **environment}
     subprocess.run(["bash", str(script), *words], cwd=folder, env=env, check=True)
     return (folder / "record").read_text().splitlines()
 
@@ -93,23 +96,30 @@ def test_flags_behind_the_script_win(script: str, tmp_path: Path) -> None:
     assert run.data.data_path == ("0.5", "a", "0.5", "b") and run.checkpoint.save == run.checkpoint.load == "here"
 
 
+EXTRAS = ("tensorboard", "sentencepiece", "zstandard", "transformers", "lm_eval", "matplotlib", "deepspeed", "peft")
+
+
+def core_only(folder: Path) -> Path:
+    """A folder for PYTHONPATH with which no program finds what the extras of the installation bring."""
+    (folder / "core").mkdir()
+    (folder / "core" / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n")
+    return folder / "core"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", RECIPES)
 def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> None:
-    """Its own precision, schedule and features on two ranks of this machine, as data-parallel ranks or as stages."""
+    """Its own precision, schedule and features on two ranks of this machine, as data-parallel ranks or as stages, after a plain install."""
     stages = "2" if RECIPES[script][4] > 1 else "1"
     words = f"--device cpu --tp 1 --pp {stages} --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 16 --vocab-size 1003"
     words += " --micro-batch-size 1 --global-batch-size 4 --rampup-batch-size 2 2 4 --train-iters 3 --eval-iters 0"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "NNODES": "1",
         "GPUS_PER_NODE": "2",
-        "RDZV_ENDPOINT": f"localhost:{port}",
+        "PYTHONPATH": f"{core_only(tmp_path)}:{EXAMPLES.parent}",
         "DATA_PATH": str(corpus),
     }
     flags = [*words.split(), "--data-cache-path", str(tmp_path / "cache")]
@@ -128,32 +138,140 @@ def test_the_176b_stages_are_published_ones() -> None:
     assert partition([counts.block] * 70, counts.embedding, counts.head + counts.output, 12) == (5, *[6] * 10, 5)
 
 
+def test_one_node_meets_in_a_file_and_many_have_to_say_where(tmp_path: Path) -> None:
+    """torch's store listens on all addresses, and torchrun unpickles what is in it."""
+    alone = {"NNODES": "1", "RDZV_ENDPOINT": "", "RDZV_ID": ""}
+    first, second = (taken_apart(start(tmp_path, EXAMPLES / "gpt/124m.sh", **alone))[0] for _ in range(2))
+    assert first["--rdzv-conf"] == "store_type=file" and "--rdzv-endpoint" not in first
+    assert re.fullmatch("[0-9a-f]{32}", first["--rdzv-id"]) and first["--rdzv-id"] != second["--rdzv-id"]
+    if Path("/sys/class/net/lo").exists():
+        assert "GLOO_SOCKET_IFNAME=lo\n" in (tmp_path / "record.env").read_text()
+    for missing in ("RDZV_ENDPOINT", "RDZV_ID"):
+        with pytest.raises(subprocess.CalledProcessError) as failed:
+            start(tmp_path, EXAMPLES / "gpt/1.5b.sh", **{missing: ""})
+        assert failed.value.returncode == 2
+
+
+# A launcher of two ranks that end as they are told to, and that says 1 whatever they say, as torchrun does.
+RANK = """
+import os, signal, sys, time
+def told(number, frame):
+    open(f"{sys.argv[1]}.told.{sys.argv[2]}", "w").close()
+    os._exit(0)
+signal.signal(signal.SIGINT, told), signal.signal(signal.SIGTERM, told)
+open(f"{sys.argv[1]}.{sys.argv[2]}", "w").close()
+time.sleep(60)
+sys.exit(1)
+"""
+TORCHRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "-c", {RANK!r}, os.environ["RECORD"], str(rank)]) for rank in range(2)]
+sys.exit(any([rank.wait() for rank in ranks]))
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_goes_to_the_ranks_and_the_status_is_theirs(kind: signal.Signals, tmp_path: Path) -> None:
+    stub(tmp_path, "torchrun", TORCHRUN)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record"), "NNODES": "1"}
+    process = subprocess.Popen(["bash", str(EXAMPLES / "gpt/124m.sh")], cwd=tmp_path, env=env, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("record.[01]"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(kind)
+    assert process.wait(timeout=60) == 0
+    assert len(list(tmp_path.glob("record.told.*"))) == 2
+
+
+def test_the_status_of_a_wrong_configuration_is_the_ranks_own(tmp_path: Path) -> None:
+    """torchrun's is 1; the file that it writes says what its rank had."""
+    for code, status in ((2, 2), (1, 1), (-9, 1)):
+        stub(
+            tmp_path,
+            "torchrun",
+            f"""#!/usr/bin/env bash\necho '{{"message": {{"errorCode": {code}}}}}' >"$TORCHELASTIC_ERROR_FILE"; exit 1\n""",
+        )
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": "1"}
+        done = subprocess.run(["bash", str(EXAMPLES / "gpt/124m.sh")], cwd=tmp_path, env=env, check=False)
+        assert done.returncode == status
+
+
+SCONTROL = """#!/usr/bin/env bash
+[[ $1 == show ]] && printf "node7\\nnode8\\nnode9\\n" || echo "$@" >>"$RECORD.requeued"
+"""
+# srun: drop its own options and run what follows, as the second of the nodes.
+SRUN = """#!/usr/bin/env bash
+printf "%s\n" "$@" > "$RECORD.srun"
+while [[ $1 == -* ]]; do [[ $1 == *=* ]] && shift || shift 2; done
+SLURM_NODEID=1 exec "$@"
+"""
+SLURM = {"SLURM_JOB_NUM_NODES": "48", "SLURM_JOB_NODELIST": "node[7-9]", "SLURM_JOB_ID": "123456", "SLURM_GPUS_ON_NODE": "8"}
+
+
 def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
-    stub(tmp_path, "scontrol", '#!/usr/bin/env bash\nprintf "node7\\nnode8\\nnode9\\n"\n')
-    # srun: drop its own options and run what follows, as the second of the nodes.
-    stub(
-        tmp_path,
-        "srun",
-        '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD.srun"\nwhile [[ $1 == -* ]]; do [[ $1 == *=* ]] && shift || shift 2; done\nSLURM_NODEID=1 "$@"\n',
-    )
-    slurm = {"SLURM_JOB_NUM_NODES": "48", "SLURM_JOB_NODELIST": "node[7-9]", "SLURM_JOB_ID": "123456", "SLURM_GPUS_ON_NODE": "8"}
-    words = start(tmp_path, EXAMPLES / "slurm.sh", str(EXAMPLES / "bloom/176b.sh"), "--train-iters", "9", **slurm)
+    stub(tmp_path, "scontrol", SCONTROL)
+    stub(tmp_path, "srun", SRUN)
+    environment = SLURM | {"RDZV_ENDPOINT": "", "RDZV_ID": ""}
+    words = start(tmp_path, EXAMPLES / "slurm.sh", str(EXAMPLES / "bloom/176b.sh"), "--train-iters", "9", **environment)
     options, flags = taken_apart(words)
     assert ranks(options) == 384
-    assert (options["--rdzv-endpoint"], options["--rdzv-id"]) == ("node7:23456", "123456")
+    assert options["--rdzv-endpoint"] == "node7:23456" and re.fullmatch("[0-9a-f]{32}", options["--rdzv-id"])
     assert options["--log-dir"] == "logs/123456/node-1" and options["--redirects"] == "3"
     assert parse_run(flags, 384).schedule.train_iters == 9
     srun = (tmp_path / "record.srun").read_text().splitlines()
     assert "--wait=960" in srun and "--kill-on-bad-exit=0" in srun
+    assert not (tmp_path / "record.requeued").exists(), "a run that has finished"
+
+
+# A step that ends with 0 when it gets TERM, as ranks do; of one that "fails" the status is 1. scancel signals the step only.
+STEP = """#!/usr/bin/env bash
+trap 'exit %s' TERM
+echo $$ >"$RECORD.step.new"; mv "$RECORD.step.new" "$RECORD.step"
+for _ in {1..600}; do sleep 0.1; done
+"""
+SCANCEL = """#!/usr/bin/env bash
+[[ "$*" == "--signal=TERM 123456" ]] && kill -TERM "$(cat "$RECORD.step")"
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "restarts", "ends", "status", "requeued"),
+    [
+        (["--resubmit", "2"], "", 0, 0, True),
+        (["--resubmit", "2"], "1", 0, 0, True),
+        (["--resubmit", "2"], "2", 0, 0, False),
+        ([], "", 0, 0, False),
+        (["--resubmit", "2"], "", 1, 1, False),
+    ],
+    ids=["first", "second", "enough", "not asked", "failed"],
+)
+def test_slurm_near_its_time_limit_saves_and_goes_back_into_the_queue(
+    flags: list[str], restarts: str, ends: int, status: int, requeued: bool, tmp_path: Path
+) -> None:
+    for name, text in (("scontrol", SCONTROL), ("srun", STEP % ends), ("scancel", SCANCEL)):
+        stub(tmp_path, name, text)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record"), **SLURM}
+    environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    process = subprocess.Popen(["bash", str(EXAMPLES / "slurm.sh"), *flags, "recipe.sh"], cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "record.step").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) == status, "saved and stopped as asked is not a failure"
+    told = tmp_path / "record.requeued"
+    assert (told.read_text() if told.exists() else "") == ("requeue 123456\n" if requeued else "")
 
 
 def test_slurm_signals_before_its_time_limit_and_leaves_time_to_save() -> None:
     text = (EXAMPLES / "slurm.sh").read_text()
-    warning = int(text.split("--signal=TERM@")[1].split()[0])
+    warning = int(text.split("--signal=B:USR1@")[1].split()[0])
     shutdown = int((EXAMPLES / "launch.sh").read_text().split("TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-")[1].split("}")[0])
     assert "#SBATCH --time=" in text and warning > shutdown + 60
 
 
 def test_slurm_without_a_recipe_says_how(tmp_path: Path) -> None:
-    result = subprocess.run(["bash", str(EXAMPLES / "slurm.sh")], capture_output=True, text=True)
-    assert result.returncode == 2 and "usage" in result.stderr
+    for words in ([], ["--resubmit", "3"], ["--resubmit", "often", "recipe.sh"]):
+        result = subprocess.run(["bash", str(EXAMPLES / "slurm.sh"), *words], capture_output=True, text=True)
+        assert result.returncode == 2 and "usage" in result.stderr
