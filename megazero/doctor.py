@@ -27,6 +27,7 @@ from fused_ops.native import library
 from megazero import allocator
 from megazero import device as devices
 from megazero.mpu.shared_memory import lacking
+from megazero.requirements import PACKAGES
 
 OLDEST_TORCH = (2, 11)
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -39,12 +40,6 @@ UNITS = {
     "AVX2": "avx2",
 }
 """What products run on, in Linux's words; which block products torch has, and how they take operands, depends on these."""
-OPTIONAL = {
-    "transformers": "tokenizers of kind hf; reading of its models",
-    "sentencepiece": "tokenizers of kind sentencepiece",
-    "zstandard": "preprocessing of .zst files",
-    "tensorboard": "--tensorboard-dir",
-}
 
 
 class Finding(NamedTuple):
@@ -176,11 +171,11 @@ def _has_kernels() -> bool:
 
 
 def _optional() -> Iterator[Finding]:
-    for name, use in OPTIONAL.items():
-        if importlib.util.find_spec(name):
-            yield Finding(name, importlib.metadata.version(name))
+    for package in PACKAGES:
+        if importlib.util.find_spec(package.name):
+            yield Finding(package.name, importlib.metadata.version(package.name))
         else:
-            yield Finding(name, "not installed", f"only for {use}: pip install {name}")
+            yield Finding(package.name, "not installed", f"only for {package.serves}: pip install {package.name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

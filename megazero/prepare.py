@@ -66,7 +66,7 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
         run = with_samples(run, tokenizer, report)
         datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
         text = f"{text}; {epochs_told(run, datasets, samples_asked(run))}"
-    except DataError as error:
+    except (DataError, ImportError) as error:  # a package that only the data show to be needed: jinja2, for chats
         raise ConfigError([str(error)]) from error
     changes = _changes(found, run, world_size, datasets)
     run = with_base(run, found)

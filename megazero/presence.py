@@ -67,6 +67,8 @@ def _collected(problems: list[str], before: str = "") -> Iterator[None]:
     """What cannot be opened becomes a problem like the others."""
     try:
         yield
+    except ImportError:
+        pass  # told by `requirements`, with what to install
     except (DataError, CheckpointError, ValueError, OSError) as error:
         problems.append(f"{before}{error}")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
 import torch
 
 from fused_ops import apex, fp8
@@ -11,6 +15,41 @@ from fused_ops.native import library
 from megazero import device as devices
 from megazero.build import compiled_ops, wanted_attention
 from megazero.config.schema import Run
+
+
+class Package(NamedTuple):
+    """What a plain installation lacks.
+
+    name    as Python and pip know it
+    serves  what needs it
+    asked   whether this run does, as far as its flags tell
+    """
+
+    name: str
+    serves: str
+    asked: Callable[[Run], bool] = lambda run: False
+
+
+PACKAGES = (
+    Package("tensorboard", "--tensorboard-dir", lambda run: bool(run.trainer.tensorboard_dir)),
+    Package("sentencepiece", "--tokenizer sentencepiece", lambda run: run.data.tokenizer == "sentencepiece"),
+    Package("zstandard", "data in .zst files", lambda run: any(name.endswith(".zst") for name in _instruction_files(run))),
+    Package("jinja2", "chats, which a template writes"),
+    Package("transformers", "logits compared when a checkpoint is converted with --verify"),
+)
+
+
+def _instruction_files(run: Run) -> tuple[str, ...]:
+    return (*run.data.instruction_data, *run.data.valid_instruction_data)
+
+
+def absent(run: Run) -> list[str]:
+    """Packages that this run's flags need and that are not installed, each with what to install."""
+    return [
+        f"{package.serves} needs the package {package.name}, which is not installed: pip install {package.name}"
+        for package in PACKAGES
+        if package.asked(run) and find_spec(package.name) is None
+    ]
 
 
 def unmet(run: Run) -> list[str]:
@@ -34,7 +73,7 @@ def unmet(run: Run) -> list[str]:
 
 def unfit(run: Run) -> list[str]:
     """What speaks against this run on this machine: what it lacks, and what cannot be computed here."""
-    return [*(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]), *unmet(run)]
+    return [*absent(run), *(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]), *unmet(run)]
 
 
 def _uncompilable(run: Run) -> list[str]:

@@ -104,7 +104,10 @@ def test_commands_and_programs_run_on_what_those_before_them_made(place: Path) -
     assert said[0].strip() == said[1].strip(), "transformers and megazero continue alike"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/data.md", "docs/performance.md"])
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_and_named_files_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     links = [ROOT / page if link.startswith("#") else (ROOT / page).parent / link for link in re.findall(r"\]\(([^)]+)\)", text)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from megazero.data.progress import silent
 from megazero.launch import Environment, launch
 from megazero.mpu import grid
 from megazero.prepare import prepare
+from tests.data.chats import write_tokenizer
 from tests.parity.training import data_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,55 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 def test_nothing_is_asked_by_default(card: bool) -> None:
     assert requirements.unmet(Run()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("tensorboard", ["--tensorboard-dir", "curves"]),
+        ("sentencepiece", ["--tokenizer", "sentencepiece", "--tokenizer-path", "t.model"]),
+        ("zstandard", ["--tokenizer", "byte", "--instruction-data", "chats.jsonl.zst"]),
+    ],
+)
+def test_a_package_that_is_asked_for_and_not_installed_is_an_error_of_the_configuration(
+    package: str, words: list[str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is prepared, with the other problems; where it is not asked for, nobody misses it."""
+    monkeypatch.chdir(tmp_path)
+    data = [] if "--instruction-data" in words else data_flags(corpus, tmp_path / "cache")
+    flags = ["--vocab-size", "1003", "--seq-length", "16", "--train-iters", "2", *data]
+    asks, does_not = (parse_run([*flags, *more], 1) if more or data else Run() for more in (words, []))
+    assert requirements.absent(asks) == []
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed: pip install {package}") as wrong:
+        prepare(asks, 1, silent)
+    assert sum(package in problem for problem in wrong.value.problems) == 1, wrong.value.problems
+    assert requirements.absent(does_not) == [] and not (tmp_path / "cache").exists()
+
+
+def test_chats_without_jinja2_are_an_error_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there are any shows in the data only."""
+    write_tokenizer(tmp_path / "tokenizer", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    data = ["--tokenizer", "hf", "--tokenizer-path", tmp_path / "tokenizer", "--instruction-data", tmp_path / "chats.jsonl"]
+    flags = [
+        *data,
+        "--seq-length",
+        16,
+        "--train-iters",
+        1,
+        "--global-batch-size",
+        1,
+        "--eval-iters",
+        0,
+        "--data-cache-path",
+        tmp_path / "c",
+    ]
+    run = parse_run([*map(str, flags), "--micro-batch-size", "1"], 1)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match="chat templates need the package jinja2: pip install jinja2"):
+        prepare(run, 1, silent)
 
 
 def test_graphs_need_a_card(card: bool) -> None:
