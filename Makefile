@@ -6,7 +6,8 @@
 # make gpu-test   everything that needs an NVIDIA GPU to be tested, with the torch that is installed; 8 minutes, no network
 # make gpu-bench  ops and training steps on an NVIDIA GPU beside torch and transformers, likewise
 # make bench      ops, a training step by its parts, megazero beside its peers, generation beside transformers (BENCH=--quick: a smoke test)
-# make lint       ruff and mypy
+# make lint       ruff and mypy, without what the tests install
+# make install    the program alone, into .venv
 # make clean      remove caches and builds (.venv, runs and data stay)
 
 PYTHON ?= python3
@@ -28,6 +29,10 @@ $(VENV)/.installed: $(INSTALL_FROM)
 
 $(VENV)/.installed-test: $(INSTALL_FROM)
 	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" test
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-lint: $(INSTALL_FROM)
+	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" lint
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(INSTALL_FROM)
@@ -72,7 +77,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python bench/peers.py $(BENCH)
 	$(VENV)/bin/python bench/generate.py $(BENCH)
 
-lint: $(VENV)/.installed-test
+lint: $(or $(wildcard $(VENV)/.installed-test),$(VENV)/.installed-lint)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

@@ -126,6 +126,14 @@ _SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers",
 """Changes nothing but waiting. (Sections `checkpoint` and `trainer` are about this start of the program, not about the run.)"""
 _LEFT_OPEN = {"model.vocab_size": None, "parallel.device": "auto", "parallel.backend": "auto"}
 """Values that stand for one found out later (from the tokenizer, from the machine): compared only when both are known."""
+_RUN_LENGTH = ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size")
+_DECAY_FROM = ("lr_decay_iters", "lr_decay_samples", *_RUN_LENGTH)
+_LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "lr-warmup": ("warm-up", ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", *_DECAY_FROM)),
+    "lr-decay": ("decay", _DECAY_FROM),
+    "lr-wsd-decay": ("fall", ("lr_wsd_decay_iters", "lr_wsd_decay_samples", *_DECAY_FROM)),
+}
+"""Lengths of the learning-rate schedule, which no single flag says: what they are called, and what they follow from, the nearest first."""
 _OVERRIDES = (
     (_RATES, "--override-opt-param-scheduler", "override_opt_param_scheduler"),
     (_BATCH, "--override-batch", "override_batch"),
@@ -166,7 +174,7 @@ def compare(saved: Run, now: Run, saved_axes: Mapping[str, int] | None = None, a
             changes += [Change(change.field, change.old, change.new, flag) for change in found]
         else:
             changes += found
-            problems += [_problem(change, flag) for change in found]
+            problems += [_problem(change, flag, _cause(change, saved, now)) for change in found]
     changes += _differences(_FREE, saved, now)
     if saved_axes and axes and saved_axes.get("dp", axes["dp"]) != axes["dp"]:
         changes.append(Change("dp", saved_axes["dp"], axes["dp"]))
@@ -197,6 +205,24 @@ def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Chan
     return found
 
 
-def _problem(change: Change, flag: str | None) -> str:
+def _cause(change: Change, saved: Run, now: Run) -> tuple[Change, str]:
+    """The change of a flag that this change follows from, and how; the change itself where it is one of a flag."""
+    if change.field not in _LENGTH_FROM:
+        return change, ""
+    called, flags = _LENGTH_FROM[change.field]
+    then, today = saved.schedule, now.schedule
+    name = next((name for name in flags if getattr(then, name) != getattr(today, name)), flags[0])
+    cause = Change(name.replace("_", "-"), getattr(then, name), getattr(today, name))
+    if name.startswith(change.field.replace("-", "_")):
+        return cause, ""
+    follows = f", and with it the learning rate's {called}: {_shown(change.old)} there, {_shown(change.new)} now"
+    if called == "decay" and change.old is not None:
+        number, unit = change.old.split()
+        follows += f"; to keep that: --lr-decay-{'samples' if unit == 'samples' else 'iters'} {number}"
+    return cause, follows
+
+
+def _problem(change: Change, flag: str | None, cause: tuple[Change, str] | None = None) -> str:
+    named, follows = cause or (change, "")
     way_out = f"; to change it on resume: {flag}" if flag else "; the model's shape cannot change on resume"
-    return f"--{change.field}: {_shown(change.old)} in the checkpoint, {_shown(change.new)} now{way_out}"
+    return f"--{named.field}: {_shown(named.old)} in the checkpoint, {_shown(named.new)} now{follows}{way_out}"

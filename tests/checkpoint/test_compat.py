@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
 from megazero.checkpoint import compat
 from megazero.checkpoint.compat import compare, record_of, run_from
+from megazero.config.flags import read_command_line
 from megazero.config.schema import Run, ScheduleConfig
 
 BASE = Run(schedule=ScheduleConfig(train_iters=100, lr_warmup_iters=5))
@@ -129,7 +131,10 @@ def test_a_number_given_or_derived_is_the_same():
 def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
     longer = changed(BASE, schedule__train_iters=200)
     (problem,) = compare(BASE, longer).problems
-    assert problem.startswith("--lr-decay: 100 iterations in the checkpoint, 200 iterations now")
+    assert problem == (
+        "--train-iters: 100 in the checkpoint, 200 now, and with it the learning rate's decay: 100 iterations there, 200 iterations now; "
+        "to keep that: --lr-decay-iters 100; to change it on resume: --override-opt-param-scheduler"
+    )
     assert "train-iters 100 -> 200" in map(str, compare(BASE, longer).changes)
     named = changed(BASE, schedule__lr_decay_iters=100)
     assert compare(BASE, changed(named, schedule__train_iters=200)).problems == ()
@@ -138,6 +143,27 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
     fraction = changed(BASE, schedule__lr_warmup_iters=None, schedule__lr_warmup_fraction=0.05)
     assert compare(BASE, fraction).problems == ()
     assert len(compare(fraction, changed(fraction, schedule__train_iters=200)).problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "flags"),
+    [
+        ({"train_iters": 100}, {"train_iters": 200, "lr_warmup_fraction": 0.1}, ["--lr-warmup-fraction", "--train-iters"]),
+        (
+            {"train_iters": 100, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
+            {"train_iters": 200, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
+            ["--train-iters"] * 3,
+        ),
+        ({"train_iters": 100, "lr_decay_iters": 90}, {"train_iters": 200, "lr_decay_iters": 80}, ["--lr-decay-iters"]),
+        ({"train_samples": 960}, {"train_samples": 1920}, ["--train-samples"]),
+        ({"train_iters": 100, "lr_warmup_samples": 5}, {"train_iters": 100, "lr_warmup_samples": 6}, ["--lr-warmup-samples"]),
+    ],
+)
+def test_a_length_that_changed_names_the_flag_that_changed_it(then: dict[str, Any], now: dict[str, Any], flags: list[str]) -> None:
+    """Such a flag is there: what is not one of its own (--lr-decay) is told by what it follows from."""
+    found = compare(Run(schedule=ScheduleConfig(**then)), Run(schedule=ScheduleConfig(**now))).problems
+    assert [problem.partition(":")[0] for problem in found] == flags
+    assert not [flag for flag in flags if read_command_line([flag, "1"]).level.problems]
 
 
 def test_numbers_that_the_optimizer_does_not_use_may_differ():
