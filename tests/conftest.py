@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.corpus import write_corpus
 from tests.costs import Costs
@@ -25,6 +26,10 @@ LONGEST = (
 )
 """Rooms whose files come first: where processes of pytest share the files, none is to begin a long one when the others have ended."""
 BYTES_PER_WORKER = 4 * 2**30
+
+# On a busy machine an example takes as long as it takes.
+settings.register_profile("megazero", deadline=None)
+settings.load_profile("megazero")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
