@@ -1,4 +1,4 @@
-# make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU)
+# make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU; FLAGS="--train-iters 20")
 # make check      after each change: lint, types and the quick tests; under 3 minutes once the rest is installed
 # make test       install into .venv and run all that a change can break, lint and types too (SEED=n: the samples that a run drew)
 # make test-all   every test and every case of every grid; layouts without compiled kernels, too; hours
@@ -42,7 +42,7 @@ $(VENV)/.installed-bench: $(INSTALL_FROM)
 install: $(VENV)/.installed
 
 pretrain: $(VENV)/.installed
-	@PATH="$(abspath $(VENV))/bin:$$PATH" examples/pretrain_stdlib.sh
+	@PATH="$(abspath $(VENV))/bin:$$PATH" examples/pretrain_stdlib.sh $(FLAGS)
 
 # A process of pytest for each core; the tests of a file stay together, and share what they have set up. tests/conftest.py has the order.
 RUN_TESTS = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -ra --cpu 15 $(if $(SEED),--seed $(SEED))
@@ -54,7 +54,7 @@ test: $(VENV)/.installed-test
 	$(RUN_TESTS) $(PYTEST)
 
 test-all: $(VENV)/.installed-test
-	MEGAZERO_FUSED=reference $(RUN_TESTS) tests/parity tests/zero tests/pipeline $(PYTEST)
+	MEGAZERO_FUSED=reference $(RUN_TESTS) tests/parity tests/zero tests/pipeline
 	$(RUN_TESTS) --depth all $(PYTEST)
 
 parity: $(VENV)/.installed-test

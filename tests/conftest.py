@@ -67,6 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    """The run's own, for tests that draw samples themselves."""
+    return int(pytestconfig.option.seed)
+
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of 200 documents with ids below 1003, each ended by id 0."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "words")

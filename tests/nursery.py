@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTED = ("torch.distributed", "numpy", "yaml", "safetensors.torch", "regex", "pytest")
-"""Nothing of the program: its modules may look at their process when they are imported, and find their own here."""
+IMPORTED = ("torch.distributed", "torch.fx.experimental.symbolic_shapes", "numpy", "yaml", "safetensors.torch", "regex", "pytest")
+"""The second is imported by the first backward of any process, with sympy. Nothing of the program: its modules may look at their process when they are imported, and find their own here."""
 
 
 class Nursery:

@@ -1,8 +1,8 @@
 """Which cases of an exhaustive grid run: all of them in `make test-all`, elsewhere a sample that another seed draws anew.
 
 A test with the mark `sampled` has a grid of parameters. A sample of strength 2 has every pair of values of every two parameters in some case,
-one of strength 1 every value of each. What a fault depends on is nearly always one value or two; a third is left to other seeds and to
-`make test-all`.
+one of strength 1, as `sampled(strength=1)` asks for, every value of each. What a fault depends on is nearly always one value or two; a third is
+left to other seeds and to `make test-all`, which also has the tests with the mark `exhaustive`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytes
             strength = _strength(item, depth)
             if strength is not None:
                 grids.setdefault((item.nodeid.partition("[")[0], strength), []).append(item)
-    out = {id(item) for item in items if depth == "check" and item.get_closest_marker("slow") and not item.get_closest_marker("lint")}
+    out = {id(item) for item in items if not _belongs(item, depth)}
     for (name, strength), grid in grids.items():
         cases = [{key: repr(value) for key, value in item.callspec.params.items()} for item in grid]
         kept = set(sample(cases, strength, random.Random(f"{seed} {name}"))) if strength else set()
@@ -65,12 +65,20 @@ def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytes
     return [item for item in items if id(item) not in out], [item for item in items if id(item) in out]
 
 
+def _belongs(item: pytest.Item, depth: str) -> bool:
+    """Whether the test itself, whatever its case, is for this depth."""
+    if depth == "check" and item.get_closest_marker("slow"):
+        return item.get_closest_marker("lint") is not None
+    return depth == "all" or item.get_closest_marker("exhaustive") is None
+
+
 def _strength(item: pytest.Function, depth: str) -> int | None:
     """That of the sample which a test is in; None: it runs."""
     if item.get_closest_marker("gpu"):  # who has a card wants all of them
         return None
     of_sampled, of_emulated = STRENGTHS[depth]
-    sampled = of_sampled if item.get_closest_marker("sampled") else None
+    mark = item.get_closest_marker("sampled")
+    sampled = min(of_sampled, mark.kwargs.get("strength", 2)) if mark else None
     if EMULATED in (item.callspec.params.get("level"), item.callspec.params.get("cuda_level")):
         return of_emulated if sampled is None else min(sampled, of_emulated)
     return sampled

@@ -69,6 +69,7 @@ def results(op: Callable[..., Tensor | tuple[Tensor, Tensor]], given: list[Tenso
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 1.6e-2)])
 @pytest.mark.parametrize("name", OPS)
 def test_compiled_equals_plain(name: str, dtype: torch.dtype, tolerance: float) -> None:

@@ -25,6 +25,7 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("layout", [[], ["--tp", "2", "--pp", "2"], ["--pp", "2", "--virtual-stages", "2"]])

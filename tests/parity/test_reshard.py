@@ -92,6 +92,7 @@ def test_there_are_21_pairs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize(("before", "number"), PAIRS)
 def test_reshard(
     before: str, number: int, whole: dict[str, Outcome], saved: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory

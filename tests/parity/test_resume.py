@@ -56,6 +56,7 @@ PAIRS = [(before, NAMES[(number + step) % len(NAMES)]) for number, before in enu
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_fault_26_any_layout_to_any_layout(
     before: str, after: str, whole: Outcome, saved: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory

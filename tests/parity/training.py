@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +74,9 @@ def train_on_rank(rank: int, size: int, flags: list[str], fused: str) -> tuple[l
     return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
 
 
-def train(size: int, flags: list[str], fused: str = "auto") -> Outcome:
-    """The run on `size` ranks, with these bodies of the ops. Replicas of a parameter must be equal to the bit."""
-    results = run_ranks(size, train_on_rank, size, flags, fused)
+def train(size: int, flags: list[str], fused: str | None = None) -> Outcome:
+    """The run on `size` ranks, with these bodies of the ops, else those that MEGAZERO_FUSED names. Replicas of a parameter must be equal to the bit."""
+    results = run_ranks(size, train_on_rank, size, flags, fused or os.environ.get("MEGAZERO_FUSED", "auto"))
     records, losses, _ = results[0]
     return Outcome(records, losses, assemble([pieces for _, _, pieces in results]))
 

@@ -16,9 +16,9 @@ WHOLE = [name for name, chunks in CHUNKS.items() if chunks is None]
 """Schedules with backwards in one piece; the others are in test_zero_bubble.py."""
 
 
-def sizes(sample: int | None = None):
+def sizes(sample: int | None = None, seed: int = 1):
     every = [(name, p, m, v) for name in WHOLE for p in STAGES for m in MICRO_BATCHES for v in VIRTUAL]
-    return every if sample is None else random.Random(1).sample(every, sample)
+    return every if sample is None else random.Random(seed).sample(every, sample)
 
 
 def check(name: str, p: int, m: int, v: int) -> None:
@@ -43,12 +43,12 @@ def check(name: str, p: int, m: int, v: int) -> None:
     assert set(forward.peak_activations) == {1}
 
 
-def test_sampled_sizes():
-    for name, p, m, v in sizes(150):
+def test_sampled_sizes(seed):
+    for name, p, m, v in sizes(150, seed):
         check(name, p, m, v)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_size():
     for name, p, m, v in sizes():
         check(name, p, m, v)
