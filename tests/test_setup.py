@@ -205,7 +205,7 @@ def test_the_pretraining_script_is_a_valid_run_of_four_ranks(tmp_path: Path) -> 
 def test_linting_and_the_program_install_no_other_trainers() -> None:
     """DeepSpeed is built where it is installed, for minutes; ruff and mypy judge the same without it."""
     extras = PROJECT["project"]["optional-dependencies"]
-    assert {"ruff", "mypy", "types-PyYAML", "pytest"} == set(names(extras["lint"]))
+    assert {"ruff", "mypy", "types-pyyaml", "pytest"} == set(names(extras["lint"]))
     for goal, wanted in (("install", '""'), ("lint", "lint")):
         plan = subprocess.run(["make", "-n", goal, "VENV=elsewhere"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert f'tools/install.sh "elsewhere" {wanted}' in plan and 'elsewhere" test' not in plan, plan
