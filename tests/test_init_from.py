@@ -198,7 +198,7 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
             "--extend-vocabulary",
             "--lora-rank",
             "2",
-        ): "--lora-rank 4 with --extend-vocabulary: adapters train no embedding",
+        ): "--lora-rank 2 with --extend-vocabulary: adapters train no embedding",
         ("--finetune", "--load", "y"): "--finetune starts with the weights of --load y, --init-from",
     }
     for words, message in wrong.items():
