@@ -148,7 +148,7 @@ def test_only_the_blocks_that_are_needed_are_read(checkpoint: Path, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["tied"], indirect=True, scope="module")
 def test_the_program_checks_it_without_starting(checkpoint: Path) -> None:
-    flags = ["--init-from", checkpoint, "--data-path", "x", "--validate-only", "--world-size", 6]
+    flags = ["--init-from", checkpoint, "--data-path", "x", "--print-config", "--world-size", 6]
     told = command.run(1, [*flags, "--tp", 3, "--global-batch-size", 24])
     assert yaml.safe_load(told)["model"]["num_layers"] == 3
     told = command.run(1, [*flags, "--tp", 5, "--num-layers", 9], status=2)
