@@ -25,13 +25,42 @@ _ALLOWED, _WIDENED = 1e-6, 1e-4
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias: [..., k] -> [..., n], rounded once."""
     n, k = weight.shape
-    if x.device.type == "cpu" and 0 < x.numel() <= FEW * k and weight.is_contiguous() and not torch.is_grad_enabled():
+    few = x.numel() <= FEW * k
+    if x.device.type == "cpu" and x.numel() and (few or bias is not None) and weight.is_contiguous() and not torch.is_grad_enabled():
         library = kernels(x, weight) if bias is None else kernels(x, weight, bias)
         if library is not None and not library.on_device:
-            y = x.new_empty((*x.shape[:-1], n))
-            library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, bias)
-            return y
+            if few:
+                y = x.new_empty((*x.shape[:-1], n))
+                library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, bias)
+                return y
+            if bias is not None and _adds_bias(x.dtype):
+                return _biased(x.contiguous(), weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`linear` on the CPU by oneDNN, which adds the bias to the sums before it rounds them. F.linear first spreads the bias over the
+    result, in a pass of its own, and has the product read that again."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return result
+
+
+@cache
+def _adds_bias(dtype: torch.dtype) -> bool:
+    """Whether `_biased` multiplies 16-bit numbers on this machine, and rounds once: tried once in a process, with odd sizes.
+
+    fp32 stays with torch's product: oneDNN's sums are less exact there, and it is slower for small ones.
+    """
+    if dtype.itemsize != 2:
+        return False
+    x, weight, bias = (known(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(77, 45), (37, 45), (37,)]))
+    exact = x.double() @ weight.double().t() + bias.double()
+    try:
+        found = _biased(x, weight, bias)
+    except (AttributeError, RuntimeError):  # a torch without oneDNN or this op of it; a processor without the product
+        return False
+    # Only elements next to a tie may be rounded otherwise than the exact ones.
+    return found.dtype == dtype and not disagreement(found, exact.to(dtype), torch.finfo(dtype).eps / 16)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:

@@ -85,6 +85,47 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
     the_same_for_any_threads(run, (1, 2, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_bias_is_added_before_the_product_is_rounded(dtype: torch.dtype) -> None:
+    """A weight and an input that are parts of wider tensors; more rows than the kernel of few rows takes, and fewer."""
+    for m, n, k in SHAPES[:4]:
+        x, weight = drawn(m, k + 1, dtype=dtype, seed=1)[:, :k], drawn(n + 1, k, dtype=dtype, seed=2)[1:]
+        bias = drawn(n, dtype=dtype, seed=3)
+        with torch.no_grad():
+            found = linear.linear(x, weight, bias)
+        exact = x.double() @ weight.double().t() + bias.double()
+        scale = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
+        assert found.dtype == dtype and found.is_contiguous()
+        rounding = torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0.0
+        bound = (1e-12 if dtype == torch.float64 else 2e-6) * scale + rounding * exact.abs()
+        assert ((found.double() - exact).abs() <= bound).all(), (m, n, k)
+
+
+@pytest.mark.parametrize("fault", ["none", "rounds", "forgets", "swaps", "raises"])
+def test_a_product_with_its_bias_is_tried_with_numbers(fault: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for oneDNN's: right, rounded before the bias is added, without it, with weights in another order, or not there."""
+    calls = []
+
+    def stand_in(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        calls.append(x)
+        if fault == "raises":
+            raise RuntimeError("could not create a primitive")
+        made = x.double() @ (weight.roll(1, 1) if fault == "swaps" else weight).double().t()
+        made = made.to(x.dtype).double() if fault == "rounds" else made
+        return (made if fault == "forgets" else made + bias.double()).to(x.dtype)
+
+    x, weight, bias = (drawn(*shape, dtype=torch.bfloat16, seed=5) for shape in ((40, 24), (16, 24), (16,)))
+    monkeypatch.setattr(linear, "_biased", stand_in)
+    linear._adds_bias.cache_clear()
+    with torch.no_grad():
+        linear.linear(x, weight, bias)
+    linear._adds_bias.cache_clear()
+    compiled = level not in ("reference", "emulated")
+    assert len(calls) == (0 if not compiled else 2 if fault == "none" else 1), (
+        "the trial, and the product itself where the trial found it right"
+    )
+
+
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("fault", ["none", "rounds", "forgets", "swaps"])
 def test_a_widening_product_is_tried_with_numbers(fault: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
