@@ -11,7 +11,6 @@ The second form is lm_eval's own command line, which knows the model by name onc
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import ExitStack, redirect_stdout
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from megazero.config.level import ConfigError
 from megazero.config.schema import ParallelConfig
+from megazero.convert.hf.config import read_json
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError, Source
 from megazero.data.indexed import DataError
@@ -108,7 +108,7 @@ class MegazeroLM(HarnessModel):
 def begin_token(source: Source, tokenizer: Tokenizer) -> int | None:
     """The token that Hugging Face's files beside a model call its first (`bos_token`), None where they name none."""
     files = [source.companions.get(name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    token = named_tokens(*({} if file is None else json.loads(file.read_text(encoding="utf-8")) for file in files)).get("bos_token")
+    token = named_tokens(*({} if file is None else read_json(file) for file in files)).get("bos_token")
     return tokenizer.id_of(token) if token is not None and isinstance(tokenizer, HuggingFaceTokenizer) else None
 
 

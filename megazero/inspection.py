@@ -99,8 +99,7 @@ def is_ours(path: Path) -> bool:
     inside = [path, *(found for _, found in folders.listing(path))]
     if any((folder / MANIFEST).is_file() or any(folder.glob(_NATIVE_FILES)) for folder in inside):
         return True
-    latest = path / folders.LATEST
-    return latest.is_file() and latest.read_text(errors="replace").startswith("iter_")
+    return (folders.named(path) or "").startswith("iter_")
 
 
 def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
@@ -144,7 +143,7 @@ def checkpoints_in(root: Path) -> list[Record]:
 
     Looked at are the manifest and the headers of all files; `verify` looks at the rest.
     """
-    named = (root / folders.LATEST).read_text(errors="replace").strip() if (root / folders.LATEST).is_file() else None
+    named = folders.named(root)
     found = []
     for iteration, path in folders.listing(root):
         problem, size = None, 0

@@ -7,7 +7,9 @@ from pathlib import Path
 
 def is_bare(name: object) -> bool:
     """Whether this is the name of something in a folder: text without a way out of it, and of a length that a file system takes."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name) and len(name) < 256
+    if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
+        return False
+    return len(name.encode("utf-8", errors="surrogatepass")) < 256
 
 
 def stays_inside(path: Path, folder: Path) -> bool:

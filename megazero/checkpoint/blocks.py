@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import Damaged
+from megazero.reading import BOUNDS, parse_json, shown
 
 BLOCK_BYTES = 8 * 1024 * 1024
 """Memory that a writer or reader needs beside the state; also what is read at least of a fragment that is needed in part."""
 DTYPES: Mapping[str, torch.dtype] = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH = 8
-_LONGEST_HEADER = 100_000_000  # the safetensors library's limit
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,32 @@ class BlockFile:
         self.size = os.fstat(self._file.fileno()).st_size
         length = self._file.read(_LENGTH)
         count = int.from_bytes(length, "little")
-        if len(length) < _LENGTH or count > min(self.size - _LENGTH, _LONGEST_HEADER):
+        if len(length) < _LENGTH or count > min(self.size - _LENGTH, BOUNDS.header):
             raise Damaged(f"{self.path.name} is truncated or not a safetensors file")
         text = self._file.read(count)
         self.header_sha256 = hashlib.sha256(length + text).hexdigest()
         self._payload = _LENGTH + count
         try:
-            self._entries: dict[str, Any] = json.loads(text)
+            self._entries: dict[str, Any] = parse_json(text.decode(), self.path.name)
             self._metadata: dict[str, str] = self._entries.pop("__metadata__")
             self._block_bytes = int(self._metadata["block_bytes"])
+            if not 8 <= self._block_bytes <= BOUNDS.block or self._block_bytes % 8:
+                raise ValueError(f"blocks of {shown(self._block_bytes)} bytes")
+            for key in self._entries:
+                self._check_claims(key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{self.path.name} has no readable header ({error})") from error
+
+    def _check_claims(self, key: str) -> None:
+        """What the header says of a tensor: its bytes lie in the file, and each block has its digest."""
+        entry = self._entries[key]
+        (start, stop), (count,), code = entry["data_offsets"], entry["shape"], entry["dtype"]
+        if code not in DTYPES or not all(type(n) is int for n in (start, stop, count)):
+            raise ValueError(f"{shown(key)} is {shown(entry)}")
+        if not 0 <= start <= stop or count * DTYPES[code].itemsize != stop - start:
+            raise ValueError(f"{shown(key)} has {count} elements of {code} in bytes {start} to {stop}")
+        if len(self._metadata[f"sha256 {key}"].split()) != -(-(stop - start) // self._block_bytes):
+            raise ValueError(f"{shown(key)} has not one digest for each block")
 
     def __enter__(self) -> BlockFile:
         return self
@@ -160,6 +175,8 @@ class BlockFile:
         """Block number `block` of a tensor, 1-D on the CPU, its digest checked. Several threads may read at once."""
         start, stop = self._entries[key]["data_offsets"]
         first = start + block * self._block_bytes
+        if self._payload + stop > self.size:  # before memory is made for what a file of a few bytes may claim
+            raise Damaged(f"{self.path.name} is truncated: it has {self.size} bytes")
         payload = bytearray(min(self._block_bytes, stop - first))
         try:
             count = self._read_at(self._payload + first, payload)

@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from megazero.checkpoint.format import MANIFEST, Damaged
 from megazero.config.derive import pipeline_schedule
 from megazero.config.lora import adapted, alpha
+from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.shape import SHAPE
+from megazero.config.validate import out_of_range
 from megazero.optim.lr_schedule import LearningRate
+from megazero.reading import shown
 
 _Value = Callable[[Run], Any]
 
@@ -142,14 +146,34 @@ _OVERRIDES = (
 
 
 def run_from(record: Mapping[str, Any]) -> Run:
-    """The run of a checkpoint's record. Fields that it lacks (an older version wrote it) have their defaults, unknown ones go."""
+    """The run of a checkpoint's record. Fields that it lacks (an older version wrote it) have their defaults, unknown ones go.
 
-    def section(cls: type, values: Mapping[str, Any]) -> Any:
-        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+    Raises Damaged with all values that a field cannot have.
+    """
+    problems: list[str] = []
+
+    def read(name: str, value: Any) -> Any:
+        try:
+            value = run_options()[name].from_value(value)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+            return value
+        reasons = [reason for each in (value if isinstance(value, tuple) else (value,)) if (reason := out_of_range(name, each))]
+        problems.extend(f"{name} {shown(value)}: {reason}" for reason in reasons[:1])
+        return value
+
+    def section(field: str, cls: type) -> Any:
+        values = record.get(field, {})
+        if not isinstance(values, dict):
+            problems.append(f"{field}: {shown(values)} is no section")
+            return cls()
+        return cls(**{item.name: read(item.name, values[item.name]) for item in fields(cls) if item.name in values})
 
     empty = Run()
-    return Run(**{field.name: section(type(getattr(empty, field.name)), record.get(field.name, {})) for field in fields(Run)})
+    run = Run(**{field.name: section(field.name, type(getattr(empty, field.name))) for field in fields(Run)})
+    if problems:
+        raise Damaged(f"{MANIFEST} holds a run that none is: " + "; ".join(problems[:20]))
+    return run
 
 
 def record_of(run: Run) -> dict[str, Any]:

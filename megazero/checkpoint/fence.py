@@ -51,7 +51,7 @@ class Fence:
     def owner(self) -> str:
         """The token in the file, "" when there is none."""
         try:
-            return self.path.read_text().strip()
+            return self.path.read_text(errors="replace").strip()
         except FileNotFoundError:
             return ""
 

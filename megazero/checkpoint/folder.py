@@ -16,6 +16,7 @@ from pathlib import Path
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import MANIFEST, Damaged
 from megazero.durable import replace_file, sync_folder
+from megazero.reading import BOUNDS, Unreadable, read_bytes
 
 LATEST = "latest"
 TOKEN = "run_token"
@@ -42,6 +43,14 @@ def listing(root: Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
+def named(root: Path) -> str | None:
+    """What `latest` says, be it a checkpoint's name or not; None where there is no such file. Raises Damaged where it cannot be read."""
+    try:
+        return read_bytes(root / LATEST, BOUNDS.word).decode(errors="replace").strip() if (root / LATEST).exists() else None
+    except Unreadable as error:
+        raise Damaged(str(error)) from error
+
+
 def newest(load: Path) -> Path | None:
     """The checkpoint to load from `--load`: the folder itself when it is one, else the one that `latest` names, else,
     without `latest`, the one of the highest iteration. None when there never was a complete one.
@@ -52,9 +61,8 @@ def newest(load: Path) -> Path | None:
         aside = load.with_name(f"{load.name}.replaced")
         return aside if aside.is_dir() and not load.exists() else load
     there = listing(load)
-    try:
-        name = (load / LATEST).read_text(errors="replace").strip()
-    except FileNotFoundError:
+    name = named(load)
+    if name is None:
         return there[-1][1] if there else None
     for _, path in there:
         if path.name.removesuffix(".replaced") == name:

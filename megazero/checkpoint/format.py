@@ -15,15 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megazero.checkpoint.reshard import Span
-from megazero.mpu.place import Box, Place
-from megazero.names import is_bare
+from megazero.mpu.place import Place
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -134,7 +133,7 @@ class Manifest:
     def encode(self) -> bytes:
         """JSON with one tensor and one file per line, and in the last line the sha256 of all before it."""
         content = _content(self).encode()
-        return content + _seal(content)
+        return content + seal(content)
 
     def missing_elements(self) -> dict[str, int]:
         """Elements that no fragment holds, by tensor; negative where fragments overlap."""
@@ -165,31 +164,6 @@ def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
     return {"shape": tensor.shape, "columns": tensor.columns, "fragments": fragments}
 
 
-def decode(raw: bytes) -> Manifest:
-    """The manifest in a file's bytes. Raises Damaged when any byte is not as it was written, ValueError for another version."""
-    content = raw[: -len(_seal(b""))]
-    if raw != content + _seal(content):
-        raise Damaged(f"{MANIFEST} is not what was written: its sha256 does not fit its content")
-    document = json.loads(raw)
-    if document["version"] != VERSION:
-        raise ValueError(f"{MANIFEST} has format version {document['version']}; this program reads version {VERSION}")
-    tensors = {name: _stored_tensor(record) for name, record in document["tensors"].items()}
-    files = [StoredFile(f["name"], f["bytes"], f["header_sha256"]) for f in document["files"]]
-    outside = next((file.name for file in files if not is_bare(file.name)), None)
-    if outside is not None:
-        raise Damaged(f"{MANIFEST} names {str(outside)[:80]!r}, which is no file of its folder")
-    return Manifest(tensors, files, document["run"], document["progress"], document["layout"])
-
-
-def _seal(content: bytes) -> bytes:
+def seal(content: bytes) -> bytes:
     """The end of a manifest; of one length, whatever the version, so that a reader of any version can tell damage."""
     return f',\n"sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
-
-
-def _stored_tensor(record: Mapping[str, Any]) -> StoredTensor:
-    fragments = [(file, Span(_box(box), start, stop)) for file, box, start, stop in record["fragments"]]
-    return StoredTensor(tuple(record["shape"]), dict(record["columns"]), fragments)
-
-
-def _box(pairs: Sequence[Sequence[int]]) -> Box:
-    return tuple((start, stop) for start, stop in pairs)

@@ -15,9 +15,11 @@ from pathlib import Path
 from torch import Tensor
 
 from megazero.checkpoint.blocks import BlockFile
-from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, Held, Manifest, columns_of, decode, key_of, span_of
+from megazero.checkpoint.decoding import decode
+from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, Held, Manifest, columns_of, key_of, span_of
 from megazero.checkpoint.open_files import OpenFiles, check_header
 from megazero.checkpoint.reshard import Overlap, Span, overlaps
+from megazero.reading import BOUNDS, Unreadable, read_bytes
 
 THREADS = 2
 """That read and check blocks; sha256 is what takes the time."""
@@ -27,9 +29,11 @@ _SHOWN = 20
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises Damaged when it is missing or altered."""
     try:
-        raw = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError as error:
-        raise Damaged(f"{MANIFEST} is missing" if folder.is_dir() else "it is not there") from error
+        raw = read_bytes(folder / MANIFEST, BOUNDS.manifest)
+    except Unreadable as error:
+        if not folder.is_dir():
+            raise Damaged("it is not there") from error
+        raise Damaged(str(error) if (folder / MANIFEST).exists() else f"{MANIFEST} is missing") from error
     return decode(raw)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.level import SIBLINGS, Level
 from megazero.config.options import did_you_mean, run_options
+from megazero.reading import BOUNDS, Unreadable, read_json, shown
 
 
 @dataclass
@@ -145,9 +146,9 @@ def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
     """The settings of a DeepSpeed file; what is wrong with it is in the level's problems."""
     level = DeepSpeedLevel(str(path))
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        level.problems.append(f"--deepspeed-config {path}: cannot be read as JSON ({reason})")
+        content = read_json(Path(path), BOUNDS.description)
+    except Unreadable as reason:
+        level.problems.append(f"--deepspeed-config {reason}")
         level.unread = True
         return level
     if not isinstance(content, dict):
@@ -162,7 +163,7 @@ def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
         elif key in UNBUILT:
             holds, why = UNBUILT[key]
             if value not in holds or isinstance(value, bool) not in {isinstance(h, bool) for h in holds}:
-                level.problems.append(f"{level.name}: {key} {json.dumps(value)} is refused: {why}")
+                level.problems.append(f"{level.name}: {key} {json.dumps(value)[:200]} is refused: {why}")
         elif key not in (*_SPECIAL, *_ALONG):
             hint = did_you_mean(key, (*FIELDS, *UNBUILT, *_SPECIAL, *_ALONG))
             level.problems.append(f"{level.name}: there is no {key}{hint}")
@@ -213,7 +214,7 @@ def _precision(level: Level, keys: Mapping[str, Any]) -> None:
 
 def _computed(level: Level, key: str, name: str, value: object, formula: Callable[[float], float]) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1000:
-        level.problems.append(f"{level.name}: {key}: {value!r} is not a number that makes sense here")
+        level.problems.append(f"{level.name}: {key}: {shown(value)} is not a number that makes sense here")
         level.bad.add(name)
     else:
         _put(level, key, name, formula(value))
@@ -227,13 +228,13 @@ def _optimizer(level: Level, keys: Mapping[str, Any]) -> None:
         if str(kind).lower() in table:
             _put(level, "optimizer.type", "optimizer", table[str(kind).lower()])
         else:
-            level.problems.append(f"{level.name}: optimizer.type {kind!r} is not built; valid: Adam, AdamW, SGD")
+            level.problems.append(f"{level.name}: optimizer.type {shown(kind)} is not built; valid: Adam, AdamW, SGD")
     betas = keys.get("optimizer.params.betas")
     if isinstance(betas, list) and len(betas) == 2:
         for name, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
             _put(level, "optimizer.params.betas", name, value)
     elif betas is not None:
-        level.problems.append(f"{level.name}: optimizer.params.betas: {betas!r} is not a list of two numbers")
+        level.problems.append(f"{level.name}: optimizer.params.betas: {shown(betas)} is not a list of two numbers")
 
 
 def _scheduler(level: Level, keys: Mapping[str, Any]) -> None:
@@ -243,9 +244,9 @@ def _scheduler(level: Level, keys: Mapping[str, Any]) -> None:
         level.problems += [f"{level.name}: {key} needs scheduler.type" for key in given]
         return
     styles = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if kind not in styles:
+    if not isinstance(kind, str) or kind not in styles:
         level.problems.append(
-            f"{level.name}: scheduler.type {kind!r} is not built; valid: {', '.join(styles)}{did_you_mean(str(kind), styles)}"
+            f"{level.name}: scheduler.type {shown(kind)} is not built; valid: {', '.join(styles)}{did_you_mean(str(kind), styles)}"
         )
         return
     _put(level, "scheduler.type", "lr_decay_style", styles[kind])

@@ -12,6 +12,8 @@ from megazero.config.flags import option_called
 from megazero.config.level import Level
 from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
+from megazero.config.yaml_file import load_yaml
+from megazero.reading import Unreadable, shown
 
 RUN_FILE = "run.yaml"
 """Where a run keeps itself, in the folder of its checkpoints."""
@@ -52,30 +54,13 @@ def dump(run: Run) -> str:
     return head + yaml.safe_dump({RESOLVED: True, **run_dict(run)}, sort_keys=False, allow_unicode=True, width=120)
 
 
-class _Loader(yaml.SafeLoader):
-    """A key that stands twice in one mapping is an error, where YAML's own rule takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str | int | float) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
-            seen.add(str(key))
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: str | Path) -> Level:
     """The settings of a YAML file; what is wrong with it is in the level's problems."""
     level = Level(str(path))
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # safe: a SafeLoader
-    except (OSError, UnicodeDecodeError) as reason:
-        level.problems.append(f"--config {path}: cannot be read ({reason})")
-        level.unread = True
-        return level
-    except yaml.YAMLError as reason:
-        level.problems.append(f"--config {path}: is no YAML: {_first_mistake(reason)}")
+        content = load_yaml(Path(path))
+    except Unreadable as reason:
+        level.problems.append(f"--config {reason}")
         level.unread = True
         return level
     if content is None:
@@ -93,17 +78,10 @@ def read_yaml(path: str | Path) -> Level:
     return level
 
 
-def _first_mistake(error: yaml.YAMLError) -> str:
-    """Where and what, in a line."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-    return where + " ".join(str(problem or error).split())
-
-
 def _read_section(level: Level, section: str, value: object) -> None:
     if not isinstance(value, dict):
         if value is not None:
-            level.problems.append(f"{level.name}: {section} holds no fields, but {value!r}")
+            level.problems.append(f"{level.name}: {section} holds no fields, but {shown(value)}")
         return
     for key, item in value.items():
         _read_key(level, str(key), item, section)

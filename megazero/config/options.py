@@ -19,6 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config.schema import Run
 from megazero.config.vocabulary import choice_elsewhere, flag_elsewhere
+from megazero.reading import shown
 
 _WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 
@@ -77,7 +78,7 @@ class Option:
             if isinstance(value, str | int | float) and not isinstance(value, bool):
                 value = [value] if self.kind is not str else str(value).split()
             if not isinstance(value, list | tuple):
-                raise ValueError(f"{value!r} is not a list")
+                raise ValueError(f"{shown(value)} is not a list")
             return tuple(self._scalar(item) for item in value)
         return self._scalar(value)
 
@@ -85,7 +86,7 @@ class Option:
         if self.choices is not None:
             return self._choice(value)
         if isinstance(value, bool) != (self.kind is bool) or not isinstance(value, str | int | float):
-            raise ValueError(f"{value!r} is not {_WORDS[self.kind]}")
+            raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}")
         if self.kind is bool:
             return value
         if self.kind is str:
@@ -97,9 +98,9 @@ class Option:
                 return whole_number(value)
             number = float(value)
         except (ValueError, OverflowError):
-            raise ValueError(f"{value!r} is not {_WORDS[self.kind]}") from None
+            raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}") from None
         if not math.isfinite(number):
-            raise ValueError(f"{value!r} is not a finite number")
+            raise ValueError(f"{shown(value)} is not a finite number")
         return number
 
     def _choice(self, value: object) -> str:
@@ -109,7 +110,7 @@ class Option:
                 return choice
         ours = choice_elsewhere(self.name, str(value))
         hint = f"; did you mean {ours}?" if ours else did_you_mean(str(value).lower(), self.choices)
-        raise ValueError(f"{str(value)!r} is not one of {', '.join(self.choices)}{hint}")
+        raise ValueError(f"{shown(str(value))} is not one of {', '.join(self.choices)}{hint}")
 
 
 def whole_number(value: str | int | float) -> int:

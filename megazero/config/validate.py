@@ -18,6 +18,7 @@ from megazero.config.effects import EFFECT_CHECKS
 from megazero.config.facts import Facts
 from megazero.config.options import run_options
 from megazero.config.schema import Run
+from megazero.reading import BOUNDS, shown
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,41 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 )
 
 
+MOST: Mapping[str, int] = MappingProxyType(
+    {
+        **dict.fromkeys(("num_layers", "recompute_num_layers", "virtual_stages", "partition"), BOUNDS.layers),
+        **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "lora_rank"), BOUNDS.heads),
+        **dict.fromkeys(("hidden_size", "ffn_hidden_size"), BOUNDS.width),
+        **dict.fromkeys(("vocab_size", "make_vocab_size_divisible_by", "eod_id"), BOUNDS.vocabulary),
+        **dict.fromkeys(("seq_length", "max_position_embeddings", "position_offset"), BOUNDS.positions),
+        **dict.fromkeys(("tp", "pp"), BOUNDS.ranks),
+        **dict.fromkeys(("micro_batch_size", "global_batch_size"), BOUNDS.batch),
+        "num_workers": BOUNDS.threads,
+    }
+)
+"""The largest that is taken where one is far below `BOUNDS.count`: what there is one of for each, or memory for each."""
+
+
+def out_of_range(name: str, value: Any) -> str | None:
+    """What a field's value must be, where it is not. None and words are in range."""
+    allowed, most = RANGES.get(name), MOST.get(name, BOUNDS.count)
+    if value is None or isinstance(value, str | bool):
+        return None
+    if allowed is not None and not allowed.holds(value):
+        return f"must be {allowed}"
+    return f"must be at most {most:,}" if isinstance(value, int) and value > most else None
+
+
 def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
     """Fields outside their range; their names are added to `bad`."""
     found = []
-    for name, allowed in RANGES.items():
-        value = values[name]
-        if value is None or name in bad:
+    for name, value in values.items():
+        if name in bad:
             continue
-        outside = [v for v in (value if isinstance(value, tuple) else (value,)) if not allowed.holds(v)]
-        if outside:
+        wrong = [(v, reason) for v in (value if isinstance(value, tuple) else (value,)) if (reason := out_of_range(name, v)) is not None]
+        if wrong:
             bad.add(name)
-            found.append(f"{run_options()[name].flag} {outside[0]}: must be {allowed}")
+            found.append(f"{run_options()[name].flag} {shown(wrong[0][0])}: {wrong[0][1]}")
     return found
 
 

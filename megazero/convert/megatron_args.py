@@ -7,13 +7,15 @@ which BLOOM was trained, and Microsoft's). What an argument asks for and we do n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megazero.config.derive import attention_bias, ffn_width, head_dim, max_positions, mlp_bias, padded_vocab, query_groups
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
+from megazero.config.validate import out_of_range
 from megazero.convert.files.unpickle import Record
 from megazero.convert.source import ConversionError
+from megazero.reading import shown
 
 Args = Mapping[str, Any]
 
@@ -80,7 +82,7 @@ class _Reading:
             return default
         try:
             return kind(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.problems.append(f"{name} is {value!r}" if name in self.args else f"{name} is missing")
             return kind(1)
 
@@ -135,6 +137,11 @@ def model_from_args(args: Args, where: str) -> ModelConfig:
         attention_dropout=float(args.get("attention_dropout") or 0.0),
         init_method_std=float(args.get("init_method_std") or 0.02),
     )
+    read.problems += [
+        f"{item.name} {shown(value)} {reason}"
+        for item in fields(model)
+        if (reason := out_of_range(item.name, value := getattr(model, item.name))) is not None
+    ]
     if read.problems:
         raise ConversionError(f"{where}: the arguments describe a model that cannot be converted: " + "; ".join(read.problems))
     return model

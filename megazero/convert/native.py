@@ -110,9 +110,9 @@ def open_native(path: Path) -> NativeSource:
     try:
         manifest = read_manifest(found)
         check_files(found, manifest)
+        return NativeSource(found, manifest)
     except (CheckpointError, ValueError) as error:
-        raise ConversionError(f"{found}: {error}") from error
-    return NativeSource(found, manifest)
+        raise error if isinstance(error, ConversionError) else ConversionError(f"{found}: {error}") from error
 
 
 def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from megazero.convert import native
@@ -16,6 +17,7 @@ from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DEEPSPEED
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
+from megazero.reading import BOUNDS, Unreadable
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -38,34 +40,52 @@ def not_there(path: Path) -> str:
 def recognise(path: Path) -> str:
     """The name of a checkpoint's format. Raises ConversionError, naming what was looked for."""
     for name, known in format_table().items():
-        if known.recognises(path):
-            return name
+        with _readable(path, name):
+            if known.recognises(path):
+                return name
     if not path.exists():
         raise ConversionError(not_there(path))
     raise ConversionError(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
 
 
-_MISSHAPEN = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+_MISSHAPEN = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError, ValueError, AssertionError)
 
 
-def _open(known: Format, path: Path) -> Source:
+@contextmanager
+def _readable(path: Path, format: str) -> Iterator[None]:
     """A reader looks for what its format has; a file that has something else there is the file's fault, and no reader can expect all of it."""
     try:
-        return known.open(path)
-    except (*_MISSHAPEN, ValueError) as error:
-        if isinstance(error, ValueError) and type(error) not in (ValueError, UnicodeDecodeError):
-            raise  # a message for users already
+        yield
+    except ConversionError:
+        raise
+    except Unreadable as error:
+        raise ConversionError(str(error)) from error
+    except _MISSHAPEN as error:
         raise ConversionError(
-            f"{path} cannot be read as a checkpoint of the format {known.name}: something in its files is not what that format has there "
+            f"{path} cannot be read as a checkpoint of the format {format}: something in its files is not what that format has there "
             f"({type(error).__name__}: {str(error)[:200]})"
         ) from error
 
 
 def open_source(path: Path, name: str | None = None) -> Source:
-    """A checkpoint for reading; `name` where the format is known. One of adapters comes with the model that they belong to, merged."""
+    """A checkpoint for reading; `name` where the format is known. One of adapters comes with the model that they belong to, merged.
+
+    Raises ConversionError.
+    """
+    return _opened(path, name, ())
+
+
+def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
+    """above: the checkpoints of adapters that this one is beneath."""
+    if len(above) >= BOUNDS.adapters or path.resolve() in above:
+        raise ConversionError(f"{path} is the model beneath {len(above)} checkpoints of adapters, or beneath itself")
     table = format_table()
     if name is not None and name not in table:
         raise ConversionError(f"--from {name}: known are {', '.join(table)}")
-    source = _open(table[name or recognise(path)], path)
-    source.companions = {**companions(source.path, source.path.parent), **source.companions}
-    return source if source.run.lora.lora_rank is None else adapted_source(source, open_source)
+    format = name or recognise(path)
+    with _readable(path, format):
+        source = table[format].open(path)
+        source.companions = {**companions(source.path, source.path.parent), **source.companions}
+        if source.run.lora.lora_rank is None:
+            return source
+        return adapted_source(source, lambda beneath: _opened(beneath, None, (*above, path.resolve())))

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from megazero.convert.source import ConversionError
 from megazero.names import is_bare
-
-_LONGEST = 4096
+from megazero.reading import BOUNDS
 
 
 def word_in(tracker: Path) -> str:
     """What the file says, without the space around it; bytes that are no text are U+FFFD, which no checkpoint's name has."""
     with open(tracker, "rb") as file:
-        return file.read(_LONGEST).decode("utf-8", errors="replace").strip()
+        return file.read(BOUNDS.word).decode("utf-8", errors="replace").strip()
 
 
 def named_folder(tracker: Path) -> Path:

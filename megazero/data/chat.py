@@ -22,6 +22,7 @@ from megazero.data.special import CUT, SpecialTokens, named_tokens
 from megazero.data.template_process import TemplateProcess
 from megazero.data.template_program import CLOSE, OPEN
 from megazero.data.tokenizer import Tokenizer
+from megazero.reading import BOUNDS, raised_as, read_object, read_text
 
 HERE = "\ufdd3"
 """A mark of our own, such a character as `special.CUT` is: where a message is to be gone on with."""
@@ -206,9 +207,10 @@ def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:
     """The chat template beside a tokenizer: chat_template.jinja, or the one in tokenizer_config.json. Raises DataError where there is none."""
     config = _config(folder / "tokenizer_config.json")
     alone = folder / "chat_template.jinja"
-    source = alone.read_text(encoding="utf-8") if alone.is_file() else config.get("chat_template")
+    with raised_as(DataError):
+        source = read_text(alone, BOUNDS.index) if alone.is_file() else config.get("chat_template")
     if isinstance(source, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
         if source is None:
             raise DataError(f"{folder / 'tokenizer_config.json'} has chat templates {', '.join(map(str, named))}, but none called default")
@@ -218,8 +220,5 @@ def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    with raised_as(DataError):
+        return read_object(path, BOUNDS.index) if path.is_file() else {}

@@ -27,6 +27,7 @@ from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
 from megazero.data.records import in_one_shape
 from megazero.data.tokenizer import Tokenizer
+from megazero.reading import parse_json, raised_as, shown
 
 AT_ONCE = 512
 """Lines that are tokenized together, on all cores."""
@@ -177,11 +178,10 @@ def _wrong(raw: Raw, what: str) -> DataError:
 def _record(raw: Raw) -> dict[str, Any]:
     try:
         text = raw.data.decode("utf-8")
-        record = json.loads(text)
     except UnicodeDecodeError as error:
         raise _wrong(raw, f"byte {error.start} is no UTF-8 ({error.reason})") from None
-    except (ValueError, RecursionError) as error:
-        raise _wrong(raw, f"no JSON: {error}") from None
+    with raised_as(DataError):
+        record = parse_json(text, f"{raw.path}, line {raw.line}")
     if not isinstance(record, dict):
         raise _wrong(raw, f"no record, but {type(record).__name__}")
     strange = STRANGE.search(json.dumps(record, ensure_ascii=False))
@@ -203,7 +203,7 @@ def _messages(raw: Raw, messages: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, start=1):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise _wrong(raw, f"turn {number} has the role {role!r}, which is none of {', '.join(ROLES)}")
+            raise _wrong(raw, f"turn {number} has the role {shown(role)}, which is none of {', '.join(ROLES)}")
         if not isinstance(content, str) and not (role == "assistant" and message.get("tool_calls")):
             raise _wrong(raw, f"turn {number} ({role}) has no text as its content")
         if role == "assistant" and not content and not message.get("tool_calls"):

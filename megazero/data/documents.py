@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
 from megazero.data.utf8 import seems, skip_mark
+from megazero.reading import BOUNDS, kind, listed, parse_json, raised_as
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 PACKED = (".gz", ".zst")
 PIECE = 1 << 23
+PACKED_PIECE = 1 << 10
+"""Bytes that zstd unpacks at once: four of them can be a block of 128 kB, so it makes at most 32 MB of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +98,19 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._packed = self._packed or self._raw.read(1 << 17)
+            self._packed = self._packed or self._raw.read(1 << 16)
             if not self._packed:
                 if self._frame is not None:
                     raise EOFError("the last frame is cut off")
                 return 0
             self._frame = self._frame or self._start()
+            piece, self._packed = self._packed[:PACKED_PIECE], self._packed[PACKED_PIECE:]
             try:
-                self._ready = self._frame.decompress(self._packed)
+                self._ready = self._frame.decompress(piece)
             except self._failure as error:
                 raise OSError(str(error)) from error
-            self._packed = b""
             if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
+                self._packed, self._frame = self._frame.unused_data + self._packed, None
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
@@ -122,16 +125,27 @@ def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Ite
     try:
         skip_mark(reading.stream)
         if as_json:
-            for number, line in enumerate(reading.stream, start=1):
+            for number, line in _lines(reading.stream, name):
                 if line.strip():
                     yield Raw(name, number, line, True, True)
         elif document == "line":
-            for number, line in enumerate(reading.stream, start=1):
+            for number, line in _lines(reading.stream, name):
                 yield Raw(name, number, line.removesuffix(b"\n").removesuffix(b"\r"), False, True)
         else:
             yield from _pieces(reading.stream, name)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read to its end: {error}") from error
+
+
+def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """Lines by number, from 1. Raises DataError for one that is longer than a document may be: few packed bytes unpack to any length."""
+    for number in count(1):
+        line = stream.readline(BOUNDS.document + 1)
+        if len(line) > BOUNDS.document:
+            raise DataError(f"{name}, line {number} is longer than {BOUNDS.document:,} bytes, the most that is read as one document")
+        if not line:
+            return
+        yield number, line
 
 
 def _pieces(stream: BinaryIO, name: str) -> Iterator[Raw]:
@@ -167,12 +181,10 @@ def text_of(raw: Raw, json_key: str, errors: str) -> str:
         ) from None
     if not raw.is_json:
         return text
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where} is no JSON: {error}") from None
+    with raised_as(DataError):
+        record = parse_json(text, where)
     if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        keys = listed(record) if isinstance(record, dict) else kind(record)
         raise DataError(f"{where} has no text under --json-key {json_key!r}; it holds {keys}")
     found: str = record[json_key]
     if any("\ud800" <= symbol <= "\udfff" for symbol in found):

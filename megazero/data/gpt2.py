@@ -9,7 +9,6 @@ specification of the rest; the `tokenizers` library does the same ten times as f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.data.indexed import DataError
+from megazero.reading import BOUNDS, raised_as, read_json, read_text, shown
 
 END_OF_TEXT = "<|endoftext|>"
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -38,7 +38,7 @@ class GPT2Tokenizer:
     """Reads the two files; raises DataError where they are damaged or do not belong together."""
 
     def __init__(self, vocab_file: Path, merges_file: Path) -> None:
-        vocab = _read_vocab(vocab_file)
+        vocab = read_vocab(vocab_file)
         symbols = byte_symbols()
         missing = [value for value, symbol in enumerate(symbols) if symbol not in vocab]
         if missing:
@@ -48,7 +48,7 @@ class GPT2Tokenizer:
         self.eod_id: int | None = vocab.get(END_OF_TEXT)
         self._symbols = symbols
         self._first = [vocab[symbol] for symbol in symbols]
-        self.merges = _read_merges(merges_file, vocab)
+        self.merges = _ranked(merges_file, vocab)
         self._library = _library_model(vocab, self.merges)
         byte_of = {symbol: value for value, symbol in enumerate(symbols)}
         self._bytes = {number: _token_bytes(token, byte_of) for token, number in vocab.items()}
@@ -135,33 +135,34 @@ def _pattern() -> Any:
     return regex.compile(WORDS)
 
 
-def _read_vocab(path: Path) -> dict[str, int]:
-    try:
-        vocab = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from error
-    if not isinstance(vocab, dict) or not vocab or not all(type(number) is int and 0 <= number < 2**31 for number in vocab.values()):
-        raise DataError(f"{path} is no table of tokens and ids, whole numbers from 0 to {2**31 - 1}")
+def read_vocab(path: Path) -> dict[str, int]:
+    """vocab.json: token -> id, each with an id of its own. Raises DataError."""
+    with raised_as(DataError):
+        vocab = read_json(path, BOUNDS.tokenizer)
+    if not isinstance(vocab, dict) or not vocab or not all(type(number) is int and number >= 0 for number in vocab.values()):
+        raise DataError(f"{path} is no table of tokens and ids")
+    if max(vocab.values()) >= BOUNDS.vocabulary:
+        raise DataError(f"{path} holds the id {max(vocab.values())}; ids are below {BOUNDS.vocabulary:,}")
     if len(set(vocab.values())) != len(vocab):
         raise DataError(f"{path} gives {len(vocab)} tokens {len(set(vocab.values()))} different ids")
     return vocab
 
 
-def _read_merges(path: Path, vocab: dict[str, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """In the order of the file; of two lines with one pair the first counts."""
-    merges: dict[tuple[int, int], tuple[int, int]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from error
+def read_merges(path: Path) -> list[tuple[int, list[str]]]:
+    """merges.txt: the number of each line and what stands in it, blank lines and the first one's version left out. Raises DataError."""
+    with raised_as(DataError):
+        lines = read_text(path, BOUNDS.tokenizer).split("\n")
     start = 1 if lines[0].startswith("#version") else 0
-    for number, line in enumerate(lines[start:], start=start + 1):
-        if not line.strip():
-            continue
-        halves = line.rstrip("\r").split(" ")
+    return [(number, line.rstrip("\r").split(" ")) for number, line in enumerate(lines[start:], start=start + 1) if line.strip()]
+
+
+def _ranked(path: Path, vocab: dict[str, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """(left id, right id) -> (rank, joined id), in the order of the file; of two lines with one pair the first counts."""
+    merges: dict[tuple[int, int], tuple[int, int]] = {}
+    for number, halves in read_merges(path):
         unknown = [token for token in (*halves, "".join(halves)) if token not in vocab]
         if len(halves) != 2 or unknown:
-            raise DataError(f"{path}, line {number}: {line!r} is no pair of tokens of the vocabulary")
+            raise DataError(f"{path}, line {number}: {shown(' '.join(halves))} is no pair of tokens of the vocabulary")
         merges.setdefault((vocab[halves[0]], vocab[halves[1]]), (number, vocab["".join(halves)]))
     return {pair: (rank, joined) for rank, (pair, (_, joined)) in enumerate(merges.items())}
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megazero.data.indexed import DataError
 from megazero.data.special import CUT, SpecialTokens
+from megazero.reading import BOUNDS, parse_json, raised_as, read_bytes, read_text, shown
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token for a byte of text that has none."""
@@ -29,10 +31,14 @@ class SentencePieceTokenizer:
             raise ImportError("--tokenizer sentencepiece needs the package sentencepiece: pip install sentencepiece") from error
         _require(path)
         try:
-            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except RuntimeError as error:
+            with raised_as(DataError):
+                data = read_bytes(path, BOUNDS.tokenizer)
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
+        except (RuntimeError, TypeError) as error:
             raise DataError(f"{path} is no sentencepiece model: {error}") from error
         self.vocab_size: int = self._model.vocab_size()
+        if not self.vocab_size:
+            raise DataError(f"{path} holds no tokens")
         end = self._model.eos_id()
         self.eod_id: int | None = end if end >= 0 else None
 
@@ -57,17 +63,18 @@ class HuggingFaceTokenizer:
             raise ImportError("--tokenizer hf needs the package tokenizers: pip install tokenizers") from error
         _require(path)
         self.path = path
-        try:
-            self._model: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{path} is no tokenizer of the tokenizers library: {error}") from error
-        self._model.encode_special_tokens = True
-        self._model.no_truncation()
-        self._model.no_padding()
-        ids = self._model.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(ids.values()) + 1
+        with _library(path):
+            self._model: Any = tokenizers.Tokenizer.from_str(_checked_content(path))
+            self._model.encode_special_tokens = True
+            self._model.no_truncation()
+            self._model.no_padding()
+            ids = self._model.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(ids.values(), default=-1) + 1
+        if not self.vocab_size:
+            raise DataError(f"{path} holds no tokens")
         self.eod_id: int | None = next((ids[token] for token in SEPARATORS if token in ids), None)
-        self.begins: tuple[int, ...] = self._habit()
+        with _library(path):
+            self.begins: tuple[int, ...] = self._habit()
         """Ids that the library itself would put before a text, a begin token for instance; `encode` does not."""
         special = {number: token.content for number, token in self._model.get_added_tokens_decoder().items() if token.special}
         self.special_tokens = SpecialTokens([*special.values()])
@@ -136,6 +143,45 @@ class HuggingFaceTokenizer:
         model.encode_special_tokens = False
         model.add_special_tokens([tokenizers.AddedToken(CUT, special=True, normalized=False)])
         return model, model.get_vocab(with_added_tokens=True)[CUT]
+
+
+@contextmanager
+def _library(path: Path) -> Iterator[None]:
+    """What the tokenizers library makes of a file: it raises bare Exception, and where it panics, what is no Exception at all."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, DataError):
+        raise
+    except BaseException as error:
+        raise DataError(f"{path} is no tokenizer of the tokenizers library: {error}") from error
+
+
+def _checked_content(path: Path) -> str:
+    """A tokenizer.json whose ids are within bounds; the library makes memory for all up to the largest, and aborts where there is none."""
+    with raised_as(DataError):
+        text = read_text(path, BOUNDS.tokenizer)
+        record = parse_json(text, str(path))
+    if not isinstance(record, dict) or not isinstance(record.get("model"), dict):
+        raise DataError(f"{path} is no tokenizer of the tokenizers library: it has no model")
+    wrong = next((number for number in _ids(record) if not 0 <= number < BOUNDS.vocabulary), None)
+    if wrong is not None:
+        raise DataError(f"{path} holds the id {shown(wrong)}; ids are from 0 to below {BOUNDS.vocabulary:,}")
+    return text
+
+
+def _ids(record: dict[str, Any]) -> Iterator[int]:
+    """Whatever is an id in a tokenizer.json: of the vocabulary, of added tokens, of what the post-processor puts around a text."""
+    vocab, added = record["model"].get("vocab"), record.get("added_tokens")
+    found = [*(vocab.values() if isinstance(vocab, dict) else ()), record["model"].get("unk_id")]
+    found += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    waiting = [record.get("post_processor")]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict | list):
+            waiting += part.values() if isinstance(part, dict) else part
+        else:
+            found.append(part)
+    return (number for number in found if type(number) is int)
 
 
 def _unknown(written: str) -> int | None:

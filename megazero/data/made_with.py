@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megazero.data.mapped import DataError
 from megazero.data.tokenizer import ListedTokenizer
+from megazero.reading import BOUNDS, read_object
 
 FORMAT = 1
 SPOKEN = 1 << 15
@@ -54,12 +55,11 @@ def read_made_with(prefix: str | Path) -> MadeWith | None:
     """What the file beside a pair says; None without one. Raises DataError where it is damaged."""
     path = path_of(prefix)
     try:
-        record = json.loads(path.read_bytes())
-        found = MadeWith(**record)
+        if not path.exists():
+            return None
+        found = MadeWith(**read_object(path, BOUNDS.description))
         sound = isinstance(found.hash, str) and isinstance(found.tokenizer, str) and isinstance(found.vocab_size, int)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         sound = False
     if not sound or found.format != FORMAT:
         raise DataError(f"{path} is not what a tokenizer is known by; without the file, the ids of {prefix}.bin are taken as they are")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
+from megazero.reading import BOUNDS, Unreadable, parse_json, raised_as, read_text
 
 STANDARD_INPUT = "-"
 
@@ -22,8 +22,8 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 
 def _lines(file: str) -> list[str]:
     try:
-        text = sys.stdin.read() if file == STANDARD_INPUT else Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index)
+    except (OSError, UnicodeDecodeError, Unreadable) as error:
         raise DataError(f"--prompt-file {file}: {error}") from error
     # By line feeds alone: splitlines would also cut at characters that may stand in a JSON string.
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -31,10 +31,8 @@ def _lines(file: str) -> list[str]:
 
 
 def _of_json(file: str, number: int, line: str) -> str:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"--prompt-file {file}, line {number}: {error}") from error
+    with raised_as(DataError):
+        value = parse_json(line, f"--prompt-file {file}, line {number}")
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise DataError(f'--prompt-file {file}, line {number}: neither a string nor an object with a string "prompt"')

@@ -133,7 +133,7 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
             {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5},
             "= 40 is not --global-batch-size 24",
         ),
-        ("{", "cannot be read as JSON"),
+        ("{", "is no JSON"),
         ([], "holds no settings, but list"),
     ],
 )

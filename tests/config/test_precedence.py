@@ -147,7 +147,7 @@ def test_mistakes_in_yaml_are_named(text: str, part: str, tmp_path: Path) -> Non
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is missing"):
         parse_run(["--config", str(tmp_path / "none.yaml")], 1)
 
 

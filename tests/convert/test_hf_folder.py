@@ -105,7 +105,7 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     index.write_text('{"weight_map": {"a": "../x"}}')
     assert recognise(folder) == "hf" and "'../x'" in refusal(folder)
     index.write_text('{"weight_map"')
-    assert recognise(folder) == "hf" and f"{index} is no JSON file" in refusal(folder)
+    assert recognise(folder) == "hf" and f"{index} is no JSON" in refusal(folder)
     index.unlink()
     with pytest.raises(ConversionError, match="known format"):
         open_source(folder)

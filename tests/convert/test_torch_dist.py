@@ -276,9 +276,8 @@ def test_a_folder_that_is_not_whole(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"__0_0\.distcp is missing"):
         open_megatron(tmp_path)
     file.write_bytes(whole[: len(whole) // 2])
-    with open_megatron(tmp_path) as opened, pytest.raises(ConversionError, match="bytes"):
-        for name in opened.entries:
-            opened.read(name)
+    with pytest.raises(ConversionError, match=r"__0_0\.distcp has \d+ bytes, a piece of .* is said to end at"):
+        open_megatron(tmp_path)
     (inside / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(ConversionError, match="sharded_backend 'zarr' is not read"):
         open_megatron(tmp_path)

@@ -270,7 +270,7 @@ def test_a_completion_reads_as_it_stands_behind_its_prompt(kind: str, tmp_path: 
 
 
 WRONG = {
-    "no json": ("{", "line 2: no JSON"),
+    "no json": ("{", "line 2 is no JSON"),
     "no record": ("[1]", "line 2: no record, but list"),
     "both": ('{"prompt": "", "completion": "x", "messages": []}', "line 2: either prompt and completion, or messages"),
     "neither": ('{"text": "x"}', r"line 2: either prompt and completion, or messages, .*; it holds text"),

@@ -233,7 +233,7 @@ def test_clear_errors(tmp_path, trained):
         with pytest.raises(DataError, match="token id 99999"):
             tokenizer.decode([99999])
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is no JSON"):
         build_tokenizer("hf", str(tmp_path))
 
 

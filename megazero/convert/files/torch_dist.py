@@ -22,6 +22,7 @@ from megazero.convert.files.unpickle import Record, unpickle
 from megazero.convert.source import ConversionError
 from megazero.mpu.place import Box
 from megazero.names import is_bare
+from megazero.reading import BOUNDS, raised_as, read_bytes, shown
 
 METADATA = ".metadata"
 KNOWN = ("torch.distributed.*", "megatron.*", "pathlib.*")
@@ -55,10 +56,8 @@ class DistributedCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            data = (folder / METADATA).read_bytes()
-        except OSError as error:
-            raise ConversionError(f"{folder / METADATA} cannot be read: {error}") from error
+        with raised_as(ConversionError):
+            data = read_bytes(folder / METADATA, BOUNDS.manifest)
         metadata = unpickle(data, str(folder / METADATA), torch_table(), KNOWN)
         described = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
         places = metadata.get("storage_data") if isinstance(metadata, Record) else None
@@ -69,7 +68,9 @@ class DistributedCheckpoint:
         self.objects: list[str] = []
         problems: list[str] = []
         for name, record in described.items():
-            if record.name.endswith(".TensorStorageMetadata"):
+            if not isinstance(name, str) or not isinstance(record, Record):
+                problems.append(f"{shown(name)} is described as {type(record).__name__}")
+            elif record.name.endswith(".TensorStorageMetadata"):
                 try:
                     self.tensors[name] = _stored(name, record, infos)
                 except ConversionError as error:
@@ -77,7 +78,14 @@ class DistributedCheckpoint:
             else:
                 self.objects.append(name)
         files = sorted({piece.file for stored in self.tensors.values() for piece in stored.pieces})
-        problems += [f"{file} is missing" for file in files if not (folder / file).is_file()]
+        sizes = {file: (folder / file).stat().st_size if (folder / file).is_file() else None for file in files}
+        problems += [f"{file} is missing" for file, size in sizes.items() if size is None]
+        problems += [
+            f"{piece.file} has {size} bytes, a piece of {name} is said to end at {piece.offset + piece.length}"
+            for name, stored in self.tensors.items()
+            for piece in stored.pieces
+            if (size := sizes[piece.file]) is not None and piece.offset + piece.length > size
+        ]
         if problems:
             more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
             raise ConversionError(f"{folder} is not whole: " + "; ".join(problems[:20] + more))
@@ -116,6 +124,8 @@ def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]
     shape, dtype = tuple(record.get("size")), _dtype(record.get("properties"))
     if dtype is None:
         raise ConversionError(f"{name} has no dtype")
+    if not _are_sizes(shape):
+        raise ConversionError(f"{name} is said to have the shape {shown(shape)}")
     pieces = []
     for chunk in record.get("chunks"):
         offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
@@ -128,10 +138,20 @@ def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]
         if not is_bare(file):
             raise ConversionError(f"{name} is said to be in {file[:80]!r}, which is no file of the checkpoint's folder")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        if any(stop > n for (_, stop), n in zip(box, shape, strict=True)):
+        if not _are_sizes(offsets) or not _are_sizes(sizes) or any(stop > n for (_, stop), n in zip(box, shape, strict=True)):
             raise ConversionError(f"a piece of {name} reaches beyond its shape {list(shape)}")
-        pieces.append(Piece(box, file, int(info.get("offset")), int(info.get("length"))))
+        offset, length = info.get("offset"), info.get("length")
+        if not (_are_sizes((offset,)) and _are_sizes((length,))) or _numel(box) * dtype.itemsize > length:
+            raise ConversionError(
+                f"the piece of {name} at {list(offsets)} is said to lie in {shown(length)} bytes at {shown(offset)} of {file}"
+            )
+        pieces.append(Piece(box, file, offset, length))
     return Stored(shape, dtype, tuple(pieces))
+
+
+def _are_sizes(numbers: tuple[Any, ...]) -> bool:
+    whole = len(numbers) <= BOUNDS.dimensions and all(type(n) is int and n >= 0 for n in numbers)
+    return whole and math.prod(max(n, 1) for n in numbers) < BOUNDS.elements
 
 
 def _dtype(properties: Any) -> torch.dtype | None:

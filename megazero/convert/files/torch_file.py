@@ -22,6 +22,7 @@ from torch import Tensor
 from megazero.convert.files.torch_globals import Storage, StorageKind, torch_table
 from megazero.convert.files.unpickle import unpickle
 from megazero.convert.source import ConversionError
+from megazero.reading import BOUNDS
 
 _LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\nl\xfc")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
@@ -116,7 +117,10 @@ class _Archive:
 
     @property
     def pickle(self) -> bytes:
-        return bytes(self.data("data.pkl"))
+        data = self.data("data.pkl")
+        if len(data) > BOUNDS.manifest:
+            raise ConversionError(f"{self.path}: the pickle inside has {len(data):,} bytes, more than {BOUNDS.manifest:,}")
+        return bytes(data)
 
 
 def _mapped(path: Path) -> mmap.mmap:

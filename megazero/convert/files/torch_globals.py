@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megazero.convert.files.unpickle import Allowed, Filled, Record, StateDict, record_type
 from megazero.convert.source import ConversionError
+from megazero.reading import BOUNDS
 
 STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -34,7 +35,6 @@ STORAGES: dict[str, torch.dtype] = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
-_MOST_DIMENSIONS, _MOST_ELEMENTS = 32, 1 << 56
 _NUMPY_CODE = re.compile(r"[<>=|]?(?:[?bBhHiIlLqQefd]|[biufSU][0-9]{1,6}|c8|c16)")
 
 
@@ -111,9 +111,9 @@ def _from_buffer(data: Any, kind: Any, shape: Any, order: Any, *_: Any) -> Numpy
 
 
 def _are_sizes(numbers: Any) -> bool:
-    if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMENSIONS:
+    if not isinstance(numbers, tuple | list) or len(numbers) > BOUNDS.dimensions:
         return False
-    return all(type(n) is int and 0 <= n < _MOST_ELEMENTS for n in numbers) and math.prod(numbers) < _MOST_ELEMENTS
+    return all(type(n) is int and 0 <= n < BOUNDS.elements for n in numbers) and math.prod(numbers) < BOUNDS.elements
 
 
 def _size(numbers: Any = ()) -> torch.Size:
@@ -140,13 +140,17 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hoo
 
 
 def _view(flat: Tensor, offset: Any, size: Any, stride: Any) -> Tensor:
-    steps = isinstance(stride, tuple) and all(type(n) is int and 0 <= n < _MOST_ELEMENTS for n in stride)
+    steps = isinstance(stride, tuple) and all(type(n) is int and 0 <= n < BOUNDS.elements for n in stride)
     _expect(type(offset) is int and offset >= 0 and _are_sizes(size) and steps and len(size) == len(stride), "a tensor's size or stride")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if math.prod(size) == 0:
         return flat.new_empty(size)
     if last >= flat.numel():
         raise ConversionError(f"a tensor of size {tuple(size)} at offset {offset} reaches beyond its storage of {flat.numel()} elements")
+    if math.prod(size) > flat.numel() + BOUNDS.repeated:
+        raise ConversionError(
+            f"a tensor of size {tuple(size)} repeats a storage of {flat.numel()} elements: it would be more than the file holds"
+        )
     return flat.as_strided(size, stride, offset)
 
 

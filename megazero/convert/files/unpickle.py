@@ -19,11 +19,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megazero.convert.source import ConversionError
+from megazero.reading import BOUNDS
 
-_LARGEST_KEY = 64
-"""Parts of a key; a tuple of shared tuples has more of them than could ever be hashed."""
-_COPIES, _ALWAYS = 16, 1 << 20
-"""What calls may be given altogether: so many times the pickle's own length, and this much in any case. A file has its data once."""
+_ALWAYS = 1 << 20
+"""What calls may be given altogether in any case, beside `BOUNDS.copies` times the pickle's own length."""
 
 
 class Record:
@@ -125,7 +124,7 @@ class _Machine(pickle._Unpickler):
     def __init__(self, data: io.BytesIO, where: str, table: Mapping[str, Any], known: tuple[str, ...], storage: Any) -> None:
         super().__init__(data)
         self.length = len(data.getvalue())
-        self.allowance = _ALWAYS + _COPIES * self.length
+        self.allowance = _ALWAYS + BOUNDS.copies * self.length
         self.where, self.table, self.known, self.storage = where, table, known, storage
         self.records: dict[str, type[Record]] = {}
 
@@ -180,8 +179,8 @@ def _check_key(machine: _Machine, key: Any) -> None:
     while waiting:
         part = waiting.pop()
         parts += len(part) if isinstance(part, tuple) else 0
-        if parts > _LARGEST_KEY:
-            machine.refuse(f"has a key of more than {_LARGEST_KEY} parts, tuples inside tuples")
+        if parts > BOUNDS.key_parts:
+            machine.refuse(f"has a key of more than {BOUNDS.key_parts} parts, tuples inside tuples")
         if isinstance(part, tuple):
             waiting += part
         elif isinstance(part, list | dict | set):

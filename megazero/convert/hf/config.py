@@ -13,11 +13,12 @@ import torch
 from megazero.config.derive import attention_bias, mlp_bias
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import DataConfig, ModelConfig, Run
-from megazero.config.validate import RANGES
+from megazero.config.validate import out_of_range
 from megazero.convert.hf.families import FAMILIES
 from megazero.convert.hf.tables import Config, Family
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import ConversionError
+from megazero.reading import BOUNDS, raised_as, read_object, shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
@@ -25,17 +26,10 @@ NAMED_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 """Keys under which both files name tokens."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most: int = BOUNDS.description) -> dict[str, Any]:
     """An object. Raises ConversionError naming the file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConversionError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path} is no JSON file: {error}") from error
-    if not isinstance(found, dict):
-        raise ConversionError(f"{path} holds {type(found).__name__}, not an object")
-    return found
+    with raised_as(ConversionError):
+        return read_object(path, most)
 
 
 def write_json(path: Path, value: Config) -> None:
@@ -81,9 +75,9 @@ def _tidied(model: ModelConfig) -> ModelConfig:
 
 def _out_of_range(model: ModelConfig) -> Iterator[str]:
     for field in fields(model):
-        value, allowed = getattr(model, field.name), RANGES.get(field.name)
-        if allowed is not None and value is not None and not allowed.holds(value):
-            yield f"{field.name} {value} must be {allowed}"
+        value = getattr(model, field.name)
+        if (reason := out_of_range(field.name, value)) is not None:
+            yield f"{field.name} {shown(value)} {reason}"
 
 
 def end_of_text(config: Config, family: Family, vocabulary: int) -> int | None:

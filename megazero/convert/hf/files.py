@@ -18,6 +18,7 @@ from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import read_json
 from megazero.convert.source import ConversionError
 from megazero.names import is_bare
+from megazero.reading import BOUNDS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -45,7 +46,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(path: Path) -> Mapping[str, str]:
-    found = read_json(path).get("weight_map")
+    found = read_json(path, BOUNDS.index).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise ConversionError(f"{path} has no weight_map of keys and files")
     outside = next((name for name in found.values() if not is_bare(name)), None)

@@ -12,7 +12,7 @@ from megazero.convert.companions import is_own
 from megazero.convert.hf.config import write_json
 from megazero.convert.hf.tables import Config
 from megazero.convert.source import Source
-from megazero.data.gpt2 import END_OF_TEXT, byte_symbols
+from megazero.data.gpt2 import END_OF_TEXT, byte_symbols, read_merges, read_vocab
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import gpt2_files, sentencepiece_file
 
@@ -49,9 +49,7 @@ def _write_bytes(place: Path, folder: Path) -> str:
 def _write_gpt2(place: Path, folder: Path) -> str | None:
     vocab_file, merges_file = gpt2_files(str(place))
     _refuse_links(vocab_file, merges_file)
-    vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
-    lines = merges_file.read_text(encoding="utf-8").split("\n")
-    merges = [line.rstrip("\r").split(" ") for line in lines[lines[0].startswith("#version") :] if line.strip()]
+    vocab, merges = read_vocab(vocab_file), [pair for _, pair in read_merges(merges_file)]
     special = {END_OF_TEXT: vocab[END_OF_TEXT]} if END_OF_TEXT in vocab else {}
     _write_byte_level(folder, vocab, merges, special)
     shutil.copyfile(vocab_file, folder / "vocab.json")

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from megazero.config.lora import layers_of, scale
+from megazero.config.options import run_options
 from megazero.config.schema import CheckpointConfig, LoraConfig, ModelConfig, Run
+from megazero.config.validate import out_of_range
 from megazero.convert.hf.config import read_json
 from megazero.convert.hf.files import Stored, safetensors_of
 from megazero.convert.lora.merged import FACTORS, UnboundAdapters
 from megazero.convert.lora.peft import CONFIG, TENSORS, Pair, key_of, names_for, pairs_of_block
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
+from megazero.reading import shown
 
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
 _DEMANDS: Mapping[str, tuple[Any, ...]] = {
@@ -45,6 +48,16 @@ def open_peft(path: Path) -> PeftAdapters:
     wrong = [f"{key} {config[key]!r}" for key, allowed in _DEMANDS.items() if key in config and config[key] not in allowed]
     if wrong:
         raise ConversionError(f"{path / CONFIG}: {', '.join(wrong)}; what is read is plain LoRA, W + scale B A")
+    for key, field in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
+        try:
+            reason = out_of_range(field, run_options()[field].from_value(config.get(key)) or 0)
+        except ValueError as error:
+            reason = str(error)
+        if reason is not None:
+            raise ConversionError(f"{path / CONFIG}: {key} {shown(config.get(key))} {reason}")
+    base = config.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise ConversionError(f"{path / CONFIG}: base_model_name_or_path {shown(base)} is no path")
     with ExitStack() as stack:
         source = PeftAdapters(path, config, dict(safetensors_of(path / TENSORS, stack)))
         source.closing = stack.pop_all()
@@ -101,9 +114,12 @@ class BoundAdapters(Source):
     def _part(self, files: PeftAdapters, a: str, b: str) -> _Part:
         if a not in files.stored and b not in files.stored:
             return _Part()
-        if a not in files.stored or b not in files.stored or files.stored[a].shape[0] != files.stored[b].shape[1]:
+        shapes = [files.stored[key].shape if key in files.stored else () for key in (a, b)]
+        if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
             raise ConversionError(f"{files.path}: {a} and {b} do not belong together")
-        lora, rank = self.run.lora, files.stored[a].shape[0]
+        lora, rank = self.run.lora, shapes[0][0]
+        if not rank:
+            raise ConversionError(f"{files.path / TENSORS}: {a} is of rank 0")
         assert lora.lora_alpha is not None
         own = lora.lora_alpha / (math.sqrt(rank) if files.by_root else rank)
         return _Part(files.stored[a], files.stored[b], own / scale(lora))

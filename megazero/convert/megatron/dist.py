@@ -7,7 +7,6 @@ over all ranks. The optimizer's state goes by the names of the model's tensors w
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.files.torch_dist import DistributedCheckpoint, fragments, rows_of, unflattened
 from megazero.convert.files.torch_file import read_torch_file
+from megazero.convert.hf.config import read_json
 from megazero.convert.megatron.names import Theirs, theirs, why_ignored
 from megazero.convert.megatron.source import KNOWN, described, note_padding, position_of, unused_of_common
 from megazero.convert.megatron_args import has_qkv_bias_alone, run_from_args
@@ -28,6 +28,7 @@ from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Place
+from megazero.reading import shown
 
 COMMON, DESCRIPTION = "common.pt", "metadata.json"
 STATES: Mapping[str, tuple[str, ...]] = {WEIGHT: ("fp32_param", "param"), EXP_AVG: ("exp_avg",), EXP_AVG_SQ: ("exp_avg_sq",)}
@@ -89,12 +90,9 @@ def _refuse_other_backends(folder: Path) -> None:
     path = folder / DESCRIPTION
     if not path.is_file():
         return
-    try:
-        backend = json.loads(path.read_text()).get("sharded_backend")
-    except (ValueError, AttributeError) as error:
-        raise ConversionError(f"{path} is no JSON object: {error}") from error
+    backend = read_json(path).get("sharded_backend")
     if backend != "torch_dist":
-        raise ConversionError(f"{path}: sharded_backend {backend!r} is not read, torch_dist is")
+        raise ConversionError(f"{path}: sharded_backend {shown(backend)} is not read, torch_dist is")
 
 
 class _Tensors:

@@ -27,7 +27,7 @@ def checkpoint_folder(path: Path) -> Path:
         newest = [inside for inside in path.glob("iter_*") if inside.name[5:].isdecimal() and _is_one(inside)]
         return path if _is_one(path) else max(newest, key=lambda inside: int(inside.name[5:]), default=path)
     word = word_in(path / TRACKER)
-    if word != "release" and not word.isdecimal():
+    if word != "release" and not (word.isdecimal() and len(word) < 20):
         raise ConversionError(f"{path / TRACKER} holds {word!r}, neither a number nor 'release'")
     return path / iteration_folder(word)
 

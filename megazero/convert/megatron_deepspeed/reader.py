@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import Run
 from megazero.convert.companions import companions
 from megazero.convert.files.unpickle import Record
+from megazero.convert.hf.config import read_json
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.columns import Columns
 from megazero.convert.megatron_deepspeed.folders import STEP, Files, Listing, checkpoint_folder, listing
@@ -144,10 +144,7 @@ def _told(companions: Mapping[str, Path]) -> dict[str, Any]:
     path = companions.get("config.json")
     if path is None:
         return {}
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConversionError(f"{path} is no JSON: {error}") from error
+    config = read_json(path)
     return {name: config[key] for name, keys in _CONFIG.items() for key in keys[::-1] if config.get(key) is not None}
 
 

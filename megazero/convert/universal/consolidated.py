@@ -20,6 +20,7 @@ from megazero.convert.files.safetensors_file import Slot, flat_pieces, write_saf
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
 from megazero.convert.formats import Advance, Wanted
+from megazero.convert.hf.config import read_json
 from megazero.convert.hf.files import stored_tensors, weight_files
 from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
@@ -90,13 +91,7 @@ def _weight(read: Callable[[], Tensor], column: str) -> Tensor:
 def _args(told: Path) -> Mapping[str, Any]:
     if told.name != ARGS_FILE:
         return args_of(told.parent, read_torch_file(told, KNOWN))
-    try:
-        found = json.loads(told.read_text())
-    except ValueError as error:
-        raise ConversionError(f"{told} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConversionError(f"{told} holds no object of arguments")
-    return found
+    return read_json(told)
 
 
 def write_torch(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:

@@ -1,0 +1,82 @@
+"""A YAML file of settings: plain values by section, read within bounds.
+
+PyYAML's loader in Python, for the one in C overflows the stack where brackets are nested deeply. Nothing is constructed before the file's nodes
+have been counted, each alias as often as it stands somewhere: a few lines of aliases can mean more values than any memory holds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megazero.reading import BOUNDS, Unreadable, read_text
+
+
+class _Loader(yaml.SafeLoader):
+    """A key that stands twice in one mapping is an error, where YAML's own rule takes the last. What looks like a date is a word."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML wants it
+        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str | int | float) and str(key) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: Path) -> Any:
+    """The values of a file. Raises Unreadable."""
+    text = read_text(path, BOUNDS.settings)
+    if sum(text.count(mark) for mark in "\n,:[{") > BOUNDS.settings_parts:
+        raise Unreadable(f"{path} has more than {BOUNDS.settings_parts:,} parts, which is more than a file of settings holds")
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_bombs(node, path)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise _too_deep(path) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise error if isinstance(error, Unreadable) else Unreadable(f"{path}: is no YAML: {_first_mistake(error)}") from error
+
+
+def _first_mistake(error: Exception) -> str:
+    """Where and what, in a line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return where + " ".join(str(problem or error).split())
+
+
+def _refuse_bombs(root: yaml.Node, path: Path) -> None:
+    """Count what the nodes are once every alias is written out, and how deep they lie."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if depth > BOUNDS.depth:  # also of a list that holds itself
+            raise _too_deep(path)
+        if id(node) not in sizes:
+            inside = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))] if _holds(node) else []
+            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inside)
+        if sizes[id(node)] > BOUNDS.settings_parts:
+            raise Unreadable(f"{path}: its aliases stand for more than {BOUNDS.settings_parts:,} values")
+        return sizes[id(node)]
+
+    size(root, 0)
+
+
+def _holds(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.CollectionNode)
+
+
+def _too_deep(path: Path) -> Unreadable:
+    return Unreadable(f"{path} is nested more than {BOUNDS.depth} deep")

@@ -1,0 +1,193 @@
+"""Files that others wrote, read within bounds.
+
+A file may be cut off, may be of another kind than its name says, and may claim anything: numbers that no memory holds, a line without end,
+brackets inside brackets. A reader looks at a claim before it acts upon it. What is too much stands in one table, `BOUNDS`; each bound is far above what
+any real file holds. Here are the readers of words and of JSON; what else has a form of its own (YAML, pickles, zstd) asks the same table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most that a file may hold or claim."""
+
+    word: int = 1 << 12
+    "Bytes of a file that holds a word: `latest`, a tracker, the token of a run."
+    settings: int = 1 << 18
+    "Bytes of a YAML file of settings."
+    settings_parts: int = 20_000
+    "Lines, commas, colons and brackets of such a file, and values in it once its aliases are written out."
+    description: int = 1 << 22
+    "Bytes of a JSON file that describes a model or a run: config.json, adapter_config.json, a DeepSpeed configuration."
+    index: int = 1 << 26
+    "Bytes of an index of tensors, a chat template, a file of prompts."
+    tokenizer: int = 1 << 28
+    "Bytes of a file that a tokenizer is read from."
+    header: int = 100_000_000
+    "Bytes of a safetensors header; the safetensors library has the same bound."
+    manifest: int = 1 << 30
+    "Bytes of a checkpoint's manifest, and of the pickle inside a torch file."
+    document: int = 1 << 27
+    "Bytes of a line of jsonl, or of a line that is a document. A text file that is one document is read in pieces and may be longer."
+    depth: int = 100
+    "Levels of lists and objects inside each other, in JSON and YAML."
+    digits: int = 300
+    "Digits of a whole number in JSON; float64 holds as large ones."
+    layers: int = 1 << 12
+    "Blocks of a model."
+    heads: int = 1 << 16
+    "Attention heads, their width, the rank of an adapter."
+    width: int = 1 << 24
+    "Hidden size and feed-forward width."
+    vocabulary: int = 1 << 24
+    "Tokens of a model or tokenizer; an id is below it."
+    positions: int = 1 << 28
+    "Tokens of a sample, rows of a position table."
+    ranks: int = 1 << 20
+    "Ranks along one axis."
+    batch: int = 1 << 24
+    "Samples of one step."
+    threads: int = 1 << 10
+    "Threads that prepare batches."
+    count: int = 1 << 53
+    "Any other whole number; JSON and float64 hold all up to it."
+    dimensions: int = 32
+    "Axes of a tensor."
+    elements: int = 1 << 56
+    "Elements of a tensor, as far as its shape says."
+    repeated: int = 1 << 24
+    "Elements of a tensor that are more than its storage has, which strides of 0 make of little."
+    block: int = 1 << 30
+    "Bytes of a checkpoint's file that one hash is of."
+    key_parts: int = 64
+    "Parts of a key in a pickle; a tuple of shared tuples has more of them than could ever be hashed."
+    copies: int = 16
+    "Times that the calls in a pickle may be given its whole length: a file has its data once."
+    adapters: int = 8
+    "Checkpoints of adapters on top of each other."
+
+
+BOUNDS = Bounds()
+
+
+class Unreadable(ValueError):
+    """A file is missing, no text, no JSON, or more than `BOUNDS` allows. The message names the file."""
+
+
+@contextmanager
+def raised_as(error_type: type[Exception]) -> Iterator[None]:
+    """What is unreadable inside is a reader's own kind of error."""
+    try:
+        yield
+    except Unreadable as error:
+        raise error_type(str(error)) from error
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """What is in a file of at most so many bytes. Raises Unreadable."""
+    try:
+        with open(path, "rb") as file:
+            there = os.fstat(file.fileno())
+            # A buffer is made for all that is asked for, so no more is than there is; a pipe has no size.
+            data = file.read(min(most, there.st_size) + 1 if stat.S_ISREG(there.st_mode) else most + 1)
+    except FileNotFoundError as error:
+        raise Unreadable(f"{path} is missing") from error
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) > most:
+        raise Unreadable(f"{path} has more than {most:,} bytes, which is more than such a file holds")
+    return data
+
+
+def read_text(path: Path, most: int) -> str:
+    """UTF-8, with or without a byte order mark. Raises Unreadable."""
+    data = read_bytes(path, most)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"{path} is no text: byte {error.start} is no UTF-8 ({error.reason})") from None
+
+
+def read_json(path: Path, most: int) -> Any:
+    """A file's JSON. Raises Unreadable."""
+    return parse_json(read_text(path, most), str(path))
+
+
+def read_object(path: Path, most: int) -> dict[str, Any]:
+    """A file's JSON, which is an object. Raises Unreadable."""
+    found = read_json(path, most)
+    if not isinstance(found, dict):
+        raise Unreadable(f"{path} holds {kind(found)}, not an object")
+    return found
+
+
+def parse_json(text: str, where: str) -> Any:
+    """JSON of bounded depth, with whole numbers of bounded length. where: what messages begin with. Raises Unreadable."""
+    try:
+        found = json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise Unreadable(f"{where} is nested more than {BOUNDS.depth} deep") from None
+    except ValueError as error:
+        raise Unreadable(f"{where} is no JSON: {error}") from None
+    # Counting is much faster than walking, and hardly any text has so many brackets.
+    if text.count("[") + text.count("{") > BOUNDS.depth and _is_deep(found):
+        raise Unreadable(f"{where} is nested more than {BOUNDS.depth} deep")
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > BOUNDS.digits:
+        raise ValueError(f"it holds a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(BOUNDS.depth):
+        level = [part for held in level if isinstance(held, list | dict) for part in (held.values() if isinstance(held, dict) else held)]
+        level = [part for part in level if isinstance(part, list | dict)]
+        if not level:
+            return False
+    return True
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxset = 6
+_SHORT.maxlevel = 3
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut short where it is long."""
+    return _SHORT.repr(value)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names in a message: the first of many, the beginning of long ones."""
+    return ", ".join(str(name)[:80] for name in islice(names, 20))
+
+
+def kind(value: object) -> str:
+    """What JSON calls a value's kind."""
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)

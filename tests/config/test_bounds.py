@@ -1,0 +1,81 @@
+"""Settings that no machine could hold, and files that claim more than they are: one line each, at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megazero.config.dump import read_yaml
+from megazero.config.parse import ConfigError, parse_run
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGES = "a: &a {k: 1, l: 2}\n" + "".join(
+    f"{n}: &{n}\n  <<: [{', '.join([f'*{p}'] * 9)}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES: dict[str, tuple[str | bytes, str]] = {
+    "aliases": (BOMB, "its aliases stand for more than 20,000 values"),
+    "merges": (MERGES, "its aliases stand for more than 20,000 values"),
+    "itself": ("a: &a [*a]\n", "is nested more than 100 deep"),
+    "deep": ("[" * 50_000, "more than 20,000 parts"),
+    "rather deep": ("[" * 5_000, "is nested more than 100 deep"),
+    "deep sequence": ("- " * 5_000, "is nested more than 100 deep"),
+    "huge number": (f"seed: {'9' * 5000}\n", "is no YAML: .*4300"),
+    "a day that is none": ("save: !!timestamp 2024-13-45\n", "is no YAML"),
+    "control character": ("seed\x1a: 3\n", "is no YAML"),
+    "long": ("# " + "x" * 300_000, "has more than 262,144 bytes"),
+    "no text": (b"\xff\xfe\x00", "is no text: byte 0 is no UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_yaml(case: str, tmp_path: Path) -> None:
+    content, message = FILES[case]
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=f"(?s)^1 problem.*{path}.* {message}") as said:
+        parse_run(["--config", str(path)], 1)
+    assert time.process_time() - start < 2 and len(str(said.value)) < 1000
+
+
+def test_what_looks_like_a_date_is_a_word(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("save: 2024-01-02\n")
+    level = read_yaml(tmp_path / "run.yaml")
+    assert not level.problems and level.settings["save"] == "2024-01-02"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-layers 3000000", "--num-attention-heads 100000000000000000", "--seq-length 10000000000000", "--vocab-size 100000000000",
+     "--num-workers 1000000", "--train-iters 100000000000000000000", "--hidden-size 1000000000000", "--pp 100000000", "--lora-rank 10000000"],
+)  # fmt: skip
+def test_numbers_beyond_any_model(flags: str, tmp_path: Path) -> None:
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=rf"{flags}: must be at most "):
+        parse_run(flags.split(), 1)
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [('{"a":' * 3000, "is no JSON|nested more than"), ("[" * 200 + "]" * 200, "nested more than 100 deep"), ('{"train_batch_size": ' + "9" * 400 + "}", "400 digits"),
+     ('{"scheduler": {"type": ["WarmupLR"]}}', r"scheduler.type \['WarmupLR'\] is not built")],
+)  # fmt: skip
+def test_deepspeed_json(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        parse_run(["--deepspeed-config", str(path)], 1)
+
+
+def test_a_long_value_makes_no_long_message(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": "x" * 100_000}))
+    with pytest.raises(ConfigError) as said:
+        parse_run(["--deepspeed-config", str(path)], 1)
+    assert len(str(said.value)) < 2000
