@@ -3,6 +3,7 @@
 # make test       install into .venv and run all that a change can break, lint and types too (SEED=n: the samples that a run drew)
 # make test-all   every test and every case of every grid; layouts without compiled kernels, too; hours
 # make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
+# make fuzz       damaged files for every reader, for so long (MINUTES=10 TARGET="yaml manifest"); found ones go to tests/fuzz/found
 # make gpu-test   everything that needs an NVIDIA GPU to be tested, with the torch that is installed; 8 minutes, no network
 # make gpu-bench  ops and training steps on an NVIDIA GPU beside torch and transformers, likewise
 # make bench      ops, a training step by its parts, megazero beside its peers, generation beside transformers (BENCH=--quick: a smoke test)
@@ -13,10 +14,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 LAYOUTS ?= 200
+MINUTES ?= 10
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain check test test-all parity gpu-test gpu-bench bench lint clean
+.PHONY: help install pretrain check test test-all parity fuzz gpu-test gpu-bench bench lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -59,6 +61,9 @@ test-all: $(VENV)/.installed-test
 
 parity: $(VENV)/.installed-test
 	$(RUN_TESTS) --layouts $(LAYOUTS) tests/parity/test_layouts.py tests/parity/test_kernels.py $(PYTEST)
+
+fuzz: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED))
 
 # These two install nothing: PYTHON where it is given, else the virtual environment where there is one, else python3.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VENV)/bin/python),$(PYTHON)),$(PYTHON))

@@ -1,0 +1,199 @@
+"""What is fuzzed: a reader each, what it is given, and the errors by which it may refuse."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megazero.checkpoint.format import CheckpointError
+from megazero.config.dump import dump
+from megazero.config.level import ConfigError
+from megazero.config.parse import parse_run
+from megazero.config.schema import Run
+from megazero.convert.files.torch_dist import DistributedCheckpoint
+from megazero.convert.registry import open_source
+from megazero.convert.source import ConversionError
+from megazero.data.conversations import Encoder, read_conversations
+from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.preprocess import Reader, raw_batches, text_of
+from megazero.data.progress import silent
+from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
+from megazero.data.writer import PairWriter
+from megazero.inference.prompts import read_prompts
+from megazero.inspection import open_for_inspection
+from tests.fuzz import folders
+
+
+@dataclass(frozen=True)
+class Target:
+    """read: opens `path` and uses all of it. seeds: whole files, or of each the part that is changed. is_json: the seeds are JSON.
+    whole: what makes a file of such a part. errors: by which it may refuse."""
+
+    read: Callable[[], object]
+    path: Path
+    seeds: Sequence[bytes]
+    errors: type[Exception] | tuple[type[Exception], ...]
+    is_json: bool = False
+    whole: Callable[[bytes], bytes] = bytes
+
+    def give(self, data: bytes) -> None:
+        """Put this before the reader. Raises what it should not."""
+        self.path.write_bytes(self.whole(data))
+        try:
+            self.read()
+        except self.errors as error:
+            assert str(error), "an error without a word"
+
+
+def _settings(flag: str, path: Path) -> None:
+    parse_run([flag, str(path)], 1)
+
+
+def _texts(path: Path, kind: str) -> None:
+    reader = Reader(format=kind)
+    for _, batch in raw_batches([path], reader):
+        for raw in batch:
+            text_of(raw, "text", "strict")
+
+
+def _conversations(path: Path) -> None:
+    for _ in read_conversations([path], Encoder(ByteTokenizer(), 256, 257), silent):
+        pass
+
+
+def _tokenizer(kind: str, path: Path) -> None:
+    tokenizer = build_tokenizer(kind, str(path))
+    tokenizer.decode(tokenizer.encode("ab a word"))
+
+
+def _pair(prefix: Path) -> None:
+    data = IndexedDataset(prefix)
+    data.check()
+    for number in range(len(data)):
+        data[number].sum()
+
+
+def _source(path: Path) -> None:
+    with open_source(path) as source:
+        for name in source.entries:
+            for column in source.columns:
+                source.read(name, column)
+
+
+def _inspected(path: Path) -> None:
+    with open_for_inspection(path) as found:
+        found.verify(1, lambda count: None)
+
+
+def _distributed(path: Path) -> None:
+    found = DistributedCheckpoint(path)
+    for name in found.tensors:
+        found.read(name)
+
+
+def settings_targets(folder: Path) -> dict[str, Target]:
+    nested = b"model:\n  num_layers: 2\n  hidden_size: &a 24\n  ffn_hidden_size: *a\nvocab_size: 99\nseed: 3\ndata_path: [0.5, a, 0.5, b]\nsave: 2024-01-02\n"
+    deepspeed = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear"}},
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+        "gradient_clipping": 1.0,
+        "tensorboard": {"enabled": True, "output_path": "runs"},
+    }
+    yaml, ds = folder / "run.yaml", folder / "ds.json"
+    return {
+        "yaml": Target(partial(_settings, "--config", yaml), yaml, (dump(Run()).encode(), nested), ConfigError),
+        "deepspeed_json": Target(
+            partial(_settings, "--deepspeed-config", ds), ds, (json.dumps(deepspeed).encode(),), ConfigError, is_json=True
+        ),
+    }
+
+
+def data_targets(folder: Path) -> dict[str, Target]:
+    import zstandard
+
+    text = b'{"text": "one", "id": 1}\n\n{"text": "two \\ud83d\\ude00", "more": {"a": [1, 2]}}\n'
+    talk = b'{"prompt": "a", "completion": "b"}\n{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n'
+    shapes = (
+        b'{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]], "system": ""}',
+        b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": []}',
+    )
+    packs: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+    found = {
+        f"jsonl{ending}": Target(partial(_texts, path, "jsonl"), path, (pack(text), text), DataError)
+        for ending, pack in packs.items()
+        for path in (folder / f"x.jsonl{ending}",)
+    }
+    chats, prompts, prefix = folder / "chats.jsonl", folder / "prompts.jsonl", folder / "pair"
+    with PairWriter(prefix, np.dtype("<u2")) as writer:
+        writer.write(np.arange(9, dtype="<u2"), [4, 0, 5])
+    found |= {
+        "text.zst": Target(partial(_texts, folder / "x.txt.zst", "text"), folder / "x.txt.zst", (packs[".zst"](text),), DataError),
+        "conversations": Target(partial(_conversations, chats), chats, (talk, *talk.splitlines(), *shapes), DataError),
+        "prompts": Target(partial(read_prompts, (), str(prompts)), prompts, (b'"a"\n{"prompt": "b"}\n',), DataError),
+        "idx": Target(partial(_pair, prefix), Path(f"{prefix}.idx"), (Path(f"{prefix}.idx").read_bytes(),), DataError),
+    }
+    return found
+
+
+def tokenizer_targets(folder: Path) -> dict[str, Target]:
+    gpt2, hf, model = folders.gpt2(folder), folder / "tokenizer.json", folder / "x.model"
+    vocab, merges = gpt2 / "vocab.json", gpt2 / "merges.txt"
+    return {
+        "gpt2_vocab": Target(
+            partial(_tokenizer, "gpt2", _copy(gpt2, "v")), folder / "v" / vocab.name, (vocab.read_bytes(),), DataError, is_json=True
+        ),
+        "gpt2_merges": Target(partial(_tokenizer, "gpt2", _copy(gpt2, "m")), folder / "m" / merges.name, (merges.read_bytes(),), DataError),
+        "tokenizer_json": Target(partial(_tokenizer, "hf", hf), hf, folders.tokenizers(), DataError, is_json=True),
+        "sentencepiece": Target(partial(_tokenizer, "sentencepiece", model), model, (folders.sentencepiece_model(folder),), DataError),
+    }
+
+
+def _copy(folder: Path, name: str) -> Path:
+    """A folder like this one, of which one target may damage a file."""
+    import shutil
+
+    return shutil.copytree(folder, folder.parent / name)
+
+
+def checkpoint_targets(folder: Path) -> dict[str, Target]:
+    """Of every format each kind of its files, in a folder of its own that is whole but for it."""
+    from tests.fuzz.files import FILES
+
+    wholes = {format: folders.checkpoint(folder, format, moments=format in ("megazero", "megatron-deepspeed", "universal")) for format in
+              ("megazero", "hf", "megatron", "megatron-deepspeed", "universal", "consolidated", "consolidated-safetensors")}  # fmt: skip
+    (folder / "lora").mkdir()
+    wholes["peft"] = folders.adapters(folder / "lora")
+    found = {}
+    for name, known in FILES.items():
+        place = _copy(wholes[known.format], name)
+        (path,) = sorted(place.rglob(known.pattern))[:1]
+        found[name] = Target(partial(_source, place), path, [known.part(path)], (ConversionError,), known.is_json, known.whole(path))
+    native = _copy(wholes["megazero"], "inspected")
+    (inside,) = native.glob("iter_*/manifest.json")
+    errors = (CheckpointError, ValueError)
+    found["inspected"] = Target(partial(_inspected, native), inside, [folders.unsealed(inside)], errors, True, folders.manifest)
+    dcp.save({"a": torch.ones(3), "b": torch.arange(12.0).view(3, 4), "n": 3}, checkpoint_id=folder / "dist", no_dist=True)
+    metadata = folder / "dist" / ".metadata"
+    found["torch_dist"] = Target(partial(_distributed, folder / "dist"), metadata, (metadata.read_bytes(),), ConversionError)
+    return found
+
+
+def all_targets(folder: Path) -> dict[str, Target]:
+    """By name. folder: an empty one that they may fill."""
+    makers = {"settings": settings_targets, "data": data_targets, "tokenizers": tokenizer_targets, "checkpoints": checkpoint_targets}
+    found: dict[str, Target] = {}
+    for name, make in makers.items():
+        (folder / name).mkdir()
+        found |= make(folder / name)
+    return found
