@@ -99,7 +99,7 @@ def is_ours(path: Path) -> bool:
     inside = [path, *(found for _, found in folders.listing(path))]
     if any((folder / MANIFEST).is_file() or any(folder.glob(_NATIVE_FILES)) for folder in inside):
         return True
-    return (folders.named(path) or "").startswith("iter_")
+    return path.is_dir() and (folders.named(path) or "").startswith("iter_")
 
 
 def open_for_inspection(path: Path, format: str | None = None) -> Inspected:

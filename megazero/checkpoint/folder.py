@@ -46,9 +46,11 @@ def listing(root: Path) -> list[tuple[int, Path]]:
 def named(root: Path) -> str | None:
     """What `latest` says, be it a checkpoint's name or not; None where there is no such file. Raises Damaged where it cannot be read."""
     try:
-        return read_bytes(root / LATEST, BOUNDS.word).decode(errors="replace").strip() if (root / LATEST).exists() else None
+        return read_bytes(root / LATEST, BOUNDS.word).decode(errors="replace").strip()
     except Unreadable as error:
-        raise Damaged(str(error)) from error
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise error.__cause__ if isinstance(error.__cause__, NotADirectoryError) else Damaged(str(error)) from error
 
 
 def newest(load: Path) -> Path | None:
