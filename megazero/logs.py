@@ -8,18 +8,16 @@ from contextlib import contextmanager
 import torch
 
 from megazero import device as devices
-from megazero.adapters import step_flops
+from megazero.adapters import flops_again, step_flops
 from megazero.checkpoint.agreement import together
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import CheckpointError
-from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.progress import Progress
-from megazero.telemetry.flops import shape_of
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
@@ -38,10 +36,8 @@ def refused(flag: str) -> Iterator[None]:
 
 def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
     """The log of a run's steps, told to these sinks. Called by all ranks."""
-    assert run.model.vocab_size is not None
-    shape = shape_of(run.model, run.model.vocab_size, ffn_width(run.model), query_groups(run.model), head_dim(run.model))
     peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
-    rates = Rates(float(step_flops(run, shape)), run.model.seq_length, grid.axes.world_size, peak)
+    rates = Rates(float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(flops_again(run)))
 
     def peak_memory() -> int:
         most = torch.tensor([devices.peak_memory_bytes(grid.device)], dtype=torch.float64, device=grid.device)

@@ -12,7 +12,7 @@ from fused_ops.attention.rule import Body, choose
 from fused_ops.registry import COMPILED, describe, refused
 from megazero import allocator, threads
 from megazero import device as devices
-from megazero.adapters import trained_parameters
+from megazero.adapters import flops_again, step_flops, trained_parameters
 from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
@@ -138,10 +138,10 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     lines = [("pipeline", banner.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
     breadth_first = is_breadth_first(name, virtual)
     traffic = banner.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
-    recompute = run.parallel.recompute_granularity
+    recompute = f"{run.parallel.recompute_granularity}, {flops_again(run) / step_flops(run):.0%} on top of the model's operations"
     graphs = banner.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches) if run.parallel.cuda_graphs else ""
     lines += [("cuda graphs", graphs)] * bool(graphs)
-    return lines + [("gradients", traffic)] * bool(traffic) + [("recompute", recompute)] * (recompute != "none")
+    return lines + [("gradients", traffic)] * bool(traffic) + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
 
 
 def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:

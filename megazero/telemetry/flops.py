@@ -85,8 +85,8 @@ def adapter_flops(shape: ModelShape, samples: int, adapters: int) -> int:
     return samples * (2 * weights + 3 * cores + 6 * shape.sequence * adapters)
 
 
-def hardware_flops(shape: ModelShape, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
-    """What one training step executes.
+def recomputed_flops(shape: ModelShape, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
+    """What one training step computes a second time, beside what its mathematics needs; both together are the hardware's operations.
 
     recompute: none; selective runs every attention core once more; full runs every `recompute_num_layers`-th block
     once more (the first of each such run of blocks). Raises ValueError for any other word.
@@ -98,7 +98,7 @@ def hardware_flops(shape: ModelShape, samples: int, recompute: str, recompute_nu
     }
     if recompute not in again:
         raise ValueError(f"--recompute-granularity {recompute}: choose none, selective or full")
-    return model_flops(shape, samples) + samples * again[recompute]
+    return samples * again[recompute]
 
 
 def teraflops_per_rank(flops: float, seconds: float, ranks: int) -> float:

@@ -49,7 +49,11 @@ class StepValues:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as it is written down. `mfu` is None where the device's peak is not known."""
+    """A step as it is written down.
+
+    hardware_tflops_per_rank  with what is computed a second time; None where nothing is
+    mfu                       None where the device's peak is not known
+    """
 
     iteration: int
     consumed_samples: int
@@ -64,14 +68,13 @@ class StepRecord:
     tokens_per_second: float
     model_tflops_per_rank: float
     peak_memory_bytes: int
+    hardware_tflops_per_rank: float | None = None
     mfu: float | None = None
 
     def as_json(self) -> dict[str, float | int | bool | None]:
-        """The object of the metrics file: non-finite numbers are None, `mfu` is left out where it is not known."""
+        """The object of the metrics file: non-finite numbers are None, and what is None is left out."""
         pairs = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.mfu is None:
-            del pairs["mfu"]
-        return {key: finite(value) for key, value in pairs.items()}
+        return {key: finite(value) for key, value in pairs.items() if value is not None}
 
 
 def finite(value: float | int | bool) -> float | int | bool | None:
@@ -83,16 +86,18 @@ def finite(value: float | int | bool) -> float | int | bool | None:
 class Rates:
     """What turns seconds into rates.
 
-    flops_per_sample  model FLOPs of one sample's training step
-    sequence          tokens of a sample
-    ranks             world size
-    peak_flops        of one rank's share of its device, or None
+    flops_per_sample       model FLOPs of one sample's training step
+    sequence               tokens of a sample
+    ranks                  world size
+    peak_flops             of one rank's share of its device, or None
+    recomputed_per_sample  FLOPs that recompute adds to a sample's
     """
 
     flops_per_sample: float
     sequence: int
     ranks: int
     peak_flops: float | None = None
+    recomputed_per_sample: float = 0.0
 
 
 class Sink(Protocol):
@@ -126,8 +131,8 @@ def resolve_step(step: StepValues, numbers: Sequence[float], seconds: float, pea
     loss, grad_norm, loss_scale, skipped = numbers
     tokens = step.global_batch_size * rates.sequence
     seconds = max(seconds, 1e-9)
-    flops = step.global_batch_size * rates.flops_per_sample
-    per_rank = teraflops_per_rank(flops, seconds, rates.ranks)
+    per_rank = teraflops_per_rank(step.global_batch_size * rates.flops_per_sample, seconds, rates.ranks)
+    again = teraflops_per_rank(step.global_batch_size * rates.recomputed_per_sample, seconds, rates.ranks)
     return StepRecord(
         iteration=step.iteration,
         consumed_samples=step.consumed_samples,
@@ -142,5 +147,6 @@ def resolve_step(step: StepValues, numbers: Sequence[float], seconds: float, pea
         tokens_per_second=tokens / seconds,
         model_tflops_per_rank=per_rank,
         peak_memory_bytes=peak_memory,
+        hardware_tflops_per_rank=per_rank + again if again else None,
         mfu=None if rates.peak_flops is None else per_rank * 1e12 / rates.peak_flops,
     )

@@ -17,6 +17,7 @@ _CURVES = {
     "global_batch_size": "train/global_batch_size",
     "tokens_per_second": "speed/tokens_per_second",
     "model_tflops_per_rank": "speed/model_tflops_per_rank",
+    "hardware_tflops_per_rank": "speed/hardware_tflops_per_rank",
     "step_seconds": "speed/step_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
     "mfu": "speed/mfu",

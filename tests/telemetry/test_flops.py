@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ModelConfig
-from megazero.telemetry.flops import ModelShape, hardware_flops, model_flops, shape_of, standard_shape, teraflops_per_rank
+from megazero.telemetry.flops import ModelShape, model_flops, recomputed_flops, shape_of, standard_shape, teraflops_per_rank
 
 BLOOM = standard_shape(layers=70, hidden=14336, vocabulary=250880, sequence=2048)
 
 
 def test_blooms_log_line() -> None:
     """105.22 s per iteration of 2048 samples on 384 GPUs: the log says 149.02 TFLOP/s, counted with recompute."""
-    assert f"{teraflops_per_rank(hardware_flops(BLOOM, 2048, 'full'), 105.22, 384):.2f}" == "149.02"
+    hardware = model_flops(BLOOM, 2048) + recomputed_flops(BLOOM, 2048, "full")
+    assert f"{teraflops_per_rank(hardware, 105.22, 384):.2f}" == "149.02"
     assert f"{teraflops_per_rank(model_flops(BLOOM, 2048), 105.22, 384):.2f}" == "112.33"
 
 
@@ -26,9 +27,10 @@ def test_standard_shape_is_the_published_formula(layers: int, hidden: int, vocab
     attention = sequence / (6 * hidden)
     head = vocabulary / (layers * hidden)
     assert model_flops(shape, samples) == pytest.approx(72 * common * (1 + attention + head / 12), rel=1e-15)
-    assert hardware_flops(shape, samples, "full") == pytest.approx(96 * common * (1 + attention + head / 16), rel=1e-15)
-    assert hardware_flops(shape, samples, "none") == model_flops(shape, samples)
-    assert hardware_flops(shape, samples, "selective") - model_flops(shape, samples) == samples * layers * 4 * sequence**2 * hidden
+    hardware = model_flops(shape, samples) + recomputed_flops(shape, samples, "full")
+    assert hardware == pytest.approx(96 * common * (1 + attention + head / 16), rel=1e-15)
+    assert recomputed_flops(shape, samples, "none") == 0
+    assert recomputed_flops(shape, samples, "selective") == samples * layers * 4 * sequence**2 * hidden
 
 
 def test_grouped_query_and_swiglu_product_by_product() -> None:
@@ -46,14 +48,13 @@ def test_grouped_query_and_swiglu_product_by_product() -> None:
 
 def test_every_kth_block_recomputed() -> None:
     shape = replace(BLOOM, layers=7)
-    extra = [hardware_flops(shape, 1, "full", k) - model_flops(shape, 1) for k in (1, 2, 3, 7, 8)]
-    block = hardware_flops(replace(shape, layers=1), 1, "full") - model_flops(replace(shape, layers=1), 1)
-    assert extra == [7 * block, 4 * block, 3 * block, block, block]
+    block = recomputed_flops(replace(shape, layers=1), 1, "full")
+    assert [recomputed_flops(shape, 1, "full", k) for k in (1, 2, 3, 7, 8)] == [7 * block, 4 * block, 3 * block, block, block]
 
 
 def test_unknown_recompute_is_refused() -> None:
     with pytest.raises(ValueError, match="--recompute-granularity some"):
-        hardware_flops(BLOOM, 1, "some")
+        recomputed_flops(BLOOM, 1, "some")
 
 
 def test_relu_with_narrow_ffn() -> None:
