@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -41,8 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(1_000_000)
+    if config.option.seed is None:  # processes that share the tests must draw alike
+        config.option.seed = getattr(config, "workerinput", {}).get("seed", random.SystemRandom().randrange(1_000_000))
     if config.option.cpu is not None:
         config.pluginmanager.register(Costs(config.option.cpu), "costs")
     if in_ci():
@@ -53,6 +54,12 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"--depth {config.option.depth} --seed {config.option.seed}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["seed"] = node.config.option.seed
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: a process of pytest per core, each of which may have eight ranks and a compiler in memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
