@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="folder for the files")
     args = parser.parse_args()
     train_bpe(texts(args.input, reader_of(args), to_stderr, "reading"), args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
+    to_stderr(f"the tokenizer is in {args.output}")
 
 
 if __name__ == "__main__":

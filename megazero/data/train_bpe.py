@@ -24,7 +24,7 @@ CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Report, *, chat: bool = False) -> None:
     """Id 0 is the separator, then (for chats) the tokens around a turn, the 256 bytes, and merges. Deterministic. Each file is written whole
-    or not at all; the one that the tokenizer is opened by is the last."""
+    or not at all; the one that the tokenizer is opened by is the last. The folder is not told: it may be one that gets its name later."""
     specials = [END_OF_TEXT, *([TURN, END_OF_TURN] if chat else [])]
     if vocab_size < 256 + len(specials):
         raise DataError(f"--vocab-size {vocab_size}: 256 bytes and {', '.join(specials)} need at least {256 + len(specials)}")
@@ -54,9 +54,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
         for name, content in written.items():
             (folder / f"{prefix}-{name}").write_text(content, encoding="utf-8")
             os.replace(folder / f"{prefix}-{name}", folder / name)
-        report(f"{tokenizer.get_vocab_size()} tokens in {folder / 'tokenizer.json'}, with a chat template beside it")
+        report(f"{tokenizer.get_vocab_size()} tokens: tokenizer.json, with a chat template beside it")
         return
     tokenizer.model.save(str(folder), prefix)
     for name in ("merges.txt", "vocab.json"):
         os.replace(folder / f"{prefix}-{name}", folder / name)
-    report(f"{tokenizer.get_vocab_size()} tokens in {folder / 'vocab.json'} and {folder / 'merges.txt'}")
+    report(f"{tokenizer.get_vocab_size()} tokens: vocab.json and merges.txt")

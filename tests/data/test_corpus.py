@@ -32,6 +32,9 @@ def test_many_processes_prepare_it_once(tmp_path):
         results = pool.starmap(_prepare, [(str(tmp_path / "cache"), str(library))] * 5, chunksize=1)
     assert len({prefix for prefix, _ in results}) == 1
     assert sum(any("training a byte-level BPE" in line for line in said) for _, said in results) == 1
+    assert not any("unfinished" in line or ("waiting" not in line and "/" in line) for _, said in results for line in said), (
+        "no temporary folder"
+    )
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [Path(results[0][0]).parent.name]
 
 
