@@ -22,6 +22,7 @@ from megazero.durable import replace_file
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
+from megazero.inference.terminal import harmless
 from megazero.init_from import load_weights
 from megazero.logs import refused, sinks_of, step_log
 from megazero.model.stage import Stage
@@ -129,7 +130,7 @@ class Job:
         if self.grid.rank != 0:
             return
         if text is not None:
-            print(f"\nThe model continues {self.run.trainer.sample_prompt!r}:\n\n{text}\n", flush=True)
+            print(f"\nThe model continues {self.run.trainer.sample_prompt!r}:\n\n{harmless(text)}\n", flush=True)
         places = {
             "checkpoints": self.run.checkpoint.save,
             "metrics": self.run.trainer.metrics_file,

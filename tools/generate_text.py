@@ -8,8 +8,9 @@
 The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout. Prompts come from --prompt, from the lines of
 --prompt-file (of .jsonl: strings, or "prompt" of each line; - is the standard input), else from the standard input. A single continuation is shown
 as it comes, several one after the other, each under its number; --json prints a line of JSON for each, with prompt, text, ids, and what ended it.
-The text goes to the standard output, all else to the standard error. Draws depend on the seed and on a prompt's place among the prompts: the
-same seed gives the same text on every layout, whatever the other prompts say, but for rounding.
+The text goes to the standard output, where a terminal gets control characters as escapes (\\x1b), but for line feed and tab; all else goes to the
+standard error. Draws depend on the seed and on a prompt's place among the prompts: the same seed gives the same text on every layout, whatever
+the other prompts say, but for rounding.
 
 With --chat a prompt is a user's turn, written by the chat template beside the model's tokenizer, and what comes is the answer, up to the token that
 ends it. --chat --interactive is a conversation, which remembers its turns; /help lists its commands (/reset, /system TEXT, /temperature T). Ctrl-C

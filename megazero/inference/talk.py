@@ -17,6 +17,7 @@ from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import checked, encoded, shortened
 from megazero.inference.sampling import Sampling
+from megazero.inference.terminal import harmless
 from megazero.inference.text import Stream
 
 Prompt = tuple[str, list[int]]
@@ -138,7 +139,8 @@ class Talk:
                 _show(stream.finish(), streaming)
                 if not streaming:
                     print(
-                        self._record(prompt, ids, stream) if manner.as_json else f"=== {number + 1}: {prompt!r}\n{stream.text}", flush=True
+                        self._record(prompt, ids, stream) if manner.as_json else f"=== {number + 1}: {prompt!r}\n{harmless(stream.text)}",
+                        flush=True,
                     )
             _show("\n", streaming)
         return sum(map(len, new)), [stream.text for stream in streams] if self.shows else []
@@ -168,4 +170,4 @@ class Talk:
 
 def _show(piece: str, streaming: bool) -> None:
     if streaming and piece:
-        print(piece, end="", flush=True)
+        print(harmless(piece), end="", flush=True)

@@ -1,4 +1,4 @@
-"""The person at the terminal: the lines that are typed, and the Ctrl-C that stops an answer and not the program."""
+"""The person at the terminal: the lines that are typed, the Ctrl-C that stops an answer and not the program, and what may be shown there."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from megazero.mpu.collectives import broadcast
 from megazero.mpu.grid import ProcessGrid
 
 MARK = "> "
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""Characters that move a cursor, change colours or have a terminal answer as if somebody had typed: C0 and C1, but for line feed and tab."""
+
+
+def harmless(text: str) -> str:
+    """What a model says, for the standard output: at a terminal control characters are written as escapes, elsewhere all is as it is."""
+    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
 class Terminal:
