@@ -16,7 +16,7 @@ TURNS = ["what two and two make", "four, naturally", "asked a lazy dog", "the qu
 
 @pytest.mark.slow
 def test_conversations_on_any_layout(tmp_path: Path) -> None:
-    base = saved_base("opt", tmp_path, vocab_size=300, max_position_embeddings=96)
+    base = saved_base("opt", tmp_path, vocab_size=300, max_position_embeddings=96, eos_token_id=0)
     write_tokenizer(base)
     records = [chat(TURNS[i % 6], TURNS[(i + 1) % 6], *(TURNS[2:4] if i % 3 else [])) for i in range(20)]
     files = ["--instruction-data", str(write_lines(tmp_path / "chats.jsonl", records)), "--data-cache-path", str(tmp_path / "cache")]
