@@ -14,6 +14,7 @@ import torch
 
 from bench import results
 from bench.case import Sizes
+from bench.contestants.megazero_memory import largest
 from bench.contestants.megazero_split import Clock
 from bench.field import TABLES
 from bench.harness import Contestant, Match, Samples, Unavailable
@@ -57,6 +58,35 @@ def test_train(tmp_path: Path) -> None:
         assert len(layout["parts_by_rank"]) == ranks
         assert all(parts["forward"] > 0 and parts["backward"] > 0 and parts["optimizer"] > 0 for parts in layout["parts_by_rank"])
         assert layout["parts_by_rank"][-1]["loss"] > 0, "the head is on the last rank"
+
+
+@pytest.mark.slow
+def test_memory(tmp_path: Path) -> None:
+    """The account adds up to the peak that the kernel tells of the process, on one process and on two that share memory."""
+    found = run_quick("memory.py", tmp_path, "--layouts", "W1,tp")
+    for name in ("W1", "tp"):
+        layout = found["layouts"][name]
+        parts, tensors = layout["parts"], layout["tensors"]
+        assert sum(parts.values()) == pytest.approx(layout["peak_mib_above_imports"], rel=0.03)
+        assert sum(tensors.values()) == pytest.approx(parts["tensors of a step at their largest"])
+        assert tensors and all(size > 0 for size in tensors.values()) and any("activation" in function for function in tensors)
+        assert parts["model state: master"] == 2 * parts["model state: parameter"] > 0, "fp32 beside bf16"
+        assert (parts["shared memory"] > 0) == (name == "tp")
+
+
+def test_what_was_alive_when_that_was_most() -> None:
+    """Of a trace: what is freed before the peak, made after it, or freed without having been made in it does not count."""
+
+    def change(ts: int, address: int, size: int) -> dict[str, Any]:
+        return {"name": "[memory]", "tid": 1, "ts": ts, "args": {"Addr": address, "Bytes": size}}
+
+    def call(name: str, ts: int, dur: int, tid: int = 1) -> dict[str, Any]:
+        return {"cat": "python_function", "name": name, "tid": tid, "ts": ts, "dur": dur}
+
+    calls = [call("megazero/a.py", 0, 100), call("fused_ops/b.py", 10, 15), call("torch/c.py", 12, 1), call("megazero/d.py", 0, 50, tid=2)]
+    changes = [change(5, 1, 40), change(6, 9, -70), change(11, 2, 30), change(12, 1, -40), change(20, 3, 50), change(30, 2, -30)]
+    changes += [change(31, 4, 10), change(120, 5, 25), change(121, 4, -10), change(122, 6, 20)]
+    assert largest([*reversed(changes), *calls]) == {"fused_ops/b.py": 50, "elsewhere": 45}
 
 
 @pytest.mark.slow

@@ -1,0 +1,77 @@
+"""What holds the memory of a training step of megazero: every MiB of the peak that `bench/peers.py` compares, by its owner.
+
+    python bench/memory.py                     # W1 and W2
+    python bench/memory.py --layouts ZeRO-1,tp # other tables of peers.py; the rank that holds most
+    python bench/memory.py --quick             # a tiny model: does it start?
+
+Memory is resident and above the imports. What a step allocates is listed by the function that asked for it, as it stood when that was most.
+Needs Linux and glibc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import results
+from bench.field import TABLES, Table
+from bench.harness import Contestant
+
+STEPS = 5
+"""Before the account; the first ones find their places in the heap."""
+
+
+def account(table: Table) -> dict[str, Any]:
+    """Of the rank that holds most: its peak above the imports, and the account of `megazero_memory`, in MiB."""
+    contestant = Contestant(table.work, replace(table.ours, module="megazero_memory"))
+    try:
+        contestant.prepare(STEPS)
+        contestant.steps(2)
+        peaks = [reply["peak"] for reply in contestant.ask("memory")]
+        reports = contestant.ask("report")
+    finally:
+        contestant.stop()
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    return {"rank": rank, "peak_mib_above_imports": peaks[rank], **reports[rank]}
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """The parts with what the step's tensors are made of; then the peak that was measured from outside."""
+    peak, listed = found["peak_mib_above_imports"], []
+    for part, size in found["parts"].items():
+        listed.append([part, f"{size:,.1f}", f"{size / peak:.1%}"])
+        if part.startswith("tensors of a step"):
+            listed += [
+                [f"... {function}", f"{mib:,.1f}", f"{mib / peak:.1%}"] for function, mib in found["tensors"].items() if mib >= 0.005 * peak
+            ]
+    total = sum(found["parts"].values())
+    return [*listed, ["all of these", f"{total:,.1f}", f"{total / peak:.1%}"], ["the peak", f"{peak:,.1f}", "100.0%"]]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default="W1,W2", help="tables of peers.py: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    tables = [table.tiny() if args.quick else table for table in TABLES if table.name in args.layouts.split(",")]
+    found = {table.name: account(table) for table in tables}
+    settings = {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}
+    path = results.write("memory-quick" if args.quick else "memory", settings, {"layouts": found}, args.results)
+    texts = [f"{name}\n\n{results.table(('what', 'MiB', 'of the peak'), rows(values))}" for name, values in found.items()]
+    path.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
+    print("\n\n".join(texts), json.dumps(results.machine()), path, sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
