@@ -79,7 +79,7 @@ def _told_in(run: Run) -> dict[str, str]:
 def _files(run: Run, position: Position, fence: Fence | None, tell: Callable[[str], None]) -> list[Sink]:
     sinks: list[Sink] = []
     if run.trainer.metrics_file:
-        sinks.append(MetricsFile(run.trainer.metrics_file, fence.holds if fence else None, tell))
+        sinks.append(MetricsFile(run.trainer.metrics_file, fence.check if fence else None, tell))
     if run.trainer.tensorboard_dir:
         from megazero.telemetry.tensorboard import TensorBoard
 

@@ -239,7 +239,7 @@ class Trainer:
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return f"--exit-duration-in-mins {minutes:g} has passed"
         if self.saves is not None and self.saves.superseded:
-            return "another job has taken over the folder of checkpoints"
+            return "the folder of checkpoints is another job's now, or gone"
         return "another rank was asked to by a signal"
 
     def at_the_end(self) -> None:

@@ -28,6 +28,11 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def remount(folder: Path, how: str) -> None:
+    """Make a file system of `small_disk` read-only (`ro`), or writable again (`rw`)."""
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
 def fill(folder: Path) -> Path:
     """Take every byte that is free on the file system of `folder`; the file that does, to be removed."""
     ballast = folder / "ballast"

@@ -20,7 +20,7 @@ from megazero.mpu.grid import Group
 
 
 class FenceLost(RuntimeError):
-    """Another run has taken over the place that this one writes to."""
+    """The place that this run writes to is another's now, or gone."""
 
 
 def new_token(world: Group, device: torch.device | str = "cpu") -> str:
@@ -62,13 +62,19 @@ class Fence:
 
     def check(self) -> None:
         """Raise FenceLost unless the file still holds this run's token."""
-        if not self.holds():
-            found = self.owner()
-            now = f"run {found}" if found else "nobody: the file is gone"
+        if self.holds():
+            return
+        found = self.owner()
+        if found:
             raise FenceLost(
-                f"{self.path} belongs to {now}, not to this run ({self.token}). A newer job writes here now, so this one stops"
+                f"{self.path} belongs to run {found}, not to this run ({self.token}). A newer job writes here now, so this one stops"
                 " and writes nothing more; stop the newer one before starting this again."
             )
+        gone = self.path if self.path.parent.is_dir() else self.path.parent
+        raise FenceLost(
+            f"{gone} is gone: it was deleted, moved or unmounted while the run went on. The run stops and writes nothing more; its"
+            " state is lost, unless a checkpoint was kept elsewhere."
+        )
 
     def guarding(self, action: Callable[[], None]) -> Callable[[], None]:
         """The action, checked for before; if it fails because a newer run swept what it works on, FenceLost says so."""

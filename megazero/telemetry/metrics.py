@@ -21,24 +21,21 @@ class ForeignFileError(OSError):
     """The file was written by something else; nothing is cut off it and nothing put behind it."""
 
 
-class SupersededError(RuntimeError):
-    """Another job has taken this run over: this one is a leftover and must not write."""
-
-
 class MetricsFile:
     """Appends lines to `path`, creating its folder. A `Sink`; rank 0 only.
 
     Every line is one `write` on a descriptor opened with O_APPEND, so that a killed process leaves at most one torn
-    line, the last, which is cut here when the file is opened again. `may_write` is asked before each write; when it
-    says no, SupersededError is raised and nothing is written. Raises ForeignFileError for a file of another kind, and
-    OSError when the file cannot be opened.
+    line, the last, which is cut here when the file is opened again. `check` is called before each write; what it raises
+    where this run is a leftover and must not write goes through, and nothing is written. Raises ForeignFileError for a
+    file of another kind, and OSError when the file cannot be opened.
 
-    What a disk does not take, a full one say, waits in memory and is tried again with the next line; `tell` gets a word about it.
+    What a disk does not take, a full one say, waits in memory and is tried again with the next line; `tell` gets a word about it. So does
+    what is to be written while `check` finds no answer (OSError), its disk being away.
     """
 
-    def __init__(self, path: str | Path, may_write: Callable[[], bool] | None = None, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, path: str | Path, check: Callable[[], None] | None = None, tell: Callable[[str], None] | None = None) -> None:
         self.path = Path(path)
-        self._may_write, self._tell = may_write, tell or _tell_stderr
+        self._check, self._tell = check or (lambda: None), tell or _tell_stderr
         self._waiting: deque[bytes] = deque()
         self._behind = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +57,6 @@ class MetricsFile:
     def write(self, values: Mapping[str, object]) -> None:
         """Append one object as one line."""
         line = json.dumps(values, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
-        self._check()
         self._waiting.append(line)
         self._drain()
 
@@ -82,6 +78,7 @@ class MetricsFile:
         """Write the lines that wait, each at once; of one that the disk took in part the rest goes on waiting."""
 
         def write() -> None:
+            self._check()
             while self._waiting:
                 written = os.write(self._descriptor, self._waiting[0])
                 rest = self._waiting.popleft()[written:]
@@ -110,10 +107,6 @@ class MetricsFile:
         except ForeignFileError as error:
             os.close(self._descriptor)
             raise ForeignFileError(f"{self.path}: {error}") from None
-
-    def _check(self) -> None:
-        if self._may_write is not None and not self._may_write():
-            raise SupersededError(f"{self.path}: another job has taken this run over; this one writes no more")
 
 
 def foreign(path: str | Path) -> str | None:

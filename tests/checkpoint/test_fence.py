@@ -23,11 +23,16 @@ def test_the_last_to_claim_holds(tmp_path):
     assert names(path.parent) == ["run_token"]
 
 
-def test_a_token_file_that_is_gone_stops_the_run(tmp_path):
-    fence = Fence(tmp_path / "t").claim("one")
-    (tmp_path / "t").unlink()
-    with pytest.raises(FenceLost, match="nobody: the file is gone"):
+def test_what_is_gone_stops_the_run_and_is_named(tmp_path):
+    folder = tmp_path / "saved"
+    fence = Fence(folder / "t").claim("one")
+    (folder / "t").unlink()
+    with pytest.raises(FenceLost, match=f"^{folder / 't'} is gone: it was deleted, moved or unmounted"):
         fence.check()
+    folder.rmdir()
+    with pytest.raises(FenceLost, match=f"^{folder} is gone: it was deleted, moved or unmounted"):
+        fence.check()
+    assert not folder.exists()
 
 
 def test_tokens_differ():

@@ -1,10 +1,10 @@
-"""The program with named points at which one rank stands still, to be killed there from outside.
+"""The program with named points at which one rank stands still, to be killed there from outside, or to go on with something changed.
 
 A test says where (`Halt`): the rank that comes there writes its process id into a pipe and does nothing more; all others go on until they
 need it. The points are put around the program's own functions, in the process of the rank: the program knows nothing of them.
 
     torchrun ... tests/e2e/halting.py HALT FLAGS...     # a run as users start it
-    forked(ranks, flags, output, halt)                  # the same without Python's and torch's start, which is most of what a tiny run costs
+    forked(ranks, flags, output, [halt])                # the same without Python's and torch's start, which is most of what a tiny run costs
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ from megazero.checkpoint import blocks, folder, saving
 from megazero.launch import Environment, exit_status, leave
 from megazero.saves import Saves
 from megazero.telemetry import watchdog
+from megazero.telemetry.console import outlive_the_console
 from megazero.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
 
@@ -53,6 +55,32 @@ class Halt:
         """Tell, and stay here. Of two threads that come, the first tells."""
         Path(self.pipe).write_text(f"{os.getpid()}\n")
         threading.Event().wait()
+
+
+@dataclass(frozen=True)
+class Pause(Halt):
+    """The rank goes on once it can read a byte from the named pipe `answer`."""
+
+    @property
+    def answer(self) -> str:
+        return f"{self.pipe}.answer"
+
+    def stand(self) -> None:
+        Path(self.pipe).write_text(f"{os.getpid()}\n")
+        with open(self.answer, "rb", buffering=0) as answer:
+            answer.read(1)
+
+
+@dataclass(frozen=True)
+class Jump(Halt):
+    """The rank does not stand still: from here on the time of day that it is told is wrong by so many hours."""
+
+    hours: int = 0
+
+    def stand(self) -> None:
+        seconds, nanoseconds, wrong = time.time, time.time_ns, 3600 * self.hours
+        time.time = lambda: seconds() + wrong
+        time.time_ns = lambda: nanoseconds() + wrong * 10**9
 
 
 def before(owner: Any, name: str, is_here: Callable[..., bool], halt: Halt) -> None:
@@ -133,24 +161,25 @@ POINTS: dict[str, Callable[[Halt], None]] = {
 }
 
 
-def program(halt: Halt | None, flags: Sequence[str]) -> None:
+def program(halts: Sequence[Halt], flags: Sequence[str]) -> None:
     """The program in this process, which it ends. The rank that a point is for comes to it."""
     here = Environment.read()
-    if halt is not None and halt.rank == here.rank:
-        POINTS[halt.point](halt)
+    for halt in halts:
+        if halt.rank == here.rank:
+            POINTS[halt.point](halt)
     leave(exit_status(lambda: pretrain_gpt.main(list(flags), here), here))
 
 
-def forked(ranks: int, flags: Sequence[object], output: Path, halt: Halt | None = None) -> BaseProcess:
+def forked(ranks: int, flags: Sequence[object], output: Path, halts: Sequence[Halt] = ()) -> BaseProcess:
     """A launcher, and its ranks, forked off a server that has imported this file. What they print goes to `output`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.e2e.halting"])
-    process = context.Process(target=launcher, args=(ranks, [str(flag) for flag in flags], str(output), halt))
+    process = context.Process(target=launcher, args=(ranks, [str(flag) for flag in flags], str(output), halts))
     process.start()
     return process
 
 
-def launcher(ranks: int, flags: list[str], output: str, halt: Halt | None) -> None:
+def launcher(ranks: int, flags: list[str], output: str, halts: Sequence[Halt]) -> None:
     """What torchrun does: start the ranks, serve their store, and end them all when one has failed."""
     sink = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(sink, 1)
@@ -160,7 +189,7 @@ def launcher(ranks: int, flags: list[str], output: str, halt: Halt | None) -> No
     for rank, (ends, _) in enumerate(pipes):
         pid = os.fork()
         if pid == 0:
-            _rank(rank, ranks, os.read(ends, 16).decode(), halt, flags)
+            _rank(rank, ranks, os.read(ends, 16).decode(), halts, flags)
         left[pid] = rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _, end in pipes:
@@ -175,9 +204,10 @@ def launcher(ranks: int, flags: list[str], output: str, halt: Halt | None) -> No
     os._exit(0)
 
 
-def _rank(rank: int, ranks: int, port: str, halt: Halt | None, flags: list[str]) -> None:
+def _rank(rank: int, ranks: int, port: str, halts: Sequence[Halt], flags: list[str]) -> None:
     """A process between torchrun and the program: never returns."""
     torch.set_num_threads(1)
+    outlive_the_console()
     world = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -190,10 +220,10 @@ def _rank(rank: int, ranks: int, port: str, halt: Halt | None, flags: list[str])
     os.environ.update({name: str(value) for name, value in (world | elastic).items()})
     watchdog.parent_alive.__defaults__ = (os.getppid(),)  # it was imported in the server, which has another
     try:
-        program(halt, flags)
+        program(halts, flags)
     finally:
         os._exit(1)
 
 
 if __name__ == "__main__":
-    program(Halt.read(sys.argv[1]), sys.argv[2:])
+    program([Halt.read(sys.argv[1])], sys.argv[2:])

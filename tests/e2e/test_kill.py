@@ -83,7 +83,7 @@ def kill(kill: Kill, ranks: int, flags: Sequence[object], folder: Path) -> str:
     reached = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     halt = Halt(kill.point, kill.iteration, kill.rank, str(pipe))
     if kill.started == "forked":
-        process = forked(ranks, [*flags, *kill.flags], output, halt)
+        process = forked(ranks, [*flags, *kill.flags], output, [halt])
         pid = process.pid
     else:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, ROOT / "tests/e2e/halting.py"]

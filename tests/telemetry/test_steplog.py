@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.telemetry import steplog
-from megazero.telemetry.metrics import ForeignFileError, MetricsFile, SupersededError, foreign, mend_last_line
+from megazero.telemetry.metrics import ForeignFileError, MetricsFile, foreign, mend_last_line
 from megazero.telemetry.record import Rates, Scalar, StepRecord, StepValues
 from megazero.telemetry.steplog import StepLog
 
@@ -204,16 +204,43 @@ def test_one_write_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_superseded_job_writes_nothing(tmp_path: Path) -> None:
     owner = {"mine": True}
-    file = MetricsFile(tmp_path / "m", may_write=lambda: owner["mine"])
+
+    def check() -> None:
+        if not owner["mine"]:
+            raise LookupError("another's")
+
+    file = MetricsFile(tmp_path / "m", check)
     log = StepLog([file], RATES, lambda: 0)
     log.step(step(1))
     (tmp_path / "m").write_bytes((tmp_path / "m").read_bytes() + b"torn")
     owner["mine"] = False
-    with pytest.raises(SupersededError):
+    with pytest.raises(LookupError):
         log.step(step(2))
-    with pytest.raises(SupersededError):
-        MetricsFile(tmp_path / "m", may_write=lambda: owner["mine"])  # would cut a line its successor is writing
+    with pytest.raises(LookupError):
+        MetricsFile(tmp_path / "m", check)  # would cut a line its successor is writing
     assert (tmp_path / "m").read_bytes().endswith(b"torn")
+
+
+def test_where_nobody_can_say_whose_it_is_lines_wait(tmp_path: Path) -> None:
+    """The folder of checkpoints is on a disk that is away for a while; nothing is lost, and nothing written meanwhile."""
+    away: list[OSError] = []
+    told: list[str] = []
+
+    def check() -> None:
+        for error in away:
+            raise error
+
+    file = MetricsFile(tmp_path / "m", check, told.append)
+    log = StepLog([file], RATES, lambda: 0)
+    log.step(step(1))
+    away.append(OSError(116, "Stale file handle"))
+    log.step(step(2))
+    log.step(step(3))
+    assert [line["iteration"] for line in lines(tmp_path / "m")] == [1]
+    away.clear()
+    log.step(step(4))
+    assert [line["iteration"] for line in lines(tmp_path / "m")] == [1, 2, 3, 4]
+    assert len(told) == 2 and told[0].startswith(f"WARNING: {tmp_path / 'm'} cannot be written: Stale file handle")
 
 
 def test_record_leaves_mfu_out_when_unknown() -> None:
