@@ -20,7 +20,7 @@ from megazero.mpu.fp8_linear import fp8_linear, runs_fp8
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
-from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear
+from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear, with_bias
 from megazero.mpu.lora import ColumnAdapter, LowRank, RowAdapter
 from megazero.mpu.place import Kind, Parameter, place_of, shard
 
@@ -144,8 +144,7 @@ class RowParallelLinear(nn.Module):
         if self.group.size == 1:
             return self._product(x, self.bias)
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
-        y = reduce(self._product(x, None), self.group)
-        return y if self.bias is None else y + self.bias
+        return with_bias(reduce(self._product(x, None), self.group), self.bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.fp8 is not None and runs_fp8():

@@ -122,6 +122,32 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, None, None, *parameter_grads
 
 
+class _BiasBehind(torch.autograd.Function):
+    """(y, bias) -> y + bias, for a product whose parts have been summed over tp in between."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.target = target_of(bias)
+        ctx.save_for_backward(bias)
+        return y + bias
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (bias,) = ctx.saved_tensors
+        rows = grads[0].contiguous().view(-1, bias.shape[0])
+        wanted = ctx.needs_input_grad[1]
+        return grads[0], hand_over(bias, ctx.target, partial(add_bias_gradient, rows)) if wanted else None
+
+
+def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y [..., n] + bias [n], whose gradient is summed as wide as its target; nothing is communicated."""
+    if bias is None:
+        return y
+    result: Tensor = applied(_BiasBehind, y, bias)
+    return result
+
+
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., k], weight [n, k], bias [n] -> [..., n]; nothing is communicated."""
     result: Tensor = applied(_Linear, x, None, False, 1, weight, *given(bias))

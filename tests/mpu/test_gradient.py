@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_ops import linear
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import solo
-from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear
+from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear, with_bias
 from megazero.mpu.place import Kind, Parameter, shard
 
 
@@ -88,6 +88,20 @@ def test_a_wider_target_gets_a_gradient_that_was_not_rounded(dtype: torch.dtype)
     error = (target.sum.double() - exact).abs().max() / exact.abs().max()
     has_kernel = dtype == torch.float32 or linear._library(grad, x, target.sum) is not None
     assert error < (1e-6 if has_kernel else 4e-3), error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_behind_a_sum_hands_over_a_gradient_that_was_not_rounded(dtype: torch.dtype) -> None:
+    """That of a row-parallel layer, which is added after the reduction over tp."""
+    bias = parameter("bias", 33, dtype=dtype)
+    kept, y, grad = Kept(bias, torch.float32), drawn(70, 3, 33, dtype=dtype).requires_grad_(), drawn(70, 3, 33, dtype=dtype, seed=2)
+    result = with_bias(y, bias)
+    assert torch.equal(result, y + bias)
+    for _ in range(2):
+        result.backward(grad, retain_graph=True)
+    exact = 2 * grad.double().sum((0, 1))
+    torch.testing.assert_close(kept.sum.double(), exact, rtol=1e-6, atol=1e-5)
+    assert bias.grad is None and y.grad is not None and torch.equal(y.grad, 2 * grad)
 
 
 def test_a_pair_hands_over_each_weight_and_bias() -> None:
