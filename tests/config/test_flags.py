@@ -1,4 +1,4 @@
-"""The command line: every flag that other programs rely on, aliases, negations, mistakes and help."""
+"""The command line: every flag that other programs rely on, aliases, negations, mistakes and help. That each does something: tests/effects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megazero.config.flags import help_text, read_command_line
+from megazero.config.flags import help_text
 from megazero.config.options import run_options
 from megazero.config.parse import ConfigError, parse_run
 
@@ -41,14 +41,11 @@ CONTRACT = """
 # --zero-stage 3 is part of the contract and not built yet: refused by name in test_validate.py.
 
 
-@pytest.mark.parametrize("line", [line.strip() for line in CONTRACT.replace("\n", "|").split("|") if line.strip()])
-def test_every_flag_of_the_contract_is_accepted_and_has_an_effect(line: str) -> None:
-    words = line.split()
-    run = parse_run(words, 8)
-    parsed = read_command_line(words)
-    for name, value in parsed.level.settings.items():
-        assert getattr(getattr(run, run_options()[name].section), name) == value
-    assert parsed.level.settings or parsed.command.preset or parsed.command.validate_only
+def test_every_flag_of_the_contract_is_accepted() -> None:
+    lines = [line.strip() for line in CONTRACT.replace("\n", "|").split("|") if line.strip()]
+    assert len(lines) > 90
+    for line in lines:
+        parse_run(line.split(), 8)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,254 @@
+"""What a command line makes the program build and do, as facets that two command lines are compared by.
+
+Nothing here is a field of the configuration or a word of the command line: a flag that is read and then forgotten changes no facet. They
+stand in the order of causes, so that the first that differs says where a flag acts, and that it acts nowhere before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fused_ops.attention
+import fused_ops.compiled
+from fused_ops.attention.rule import Case, Choice, Offer
+from megazero.batch import MicroBatch
+from megazero.checkpoint.manager import find
+from megazero.config.parse import ConfigError, ask
+from megazero.data.progress import silent
+from megazero.init_from import model_level
+from megazero.job import Job, build_job
+from megazero.launch import Environment, launch
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.place import place_of
+from megazero.prepare import prepare
+from megazero.telemetry.record import StepRecord
+from megazero.zero.placement import Column
+
+FACETS = {
+    "refused": "the problems that the program ends with",
+    "process": "what the process allows itself: kernels that vary",
+    "world": "backend and timeout of the process groups that are made",
+    "carrier": "whether ranks exchange tensors through shared memory",
+    "parameters": "name, shape, local shape and dtype of what the model consists of, and whether it is trained",
+    "history": "steps that FP8 scales look back on",
+    "buckets": "elements of each bucket",
+    "memory": "bytes of each column of the model state",
+    "schedule": "instructions of a step of four micro-batches",
+    "start": "weights before the first step",
+    "moments": "the optimizer's state before the first step",
+    "samples": "tokens and numbers of the samples of every micro-batch of every step",
+    "masks": "which predictions count, documents, positions",
+    "threads": "threads that prepare micro-batches",
+    "compiled": "whether bodies of ops are run compiled",
+    "attention": "the body that computes attention, each time that it is called in training",
+    "rates": "the learning rate of each step",
+    "scales": "the loss scale of each step",
+    "launches": "when buckets are reduced: while a backward runs or after it",
+    "traffic": "bytes by group, operation and dtype",
+    "loss": "of the first step",
+    "norm": "of the first step's gradients",
+    "weights": "after the last step",
+    "evaluations": "losses by iteration and name",
+    "saves": "how and when checkpoints are written",
+    "kept": "the probe in the newest checkpoint",
+    "logged": "iterations that have a line in the log",
+    "text": "what the model says at the end",
+    "files": "what lies in the run's own folder at the end",
+}
+Seen = dict[str, Any]
+
+
+class Recorder:
+    """A sink that keeps all that comes."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        self.evaluations.append((iteration, losses))
+
+    def note(self, text: str) -> None: ...
+    def flush(self, durable: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+def first_difference(one: Seen, other: Seen) -> str | None:
+    """The first facet that two command lines do not share; None where they do the same."""
+    return next((facet for facet in FACETS if one.get(facet) != other.get(facet)), None)
+
+
+def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
+    """What `pretrain_gpt.py WORDS` builds and does on this rank. out: the run's own folder. Called by all ranks of a gloo world."""
+    seen: Seen = {"refused": []}
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said, _as_before():
+        _on_a_machine_without_card(patch, seen)
+        try:
+            asked = ask(list(words), size, model_level)
+            prepared = prepare(asked.run, size, silent)
+            with launch(prepared.run.parallel, Environment(rank, rank, size, size)) as grid:
+                _watch(build_job(prepared, grid), grid, seen, patch)
+        except ConfigError as error:
+            seen["refused"] = [problem.replace(str(out), "OUT") for problem in error.problems]
+            return seen
+    told = said.getvalue()
+    seen["logged"] = re.findall(r"^ *(\d+)/", told, re.MULTILINE)
+    seen["text"] = re.findall(r"The model continues .*?:\n\n(.*)\n\n", told, re.DOTALL)
+    seen["files"] = sorted({re.sub(r"(events\.out).*|-[0-9a-f]{24}", r"\1", str(path.relative_to(out))) for path in out.rglob("*")})
+    return seen
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """What a run sets for its whole process."""
+    settings: Any = torch.utils.deterministic
+    threads, strict, filled = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+        settings.fill_uninitialized_memory = filled
+
+
+def _on_a_machine_without_card(patch: pytest.MonkeyPatch, seen: Seen) -> None:
+    """The same on every machine: no card, no compiler at work, and a world that is there already (tests/ranks.py)."""
+    patch.setenv("MEGAZERO_FUSED", "auto")
+    patch.setattr("megazero.device.cuda_available", lambda: False)
+    patch.setattr(dist, "is_backend_available", lambda backend: backend == "gloo")
+    patch.setattr("megazero.requirements.try_compiler", lambda kind: None)
+    patch.setattr("megazero.launch.die_with_parent", lambda: None)
+    patch.setattr(dist, "destroy_process_group", lambda: None)
+
+    def begin(backend: str, timeout: Any, pg_options: Any) -> None:
+        seen["world"] = backend, timeout
+
+    patch.setattr(dist, "init_process_group", begin)
+
+
+def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -> None:
+    """Run the job to its end, and write down what it is and does."""
+    threads = set(threading.enumerate())
+    seen |= _built(job, grid)
+    recorder = Recorder()
+    job.trainer.log._sinks += (recorder,)
+    _spy_on_batches(job, seen)
+    _spy_on_ops(seen, patch)
+    _spy_on_reduction(job, seen)
+    _spy_on_saves(job, seen)
+    job.fit()
+    job.state.wait_parameters()
+    seen["threads"] = sum(thread.name.startswith("loader") for thread in set(threading.enumerate()) - threads)
+    job.trainer.train_batches.close()  # type: ignore[attr-defined]
+    job.report()
+    first = recorder.records[0] if recorder.records else None
+    seen["rates"], seen["scales"] = [r.lr for r in recorder.records], [r.loss_scale for r in recorder.records]
+    seen["loss"], seen["norm"] = (first.loss, first.grad_norm) if first else (None, None)
+    groups = {"world": grid.world, "tp": grid.tp, "dp": grid.dp, "pp": grid.pp}
+    seen["traffic"] = {name: {f"{op} {dtype}": n for (op, dtype), n in group.traffic.items()} for name, group in groups.items()}
+    seen["weights"], seen["evaluations"] = _digest(nn.ModuleList(job.stages).parameters()), recorder.evaluations
+    save = job.run.checkpoint.save
+    found = find(save) if save else None
+    seen["kept"] = found and (found.progress.get("probe") is not None)
+
+
+def _built(job: Job, grid: ProcessGrid) -> Seen:
+    parameters = [(place_of(parameter), parameter) for parameter in nn.ModuleList(job.stages).parameters()]
+    moments = [column for name, column in job.state.columns.items() if name in (Column.EXP_AVG, Column.EXP_AVG_SQ)]
+    return {
+        "process": torch.are_deterministic_algorithms_enabled(),
+        "carrier": grid.world.exchange is not None,
+        "parameters": [(place.name, place.shape, tuple(p.shape), str(p.dtype), p.requires_grad) for place, p in parameters],
+        "history": None if job.trainer.fp8 is None else len(job.trainer.fp8.history),
+        "buckets": [bucket.layout.numel for bucket in job.state.buckets],
+        "memory": job.state.bytes(),
+        "schedule": job.probe_engine.schedule_of(4),
+        "start": _digest(p for _, p in parameters),
+        "moments": _digest(column.held(index) for column in moments for index in range(len(job.state.buckets))),
+    }
+
+
+def _digest(tensors: Iterable[Tensor]) -> list[str]:
+    return [hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for tensor in tensors]
+
+
+def _numbers(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.tolist()
+
+
+def _spy_on_batches(job: Job, seen: Seen) -> None:
+    loader: Any = job.trainer.train_batches
+    load, samples, masks = loader.micro_batches, list[Any](), list[Any]()
+
+    def micro_batches(consumed: int, size: int) -> list[MicroBatch]:
+        batches: list[MicroBatch] = load(consumed, size)
+        samples.append([(_numbers(batch.tokens), _numbers(batch.samples)) for batch in batches])
+        masks.append([[_numbers(marks) for marks in (batch.loss_mask, batch.documents, batch.positions)] for batch in batches])
+        return batches
+
+    loader.micro_batches, seen["samples"], seen["masks"] = micro_batches, samples, masks
+
+
+def _spy_on_ops(seen: Seen, patch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled: that compiled bodies compute the same is tests/parity/test_compile.py's."""
+    choose, runs_compiled = fused_ops.attention.choose, fused_ops.compiled.runs_compiled
+    bodies, compiled = list[str](), set[bool]()
+
+    def chosen(case: Case, offer: Offer) -> Choice:
+        choice = choose(case, offer)
+        if case.recorded:
+            bodies.append(choice.body.value)
+        return choice
+
+    def asked() -> bool:
+        compiled.add(runs_compiled())
+        return False
+
+    patch.setattr(fused_ops.attention, "choose", chosen)
+    patch.setattr(fused_ops.compiled, "runs_compiled", asked)
+    seen["attention"], seen["compiled"] = bodies, compiled
+
+
+def _spy_on_reduction(job: Job, seen: Seen) -> None:
+    reducer: Any = job.state.reducer
+    launch, after, order = reducer._launch, reducer.after_backward, list[Any]()
+
+    def launched(index: int) -> None:
+        order.append(index)
+        launch(index)
+
+    def over(chunk: int) -> None:
+        order.append("backward is over")
+        after(chunk)
+
+    reducer._launch, reducer.after_backward, seen["launches"] = launched, over, order
+
+
+def _spy_on_saves(job: Job, seen: Seen) -> None:
+    checkpoints: Any = job.checkpoints
+    save, start, how = checkpoints.save, checkpoints.start, list[Any]()
+
+    def saved(iteration: int, record: Any) -> Any:
+        how.append(("at once", iteration))
+        return save(iteration, record)
+
+    def started(iteration: int, record: Any) -> None:
+        how.append(("beside the run", iteration))
+        start(iteration, record)
+
+    checkpoints.save, checkpoints.start, seen["saves"] = saved, started, how
