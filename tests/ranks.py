@@ -36,13 +36,14 @@ def serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         rank, size, store_path, function, args = job
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)  # which the job before may have asked for
         try:
             store = dist.FileStore(store_path, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
