@@ -211,7 +211,7 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
-    _, only = problems(["--init-from", str(tmp_path), "--data-path", "x", "--tp", "7"]).splitlines()
+    _, only = problems(["--init-from", str(tmp_path), "--data-path", "x", "--tp", "7", "--num-layers", "3"]).splitlines()
     assert f"--init-from {tmp_path}" in only and "no checkpoint of a known format" in only
 
 

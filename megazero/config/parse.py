@@ -89,7 +89,7 @@ def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], L
             problems += level.contradictions(line.level) + level.accumulate(settings, world_size)
     run, bad, given = build_run(_with_defaults(settings, world_size)), _unknown(levels), frozenset(line.level.settings)
     problems += problems_of(run, world_size, bad=bad, given=given)
-    problems += contradictions(model, run, bad) if model is not None else ()
+    problems += contradictions(model, run, bad) if model is not None and not model.unread else ()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
     return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given)), *rarely_saved(run)))
