@@ -19,6 +19,7 @@ from megazero.config.schema import Run
 from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.made_with import made_with, path_of, require_made_with
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 from megazero.telemetry.metrics import foreign
 
@@ -47,6 +48,7 @@ def look(run: Run, world_size: int) -> Present:
         tokenizer = build_tokenizer(run.data.tokenizer, run.data.tokenizer_path) if run.data.tokenizer else None
     if tokenizer is not None:
         run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
+        problems += _other_tokenizer(run, tokenizer)
     with _collected(problems, f"--load {run.checkpoint.load}: "):
         found = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
     opened = tokenizer is not None or run.data.tokenizer is None
@@ -73,11 +75,31 @@ def _collected(problems: list[str], before: str = "") -> Iterator[None]:
         problems.append(f"{before}{error}")
 
 
+def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
+    """Prefixes by the flag that names them."""
+    words = run.data.data_path
+    return {
+        "--data-path": parse_data_path(words).prefixes if words else (),
+        "--valid-data-path": tuple(parse_valid_data_path(run.data.valid_data_path).values()),
+    }
+
+
+def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
+    """Pairs whose ids are another tokenizer's, as far as they say."""
+    problems: list[str] = []
+    named = [(flag, prefix) for flag, prefixes in _pairs(run).items() for prefix in prefixes if path_of(prefix).exists()]
+    now = made_with(tokenizer, run.data.tokenizer or "tokenizer") if named else None
+    for flag, prefix in named:
+        assert now is not None
+        with _collected(problems, f"{flag}: "):
+            require_made_with(prefix, now)
+    return problems
+
+
 def _missing_data(run: Run) -> list[str]:
     problems: list[str] = []
     data = run.data
-    blends = (parse_data_path(data.data_path).prefixes if data.data_path else ()), parse_valid_data_path(data.valid_data_path).values()
-    for flag, prefixes in zip(("--data-path", "--valid-data-path"), blends, strict=True):
+    for flag, prefixes in _pairs(run).items():
         for prefix in prefixes:
             with _collected(problems, f"{flag}: "):
                 IndexedDataset(prefix)

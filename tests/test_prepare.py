@@ -13,8 +13,11 @@ import pytest
 from megazero import prepare as preparation
 from megazero.config.parse import ConfigError, parse_run
 from megazero.data.inspect import first_samples
+from megazero.data.preprocess import Job, preprocess
 from megazero.data.progress import silent
+from megazero.data.train_bpe import train_bpe
 from megazero.prepare import prepare, validation_samples
+from megazero.presence import look
 from tests.reference import REFERENCE, needs_reference
 
 SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16, "--vocab-size", 1003, "--train-iters", 2]
@@ -70,6 +73,18 @@ def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> N
         strict=True,
     ):
         assert all(part in problem for part in parts), told
+
+
+def test_data_of_another_tokenizer_are_seen_without_reading_them(tmp_path: Path) -> None:
+    """By --validate-only too, and beside what else is wrong."""
+    (tmp_path / "in.txt").write_text("some text, twice; some text")
+    preprocess([tmp_path / "in.txt"], tmp_path / "own", Job("byte", None), workers=1, report=silent)
+    train_bpe(["some text, twice; " * 40], 270, tmp_path / "bpe", silent)
+    data = ["--data-path", tmp_path / "own", "--valid-data-path", "held-out", tmp_path / "nothing"]
+    words = [*SHAPE[:8], "--train-iters", 2, *data, "--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe"]
+    missing, other = look(parse_run([str(word) for word in words], 1), 1).problems
+    assert missing.startswith(f"--valid-data-path: no file {tmp_path}/nothing")
+    assert other.startswith(f"--data-path: {tmp_path}/own.bin was made with another tokenizer (byte of 257 tokens")
 
 
 def test_a_metrics_file_of_another_kind_is_refused_and_left_as_it_is(flags: list[object], tmp_path: Path) -> None:
