@@ -61,6 +61,10 @@ class Bounds:
     "Samples of one step."
     threads: int = 1 << 10
     "Threads that prepare batches."
+    epochs: int = 10**9
+    "Times that data are read."
+    minutes: int = 10**8
+    "Minutes that somebody waits; a clock that counts nanoseconds in 64 bits holds half as many more."
     count: int = 1 << 53
     "Any other whole number; JSON and float64 hold all up to it."
     dimensions: int = 32

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero import device as devices
 from megazero.data.blend import blend_index, wanted
 from megazero.data.cache import Cached, cached_arrays
 from megazero.data.facts import identity
@@ -18,6 +19,8 @@ from megazero.data.orders import Plan, build_orders, plan
 from megazero.data.progress import Report, silent
 
 LARGE = 1 << 22
+ORDER_BYTES = 16, 12
+"""Memory, at least, for each document of each epoch and for each sample while an order is made (`build_orders`)."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,22 @@ def one_dataset(
     }
 
     def build(say: Report) -> dict[str, NDArray]:
+        _require_memory(f"{name} order of {data.prefix}", how, bounds[1] - bounds[0])
         say(f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, {how.samples:,} samples")
         return build_orders(data.lengths, *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
 
     return GPTDataset(data, cached_arrays(root, "order", facts, build, report), how, seq_length, vocab_size)
+
+
+def _require_memory(what: str, how: Plan, documents: int) -> None:
+    """Raises DataError where the order is more than this machine can hold."""
+    needed = ORDER_BYTES[0] * how.epochs * documents + ORDER_BYTES[1] * how.samples
+    free = devices.available_memory_bytes()
+    if free is not None and needed > free:
+        raise DataError(
+            f"the {what}, {how.epochs:,} epochs with {how.samples:,} samples, takes {needed / 2**30:,.1f} GiB to make, and this machine has "
+            f"{free / 2**30:,.1f} free: ask for fewer --train-iters, --train-samples, --epochs, --eval-iters or --test-iters"
+        )
 
 
 def blended(parts: Sequence[Samples], shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Samples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -59,6 +60,12 @@ def test_numbers_beyond_any_model(flags: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{flags}: must be at most "):
         parse_run(flags.split(), 1)
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("flags", ["--epochs 1e+300", "--distributed-timeout-minutes 1e+300"])
+def test_fractions_beyond_any_run(flags: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(flags)}: must be more than 0 and at most "):
+        parse_run([*flags.split(), "--data-path", "x", "--vocab-size", "9"], 1)
 
 
 @pytest.mark.parametrize(

@@ -150,3 +150,13 @@ def test_wrong_numbers(tmp_path):
         _build(tmp_path, [data.prefix], seq_length=0)
     with pytest.raises(DataError, match="--seed -1"):
         _build(tmp_path, [data.prefix], cfg={"seed": -1})
+
+
+def test_more_samples_than_memory_has_an_order_for(tmp_path):
+    """A run that is to go on until it is stopped: 10^13 samples of a small file."""
+    write_pair(tmp_path / "p", [60] * 4, 200)
+    cfg = DataConfig(data_path=(str(tmp_path / "p"),), split="1", data_cache_path=str(tmp_path / "cache"))
+    with pytest.raises(
+        DataError, match=r"train order of .*p, 333,\d{3},\d{3},\d{3} epochs with 10,000,\d{3},\d{3},\d{3} samples, takes .* GiB"
+    ):
+        build_datasets(cfg, seq_length=8, samples=(10**13, 0, 0), vocab_size=200)
