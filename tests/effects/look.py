@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import fused_ops.attention
 import fused_ops.compiled
 from fused_ops.attention.rule import Case, Choice, Offer
+from megazero import threads
 from megazero.batch import MicroBatch
 from megazero.checkpoint.manager import find
 from megazero.config.parse import ConfigError, ask
@@ -117,11 +118,11 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
 def _as_before() -> Iterator[None]:
     """What a run sets for its whole process."""
     settings: Any = torch.utils.deterministic
-    threads, strict, filled = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    number, strict, filled = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(number)
         torch.use_deterministic_algorithms(strict)
         settings.fill_uninitialized_memory = filled
 
@@ -129,6 +130,7 @@ def _as_before() -> Iterator[None]:
 def _on_a_machine_without_card(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     """The same on every machine: no card, no compiler at work, and a world that is there already (tests/ranks.py)."""
     patch.setenv("MEGAZERO_FUSED", "auto")
+    patch.setenv(threads.VARIABLE, "1")  # models are so small that a second thread only waits
     patch.setattr("megazero.device.cuda_available", lambda: False)
     patch.setattr(dist, "is_backend_available", lambda backend: backend == "gloo")
     patch.setattr("megazero.requirements.try_compiler", lambda kind: None)
@@ -143,7 +145,7 @@ def _on_a_machine_without_card(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
 def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -> None:
     """Run the job to its end, and write down what it is and does."""
-    threads = set(threading.enumerate())
+    before = set(threading.enumerate())
     seen |= _built(job, grid)
     recorder = Recorder()
     job.trainer.log._sinks += (recorder,)
@@ -153,7 +155,7 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
     _spy_on_saves(job, seen)
     job.fit()
     job.state.wait_parameters()
-    seen["threads"] = sum(thread.name.startswith("loader") for thread in set(threading.enumerate()) - threads)
+    seen["threads"] = sum(thread.name.startswith("loader") for thread in set(threading.enumerate()) - before)
     job.trainer.train_batches.close()  # type: ignore[attr-defined]
     job.report()
     first = recorder.records[0] if recorder.records else None
