@@ -16,6 +16,8 @@ from megazero.checkpoint.compat import compare, run_from
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import Found, find
 from megazero.config.schema import Run
+from megazero.convert.registry import recognise
+from megazero.convert.source import ConversionError
 from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
@@ -51,6 +53,8 @@ def look(run: Run, world_size: int) -> Present:
         problems += _other_tokenizer(run, tokenizer)
     with _collected(problems, f"--load {run.checkpoint.load}: "):
         found = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
+    if found is None and run.checkpoint.load:
+        problems += _other_format(Path(run.checkpoint.load))
     opened = tokenizer is not None or run.data.tokenizer is None
     resolved = run.schedule.epochs is None  # else the length, and with it the rates, are not known before the data are
     if found is not None and opened and resolved and (run.data.data_path or run.data.instruction_data):
@@ -62,6 +66,16 @@ def other_run(run: Run, found: Found, world_size: int) -> list[str]:
     """Why the run may not go on from this checkpoint, as far as the two runs tell."""
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
     return [f"{found.path}: {problem}" for problem in comparison.problems]
+
+
+def _other_format(load: Path) -> Iterator[str]:
+    """A model that another program wrote would not be resumed but passed over, and the run start from scratch."""
+    try:
+        format = recognise(load)
+    except ConversionError:
+        return  # nothing is there that anybody knows
+    if format != "megazero":
+        yield f"--load {load}: is a checkpoint of the format {format}, from which no run can go on; --init-from {load} starts with its weights"
 
 
 @contextmanager

@@ -12,12 +12,16 @@ import pytest
 
 from megazero import prepare as preparation
 from megazero.config.parse import ConfigError, parse_run
+from megazero.convert.convert import convert
+from megazero.convert.formats import Wanted
+from megazero.convert.registry import format_table
 from megazero.data.inspect import first_samples
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.prepare import prepare, validation_samples
 from megazero.presence import look
+from tests.convert.sources import made
 from tests.reference import REFERENCE, needs_reference
 
 SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16, "--vocab-size", 1003, "--train-iters", 2]
@@ -73,6 +77,15 @@ def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> N
         strict=True,
     ):
         assert all(part in problem for part in parts), told
+
+
+def test_a_model_of_another_format_is_not_passed_over(flags: list[object], tmp_path: Path) -> None:
+    """A run would start from scratch, and its user take it for one that goes on."""
+    convert(made(), format_table()["hf"], tmp_path / "model", Wanted(), silent)
+    with pytest.raises(ConfigError) as wrong:
+        prepare(parse_run([str(word) for word in [*flags, "--load", tmp_path / "model"]], 1), 1, silent)
+    (problem,) = wrong.value.problems
+    assert problem.startswith(f"--load {tmp_path}/model: is a checkpoint of the format hf") and "--init-from" in problem
 
 
 def test_data_of_another_tokenizer_are_seen_without_reading_them(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from megazero.data.mapped import DataError, Mapping, map_npy
 from megazero.data.progress import Report, clock
 from megazero.durable import sync_folder
+from megazero.telemetry.units import size
 
 FORMAT = 1
 FACTS = "facts.json"
@@ -119,6 +120,11 @@ def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], repo
             if not complete(folder):  # a network file system may show another machine's finished folder late
                 raise
         sync_folder(root)
+    except OSError as error:  # numpy tells of a full disk in numbers of elements
+        free, name = shutil.disk_usage(root).free, folder.name
+        raise DataError(
+            f"{name} cannot be written to {root}, where {size(free)} are free ({error}); --data-cache-path chooses another"
+        ) from error
     finally:
         for left in (temporary, temporary.with_name(f"{temporary.name}-old")):
             shutil.rmtree(left, ignore_errors=True)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from megazero.data.cache import cached_arrays, key_of, once
+from megazero.data.mapped import DataError
 from megazero.data.progress import silent
+from tests.disks import small_disk
 
 SPAWN = multiprocessing.get_context("spawn")
 FACTS = {"a": 1}
@@ -95,6 +97,14 @@ def test_damaged_caches_are_rebuilt(tmp_path):
     assert len(builds) == len(damages)
     assert sum("is damaged, and is built again" in line for line in said) == len(damages) - 1
     assert not list(tmp_path.glob("*unfinished*"))
+
+
+def test_a_disk_that_is_too_small_is_named(tmp_path):
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        with pytest.raises(DataError, match=rf"^order-.* cannot be written to {disk}, where .* are free \(.*\); --data-cache-path chooses"):
+            cached_arrays(disk, "order", FACTS, lambda say: {"x": np.arange(100_000)}, silent)
+        assert [path.suffix for path in disk.iterdir()] == [".lock"], "what was begun is gone"
+        assert len(cached_arrays(disk, "order", FACTS, lambda say: {"x": np.arange(1000)}, silent)["x"]) == 1000
 
 
 def test_keys_tell_facts_apart():
