@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
@@ -22,6 +21,8 @@ from tests.convert.test_megatron import GPT, LLAMA, same
 from tests.convert.test_torch_dist import core_tensors
 from tests.ranks import run_ranks
 
+# Looked for and not imported: it takes seconds, and only ranks need it.
+pytestmark = pytest.mark.skipif(not any(packages_distributions().get("megatron", ())), reason="megatron-core is not installed")
 COLUMNS = {"weight": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
