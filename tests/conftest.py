@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ BYTES_PER_WORKER = 4 * 2**30
 # On a busy machine an example takes as long as it takes.
 settings.register_profile("megazero", deadline=None)
 settings.load_profile("megazero")
+
+
+# A shell that starts the tests in the background has them ignore what some of them send, and so would all that they start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

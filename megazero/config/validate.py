@@ -63,7 +63,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     | dict.fromkeys(
         (
             *("rotary_base", "norm_epsilon", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
-            *("exit_duration_in_mins", "lora_alpha"),
+            "exit_duration_in_mins",
         ),
         _POSITIVE,
     )
@@ -71,6 +71,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         ("hidden_dropout", "attention_dropout", "lora_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "label_smoothing"), _SHARE
     )
     | {"lr_warmup_fraction": Range(0, 1), "seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
+    | {"lora_alpha": Range(0, 10**9, low_open=True)}
     | {"epochs": Range(0, BOUNDS.epochs, low_open=True), "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True)}
 )
 

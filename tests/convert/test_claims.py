@@ -46,7 +46,7 @@ def test_config_json(changes: dict[str, Any], message: str, hf: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"r": 0}, "adapter_config.json: r 0 must be"), ({"r": "x"}, "adapter_config.json: r 'x'"), ({"r": None}, "adapter_config.json: r None"),
-     ({"r": 10**9}, "must be at most"), ({"lora_alpha": 0}, "lora_alpha 0 must be"), ({"base_model_name_or_path": [1]}, r"\[1\] is no path")],
+     ({"r": 10**9}, "must be at most"), ({"lora_alpha": 0}, "lora_alpha 0 must be"), ({"lora_alpha": 1e308}, "must be more than 0 and at most"), ({"base_model_name_or_path": [1]}, r"\[1\] is no path")],
 )  # fmt: skip
 def test_adapter_config(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = folders.adapters(tmp_path)

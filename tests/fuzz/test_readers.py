@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +12,15 @@ from tests.fuzz.search import CORPUS
 
 EXAMPLES = 40
 """Files drawn for each reader; `make fuzz` draws more."""
+SEED = 1122
+"""A change is judged by the same files each time; new ones are drawn by `make fuzz`."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_no_file_surprises_a_reader(tmp_path: Path) -> None:
-    """In a process of its own, which a reader may end. Another seed each time; what fails says which."""
-    seed = random.SystemRandom().randrange(1 << 32)
-    command = [sys.executable, "-m", "tests.fuzz", "--examples", str(EXAMPLES), "--seed", str(seed), "--found", str(tmp_path)]
+    """In a process of its own, which a reader may end."""
+    command = [sys.executable, "-m", "tests.fuzz", "--examples", str(EXAMPLES), "--seed", str(SEED), "--found", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     left = [f"{path.name}: {path.read_bytes()[:200]!r}" for path in tmp_path.glob("last-*")]
     print(done.stdout[-8000:])
