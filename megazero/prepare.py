@@ -98,7 +98,7 @@ def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Data
 
 
 def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
-    """At least `needed` training samples and those of validation, and what they are."""
+    """At least `needed` training samples and those of validation, and what they are. That pairs are of this tokenizer `look` has seen."""
     assert run.model.vocab_size is not None
     valid = validation_samples(run)
     if run.data.instruction_data:
@@ -110,7 +110,6 @@ def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: st
         seq_length=run.model.seq_length,
         samples=(needed, 0 if _validates_elsewhere(run) else valid, run.trainer.test_iters * run.schedule.global_batch_size),
         vocab_size=run.model.vocab_size,
-        tokenizer=tokenizer,
         named_samples=valid or None,
         report=report,
     )
