@@ -12,6 +12,8 @@ from pathlib import Path
 VARIABLE = "OMP_NUM_THREADS"
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of ranks and of what they start, and not in torchrun's own."""
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""A container's share of the processors' time: microseconds, or "max", of each period of so many microseconds."""
 
 
 def share(ranks: int) -> int:
@@ -68,7 +70,7 @@ def _siblings(processor: int) -> str:
 def _quota(count: int) -> int:
     """So many cores, or those that a container's share of the time comes to."""
     try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        limit, period = QUOTA.read_text().split()
         return max(1, min(count, int(limit) // int(period)))
     except (OSError, ValueError):  # no such file, or no limit ("max")
         return count

@@ -40,11 +40,13 @@ def test_a_rank_that_is_bound_to_its_share_keeps_it(host) -> None:
     assert threads.share(2) == 2, "the launcher itself is bound to four cores"
 
 
-def test_a_containers_share_of_the_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda self: "350000 100000\n")
-    assert threads._quota(16) == 3 and threads._quota(2) == 2
-    monkeypatch.setattr(Path, "read_text", lambda self: "max 100000\n")
-    assert threads._quota(16) == 16
+@pytest.mark.parametrize(("limit", "of_sixteen", "of_two"), [("350000 100000\n", 3, 2), ("50000 100000\n", 1, 1), ("max 100000\n", 16, 2)])
+def test_a_containers_share_of_the_time_counts(
+    limit: str, of_sixteen: int, of_two: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(threads, "QUOTA", tmp_path / "cpu.max")
+    assert (threads._quota(16), threads._quota(2)) == (of_sixteen, of_two)
 
 
 RANK = "from megazero import threads; print(threads.given())"
