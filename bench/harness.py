@@ -39,10 +39,10 @@ def free_port() -> int:
 
 
 class Contestant:
-    """The processes of one entry, one per rank. Raises Unavailable wherever they cannot go on."""
+    """The processes of one entry, one per rank, from the checkout at `root`. Raises Unavailable wherever they cannot go on."""
 
-    def __init__(self, work: Workload, entry: Entry, patience: float = PATIENCE) -> None:
-        self.work, self.entry, self.patience = work, entry, patience
+    def __init__(self, work: Workload, entry: Entry, patience: float = PATIENCE, root: Path = ROOT) -> None:
+        self.work, self.entry, self.patience, self.root = work, entry, patience, root
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(work.ranks)}
@@ -58,7 +58,7 @@ class Contestant:
         replies_in, replies_out = os.pipe()
         arguments = [str(commands_in), str(replies_out), to_json(self.work), to_json(self.entry)]
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench" / "child.py"), *arguments],
+            [sys.executable, str(self.root / "bench" / "child.py"), *arguments],
             env=environment,
             pass_fds=(commands_in, replies_out),
             stdin=subprocess.DEVNULL,

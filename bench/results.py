@@ -53,11 +53,12 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found | {"commit": _commit()}
+    return found | {"commit": commit(RESULTS.parent)}
 
 
-def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+def commit(folder: Path) -> str:
+    """That a checkout stands at."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 

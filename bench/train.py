@@ -2,6 +2,7 @@
 
     python bench/train.py                     # every layout
     python bench/train.py --layouts W1,tp     # some
+    python bench/train.py --before ../old     # another checkout takes turns with this one: the gain of a change, by layout
     python bench/train.py --quick             # a tiny model: does everything start?
 
 Time is the median over turns of a rank's mean step; with several ranks, of the rank that spends most outside communication.
@@ -13,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +23,69 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import results
 from bench.contestants.megazero_split import PARTS
 from bench.field import TABLES, Table
-from bench.harness import Contestant, Plan, Unavailable
+from bench.harness import ROOT, Contestant, Plan, Unavailable
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
-def split(table: Table, plan: Plan) -> dict[str, Any]:
-    """The time of each part by turn and rank, tokens/s and memory; {"skipped": why} where it does not run."""
-    contestant = Contestant(table.work, replace(table.ours, module="megazero_split"))
-    try:
-        say(f"{table.name}: starting")
-        contestant.prepare(plan.warm_up)
-        contestant.ask("report")
-        seconds, reports = [], []
-        for number in range(plan.rounds):
-            seconds.append(contestant.turn(plan.seconds))
-            reports.append(contestant.ask("report"))
-            say(f"  turn {number + 1}/{plan.rounds}: {statistics.median(seconds[-1]) * 1e3:.0f} ms")
-        ranks = [[report[rank]["parts"] for report in reports] for rank in range(table.work.ranks)]
-        steps = len(seconds[0])
+@dataclass
+class Turns:
+    """What one checkout's turns took: seconds of each step by turn, and its own report after each."""
+
+    contestant: Contestant
+    seconds: list[list[float]] = field(default_factory=list)
+    reports: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def one(self, plan: Plan) -> float:
+        """Take a turn; its median step in seconds."""
+        self.seconds.append(self.contestant.turn(plan.seconds))
+        self.reports.append(self.contestant.ask("report"))
+        return statistics.median(self.seconds[-1])
+
+    def found(self, table: Table) -> dict[str, Any]:
+        """The time of each part by turn and rank, tokens/s and memory."""
+        ranks = [[report[rank]["parts"] for report in self.reports] for rank in range(table.work.ranks)]
+        steps = len(self.seconds[0])
         parts = [{part: statistics.median(turn[part] for turn in turns) / steps for part in PARTS} for turns in ranks]
-        median = statistics.median(s for turn in seconds for s in turn)
+        median = statistics.median(s for turn in self.seconds for s in turn)
         return {
-            "seconds": seconds,
+            "commit": results.commit(self.contestant.root),
+            "seconds": self.seconds,
             "median_seconds": median,
             "tokens_per_second": table.ours.tokens(table.work) / median,
             "parts_by_rank": parts,
-            "peak_mib_above_imports": contestant.memory(),
-            "state_mib": sum(reports[-1][0]["state_bytes"].values()) / 2**20,
+            "peak_mib_above_imports": self.contestant.memory(),
+            "state_mib": sum(self.reports[-1][0]["state_bytes"].values()) / 2**20,
         }
+
+
+def split(table: Table, plan: Plan, before: Path | None) -> dict[str, Any]:
+    """What was found; with `before` also under that name, and the ratio of its time to ours. {"skipped": why} where it does not run."""
+    entry = replace(table.ours, module="megazero_split")
+    roots = [ROOT, *([before] if before else [])]
+    sides = [Turns(Contestant(table.work, entry, root=root)) for root in roots]
+    try:
+        say(f"{table.name}: starting")
+        for side in sides:
+            side.contestant.prepare(plan.warm_up)
+            side.contestant.ask("report")
+        for number in range(plan.rounds):
+            took = [side.one(plan) for side in sides]
+            say(f"  turn {number + 1}/{plan.rounds}: " + ", before ".join(f"{seconds * 1e3:.0f} ms" for seconds in took))
+        ours, *others = (side.found(table) for side in sides)
+        for other in others:
+            pairs = zip(ours["seconds"], other["seconds"], strict=True)
+            ratios = [statistics.median(theirs) / statistics.median(own) for own, theirs in pairs]
+            ours |= {"before": other, "ratios": ratios, "ratio": statistics.median(ratios)}
+        return ours
     except Unavailable as reason:
         say(f"  skipped: {reason}")
         return {"skipped": str(reason)}
     finally:
-        contestant.stop()
+        for side in sides:
+            side.contestant.stop()
 
 
 def busiest(parts: list[dict[str, float]]) -> dict[str, float]:
@@ -65,16 +93,18 @@ def busiest(parts: list[dict[str, float]]) -> dict[str, float]:
     return max(parts, key=lambda rank: sum(rank.values()) - rank["communication"])
 
 
-def row(name: str, found: dict[str, Any]) -> list[str]:
+def row(name: str, found: dict[str, Any], compared: bool) -> list[str]:
     if "skipped" in found:
-        return [name, "skipped", *[""] * (len(PARTS) + 3)]
+        return [name, "skipped", *[""] * (len(PARTS) + 3 + compared)]
     parts = busiest(found["parts_by_rank"])
     shown = [f"{parts[part] * 1e3:,.0f}" for part in PARTS]
     memory = (f"{found['peak_mib_above_imports']:,.0f}", f"{found['state_mib']:,.0f}")
-    return [name, f"{found['median_seconds'] * 1e3:,.0f}", *shown, f"{found['tokens_per_second']:,.0f}", *memory]
+    cells = [name, f"{found['median_seconds'] * 1e3:,.0f}", *shown, f"{found['tokens_per_second']:,.0f}", *memory]
+    return cells + ([f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})"] if compared else [])
 
 
 HEADINGS = ("milliseconds", "step", *PARTS, "tokens/s", "peak MiB", "of it state")
+COMPARED = "times as fast as before (turns)"
 
 
 def arguments() -> argparse.Namespace:
@@ -82,6 +112,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layouts", default=",".join(table.name for table in TABLES), help="tables of peers.py: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="another checkout with its kernels compiled, which takes turns with this one"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, one turn: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
@@ -92,8 +125,11 @@ def main() -> None:
     plan = Plan(1, 0.0, 1) if args.quick else Plan(args.rounds, args.seconds)
     tables = [table.tiny() if args.quick else table for table in TABLES if table.name in args.layouts.split(",")]
     say(json.dumps(results.machine()))
-    found = {table.name: split(table, plan) for table in tables}
-    text = results.table(HEADINGS, [row(name, values) for name, values in found.items()])
+    before = args.before.resolve() if args.before else None
+    found = {table.name: split(table, plan, before) for table in tables}
+    compared = before is not None
+    headings = (*HEADINGS, COMPARED) if compared else HEADINGS
+    text = results.table(headings, [row(name, values, compared) for name, values in found.items()])
     settings = asdict(plan) | {"layouts": {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}}
     path = results.write("train-quick" if args.quick else "train", settings, {"layouts": found}, args.results)
     path.with_suffix(".md").write_text(text + "\n")

@@ -50,14 +50,15 @@ def test_peers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_train(tmp_path: Path) -> None:
-    """The parts add up to the step, on one process and on a pipeline whose ranks wait for each other."""
-    found = run_quick("train.py", tmp_path, "--layouts", "W1,pp")
-    for name, ranks in (("W1", 1), ("pp", 2)):
-        layout = found["layouts"][name]
-        assert "skipped" not in layout, layout
-        assert len(layout["parts_by_rank"]) == ranks
-        assert all(parts["forward"] > 0 and parts["backward"] > 0 and parts["optimizer"] > 0 for parts in layout["parts_by_rank"])
-        assert layout["parts_by_rank"][-1]["loss"] > 0, "the head is on the last rank"
+    """The parts of a pipeline whose ranks wait for each other, and the same checkout's turns beside it."""
+    found = run_quick("train.py", tmp_path, "--layouts", "pp", "--before", str(ROOT))
+    layout = found["layouts"]["pp"]
+    assert "skipped" not in layout, layout
+    assert len(layout["parts_by_rank"]) == 2
+    assert all(parts["forward"] > 0 and parts["backward"] > 0 and parts["optimizer"] > 0 for parts in layout["parts_by_rank"])
+    assert layout["parts_by_rank"][-1]["loss"] > 0, "the head is on the last rank"
+    (own,), (other,) = layout["seconds"], layout["before"]["seconds"]
+    assert layout["ratio"] == pytest.approx(other[0] / own[0]) and layout["before"]["commit"] == found["versions"]["commit"]
 
 
 @pytest.mark.slow
