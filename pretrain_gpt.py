@@ -14,13 +14,14 @@ from megazero.init_from import model_level
 from megazero.job import build_job
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.prepare import prepare
+from megazero.presence import absences
 from megazero.telemetry.watchdog import StopSignals
 from megazero.verdict import answer
 
 
 def main(arguments: list[str], environment: Environment, signals: StopSignals | None = None) -> None:
     """Parse, build, run. signals: what asks the run to stop; None: nothing does."""
-    asked = ask(arguments, environment.world_size, model_level)
+    asked = ask(arguments, environment.world_size, model_level, absences)
     if asked.command.starts_nothing:
         told = answer(asked, environment.world_size)
         if environment.rank == 0:

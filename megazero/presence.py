@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,13 +41,16 @@ class Present:
     problems: tuple[str, ...]
 
 
-def look(run: Run, world_size: int) -> Present:
-    """Look at everything that the run names. Communicates nothing; files are opened and their headers read."""
+def look(run: Run, world_size: int | None) -> Present:
+    """Look at everything that the run names. Communicates nothing; files are opened and their headers read.
+
+    world_size None: something else is wrong with the run. Each thing is then looked at by itself, and no checkpoint is compared with the run.
+    """
     problems: list[str] = [*_unusable_places(run), *_missing_data(run)]
     tokenizer: ListedTokenizer | None = None
     found: Found | None = None
     with _collected(problems):
-        tokenizer = build_tokenizer(run.data.tokenizer, run.data.tokenizer_path) if run.data.tokenizer else None
+        tokenizer = _tokenizer(run)
     if tokenizer is not None:
         run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
         problems += _other_tokenizer(run, tokenizer)
@@ -57,9 +60,14 @@ def look(run: Run, world_size: int) -> Present:
         problems += _other_format(Path(run.checkpoint.load))
     opened = tokenizer is not None or run.data.tokenizer is None
     resolved = run.schedule.epochs is None  # else the length, and with it the rates, are not known before the data are
-    if found is not None and opened and resolved and (run.data.data_path or run.data.instruction_data):
+    if world_size is not None and found is not None and opened and resolved and (run.data.data_path or run.data.instruction_data):
         problems += other_run(run, found, world_size)
     return Present(run, tokenizer, found, tuple(problems))
+
+
+def absences(run: Run) -> tuple[str, ...]:
+    """What is wrong with what a run names, in which something else is wrong too: one message tells both."""
+    return look(run, None).problems
 
 
 def other_run(run: Run, found: Found, world_size: int) -> list[str]:
@@ -89,13 +97,22 @@ def _collected(problems: list[str], before: str = "") -> Iterator[None]:
         problems.append(f"{before}{error}")
 
 
+def _tokenizer(run: Run) -> ListedTokenizer | None:
+    """The one that the run names, if it says which kind it is and where it lies: that something of this lacks, the configuration's checks tell."""
+    kind, path = run.data.tokenizer, run.data.tokenizer_path
+    if kind is None and path is not None and not os.path.exists(os.path.expanduser(path)):
+        raise DataError(f"--tokenizer-path {path} is missing")
+    return None if kind is None or (path is None and kind != "byte") else build_tokenizer(kind, path)
+
+
 def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
-    """Prefixes by the flag that names them."""
-    words = run.data.data_path
-    return {
-        "--data-path": parse_data_path(words).prefixes if words else (),
-        "--valid-data-path": tuple(parse_valid_data_path(run.data.valid_data_path).values()),
-    }
+    """Prefixes by the flag that names them; none of words that are no list of them, which the configuration's checks tell."""
+    found: dict[str, tuple[str, ...]] = {}
+    with suppress(DataError):
+        found["--data-path"] = parse_data_path(run.data.data_path).prefixes
+    with suppress(DataError):
+        found["--valid-data-path"] = tuple(parse_valid_data_path(run.data.valid_data_path).values())
+    return found
 
 
 def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:

@@ -132,3 +132,56 @@ def test_the_configuration_is_printed_for_a_file(flags: list[str], tmp_path: Pat
     assert parse_run(["--config", str(tmp_path / "run.yaml")], 2) == parse_run(words, 2)
     both = answered([*words, "--print-config", "--validate-only"], capsys)
     assert both.index("z_loss: 0.25") < both.index("OK: 1 rank")
+
+
+def refusal(words: list[str]) -> tuple[str, ...]:
+    """What the program itself refuses this command line with."""
+    with pytest.raises(ConfigError) as caught:
+        main(words, Environment(rank=0, local_rank=0, world_size=1, local_world_size=1))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["text.txt"], "text.txt is no pair of .bin and .idx, but a file; text becomes one by"),
+        (["folder"], "folder is a folder without pairs of .bin and .idx; text becomes one by"),
+        (["pair.bin"], "pair.bin: a pair is named without its endings: pair"),
+        (["0.7,a,0.3,b"], "0.7,a,0.3,b: weights and prefixes of a blend are words of their own: 0.7 a 0.3 b"),
+    ],
+)
+def test_a_hint_on_data_waits_for_no_tokenizer(
+    given: list[str], told: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who names no pair knows yet that it needs a vocabulary, too."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("hello")
+    Path("folder").mkdir()
+    for ending in (".bin", ".idx"):
+        Path("pair" + ending).write_bytes(corpus.with_suffix(ending).read_bytes())
+    words = refusal(["--data-path", *given])
+    assert len(words) == 2 and words[0].startswith("--vocab-size is needed") and f"--data-path: {told}" in words[1], words
+
+
+def test_files_that_are_missing_are_told_beside_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    words = ["--data-path", "nope", "--load", "file", "--tokenizer-path", "x", "--rope", "--save", "file", "--tp", "2"]
+    told = refusal(words)
+    for part in ("no file nope.bin", "--load file: is a file", "--tokenizer-path x is missing", "--save file: file is no folder"):
+        assert sum(part in problem for problem in told) == 1, (part, told)
+    for part in ("--rope", "--tp 2", "--vocab-size is needed"):
+        assert any(part in problem for problem in told), (part, told)
+    assert len(told) == 8, told
+    for left in (["--validate-only", "--skip-files"], ["--print-config"]):
+        assert not [problem for problem in refusal([*words, *left]) if "missing" in problem or "no file" in problem]
+
+
+def test_a_blend_of_odd_words_and_a_tokenizer_without_its_path_are_told_once(tmp_path: Path) -> None:
+    """What the checks of the configuration have said the look at the files does not say again."""
+    told = refusal(["--data-path", "0.5", str(tmp_path / "a"), "0.5", "--tokenizer", "hf", "--valid-data-path", "one"])
+    assert [problem.split(":")[0] for problem in told] == [
+        "--data-path has 3 words",
+        "--valid-data-path has 1 words",
+        "--tokenizer hf needs --tokenizer-path",
+    ]

@@ -51,6 +51,11 @@ class Command:
         """Whether the run is only looked at."""
         return self.validate_only or self.print_config
 
+    @property
+    def looks_at_files(self) -> bool:
+        """Whether what the run names has to be there."""
+        return not self.skip_files if self.validate_only else not self.print_config
+
 
 @dataclass(frozen=True)
 class CommandLine:

@@ -54,12 +54,19 @@ def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[s
     return ask(argv, world_size, model_of).run
 
 
-def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], Level] | None = None) -> Asked:
+def ask(
+    argv: Sequence[str],
+    world_size: int | None,
+    model_of: Callable[[str], Level] | None = None,
+    absences: Callable[[Run], Sequence[str]] | None = None,
+) -> Asked:
     """The run that a command line describes, on `world_size` ranks.
 
     model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for --init-from; None in
-    programs that start from none. With --validate-only or --print-config, --world-size N makes it a run of N ranks. World size None leaves out what depends on
-    it (tools that start no ranks). `--help` prints and exits with 0. Raises ConfigError with everything that is wrong.
+    programs that start from none. absences: what is wrong with the files that a run names; asked where something else is wrong, so that all is
+    told at once, since the caller looks at them only once the rest is right. With --validate-only or --print-config, --world-size N makes it a
+    run of N ranks. World size None leaves out what depends on it (tools that start no ranks). `--help` prints and exits with 0. Raises
+    ConfigError with everything that is wrong.
     """
     line = read_command_line(argv)
     if line.command.help:
@@ -87,9 +94,12 @@ def ask(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], L
     for level in levels:
         if isinstance(level, DeepSpeedLevel):
             problems += level.contradictions(line.level) + level.accumulate(settings, world_size)
-    run, bad, given = build_run(_with_defaults(settings, world_size)), _unknown(levels), frozenset(line.level.settings)
+    bad, given = _unknown(levels), frozenset(line.level.settings)
+    run = build_run(_with_defaults(settings, world_size))
     problems += problems_of(run, world_size, bad=bad, given=given)
     problems += contradictions(model, run, bad) if model is not None and not model.unread else ()
+    if problems and absences is not None and line.command.looks_at_files:
+        problems += absences(build_run({name: value for name, value in settings.items() if name not in bad}))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
     return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given)), *rarely_saved(run)))
