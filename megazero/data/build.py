@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megazero.config.schema import DataConfig
 from megazero.data.blend import built, normalise
 from megazero.data.cache import default_root
-from megazero.data.dataset import EmptyDataset, Samples, blended, one_dataset
+from megazero.data.dataset import BlendedDataset, EmptyDataset, Samples, blend_of, one_dataset
 from megazero.data.facts import facts_of, require_ids_below
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.made_with import made_with, path_of, require_made_with
@@ -121,9 +121,10 @@ def build_datasets(
             raise DataError(f"--data-path has weights, so the number of {name} samples must be given (0 for none)")
         if size == 0:
             return EmptyDataset()
+        index = blend_of(name, blend.shares, size, root, report)  # before its parts, whose orders take longer
         counts = built(blend.shares, size)
         parts = [single(prefix, name, *rest) for prefix, rest in zip(blend.prefixes, zip(bounds, counts, strict=True), strict=True)]
-        return blended(parts, blend.shares, size, root, report)
+        return BlendedDataset(parts, index)
 
     train, valid, test = (split(number) for number in range(3))
     whole = {name: single(prefix, name, (0, len(opened[prefix])), named_samples) for name, prefix in named.items()}

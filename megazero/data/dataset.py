@@ -21,6 +21,8 @@ from megazero.data.progress import Report, silent
 LARGE = 1 << 22
 ORDER_BYTES = 16, 12
 """Memory, at least, for each document of each epoch and for each sample while an order is made (`build_orders`)."""
+BLEND_BYTES = 10
+"""Memory, at least, for each sample while a blend is made (`blend_index`)."""
 
 
 @dataclass(frozen=True)
@@ -161,31 +163,33 @@ def one_dataset(
     }
 
     def build(say: Report) -> dict[str, NDArray]:
-        _require_memory(f"{name} order of {data.prefix}", how, bounds[1] - bounds[0])
+        documents = how.epochs * (bounds[1] - bounds[0])
+        needed = ORDER_BYTES[0] * documents + ORDER_BYTES[1] * how.samples
+        _require_memory(f"{name} order of {data.prefix}, {how.epochs:,} epochs with {how.samples:,} samples,", needed)
         say(f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, {how.samples:,} samples")
         return build_orders(data.lengths, *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
 
     return GPTDataset(data, cached_arrays(root, "order", facts, build, report), how, seq_length, vocab_size)
 
 
-def _require_memory(what: str, how: Plan, documents: int) -> None:
-    """Raises DataError where the order is more than this machine can hold."""
-    needed = ORDER_BYTES[0] * how.epochs * documents + ORDER_BYTES[1] * how.samples
+def _require_memory(what: str, needed: int) -> None:
+    """Raises DataError where so many bytes are more than this machine can hold."""
     free = devices.available_memory_bytes()
     if free is not None and needed > free:
         raise DataError(
-            f"the {what}, {how.epochs:,} epochs with {how.samples:,} samples, takes {needed / 2**30:,.1f} GiB to make, and this machine has "
-            f"{free / 2**30:,.1f} free: ask for fewer --train-iters, --train-samples, --epochs, --eval-iters or --test-iters"
+            f"the {what} takes {needed / 2**30:,.1f} GiB to make, and this machine has {free / 2**30:,.1f} free: "
+            f"ask for fewer --train-iters, --train-samples, --epochs, --eval-iters or --test-iters"
         )
 
 
-def blended(parts: Sequence[Samples], shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Samples:
-    """Blend of datasets that were built for `built(shares, size)` samples each."""
+def blend_of(name: str, shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Cached:
+    """What a BlendedDataset of `size` samples of the split `name` goes by; its parts are built for `built(shares, size)` samples each."""
     length = sum(wanted(shares, size))
     facts = {"shares": [share.hex() for share in shares.tolist()], "length": length}
 
     def build(say: Report) -> dict[str, NDArray]:
-        say(f"blend of {len(parts)} datasets, {length:,} samples")
+        _require_memory(f"{name} blend of {len(shares)} datasets, {length:,} samples,", BLEND_BYTES * length)
+        say(f"blend of {len(shares)} datasets, {length:,} samples")
         return blend_index(shares, length)
 
-    return BlendedDataset(parts, cached_arrays(root, "blend", facts, build, report))
+    return cached_arrays(root, "blend", facts, build, report)

@@ -160,3 +160,17 @@ def test_more_samples_than_memory_has_an_order_for(tmp_path):
         DataError, match=r"train order of .*p, 333,\d{3},\d{3},\d{3} epochs with 10,000,\d{3},\d{3},\d{3} samples, takes .* GiB"
     ):
         build_datasets(cfg, seq_length=8, samples=(10**13, 0, 0), vocab_size=200)
+
+
+def test_more_samples_than_memory_has_a_blend_for(tmp_path, monkeypatch):
+    """10^9 samples of eleven pairs: what each of them gives would fit, their blend does not. It is said before any order is made."""
+    prefixes = [str(write_pair(tmp_path / f"p{number}", [60] * 4, 200, seed=number).prefix) for number in range(11)]
+    words = tuple(word for prefix in prefixes for word in ("1", prefix))
+    cfg = DataConfig(data_path=words, split="1", data_cache_path=str(tmp_path / "cache"))
+    monkeypatch.setattr("megazero.device.available_memory_bytes", lambda: 8 << 30)
+    for name in ("build_orders", "blend_index"):
+        monkeypatch.setattr(f"megazero.data.dataset.{name}", lambda *_: pytest.fail("it is made"))
+    told = r"train blend of 11 datasets, 1,000,000,0\d\d samples, takes 9\.3 GiB to make, and this machine has 8\.0 free: .*--train-iters"
+    with pytest.raises(DataError, match=told):
+        build_datasets(cfg, seq_length=8, samples=(10**9, 0, 0), vocab_size=200)
+    assert not list((tmp_path / "cache").glob("order-*"))
