@@ -11,7 +11,7 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +41,10 @@ class Bounds:
     "Bytes of a checkpoint's manifest, and of the pickle inside a torch file."
     document: int = 1 << 27
     "Bytes of a line of jsonl, or of a line that is a document. A text file that is one document is read in pieces and may be longer."
+    values: int = 1 << 30
+    "Bytes of memory for the values of one JSON text, as its brackets, commas and colons say before it is parsed (`held`)."
+    manifest_values: int = 1 << 34
+    "Such bytes for a checkpoint's manifest and for the header of one of its files."
     depth: int = 100
     "Levels of lists and objects inside each other, in JSON and YAML."
     digits: int = 300
@@ -137,8 +141,19 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
     return found
 
 
-def parse_json(text: str, where: str) -> Any:
-    """JSON of bounded depth, with whole numbers of bounded length. where: what messages begin with. Raises Unreadable."""
+HELD: Mapping[str, int] = {"{": 240, "[": 90, ",": 90, ":": 120}
+"""Bytes of memory, at most, that each of these stands for in Python: an object of one entry, a list, a value of a list, an entry of an object."""
+
+
+def held(text: str) -> int:
+    """What the values of a JSON text take in memory, about and from above: an empty object takes thirty times its text."""
+    return sum(size * text.count(sign) for sign, size in HELD.items())
+
+
+def parse_json(text: str, where: str, most: int = BOUNDS.values) -> Any:
+    """JSON of bounded depth, with whole numbers of bounded length. where: what messages begin with. most: of `held`. Raises Unreadable."""
+    if len(text) * max(HELD.values()) > most and held(text) > most:
+        raise Unreadable(f"{where} holds so many values that they may take {held(text):,} bytes of memory, more than {most:,}")
     try:
         found = json.loads(text, parse_int=_whole)
     except RecursionError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from megazero.reading import BOUNDS, Unreadable, listed, parse_json, read_bytes, read_object, read_text, shown
+from megazero.reading import BOUNDS, Unreadable, held, listed, parse_json, read_bytes, read_json, read_object, read_text, shown
 
 
 def test_json_of_bounded_depth() -> None:
@@ -25,6 +26,55 @@ def test_json_of_bounded_depth() -> None:
 def test_numbers_of_bounded_length(text: str) -> None:
     with pytest.raises(Unreadable, match="x is no JSON: it holds a number of"):
         parse_json(text, "x")
+
+
+MANY = 20_000
+SHAPES = {
+    "empty objects": "[" + ",".join(["{}"] * MANY) + "]",
+    "objects": "[" + ",".join(['{"":0}'] * MANY) + "]",
+    "objects in objects": "[" + ",".join(['{"":{"":{"":{}}}}'] * MANY) + "]",
+    "empty lists": "[" + ",".join(["[]"] * MANY) + "]",
+    "lists": "[" + ",".join(["[0]"] * MANY) + "]",
+    "letters": "[" + ",".join(['"\U0001f600"'] * MANY) + "]",
+    "numbers": "[" + ",".join(["1e9"] * MANY) + "]",
+    "whole numbers": "[" + ",".join(["999"] * MANY) + "]",
+    "a vocabulary": json.dumps({f"{number:x}": number for number in range(MANY)}, separators=(",", ":")),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_are_counted_before_they_are_made(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of a text beforehand is what it takes, and not many times as much: else bounds would refuse real files, or nothing."""
+    text = SHAPES[shape]
+    tracemalloc.start()
+    parse_json(text, "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.9 * peak < held(text) < 5 * peak
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it is parsed"))
+    with pytest.raises(
+        Unreadable, match=rf"^x holds so many values that they may take {held(text):,} bytes of memory, more than 1,000,000$"
+    ):
+        parse_json(text, "x", 1_000_000)
+
+
+def test_a_hostile_index_takes_no_memory(tmp_path: Path) -> None:
+    """A file as large as an index may be; its objects would take 1.5 GB."""
+    text = "[" + "{}," * (BOUNDS.index // 3 - 1) + "0]"
+    (tmp_path / "x").write_text(text)
+    tracemalloc.start()
+    with pytest.raises(
+        Unreadable, match=r"x holds so many values that they may take 7,3\d\d,\d{3},\d{3} bytes of memory, more than 1,073,741,824"
+    ):
+        read_json(tmp_path / "x", BOUNDS.index)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * BOUNDS.index
+
+
+def test_a_large_vocabulary_is_read() -> None:
+    """A million tokens and as many merges, four times those of any model, as far as counting goes."""
+    assert held('"abcdefg":1234567,' * 1_000_000 + '["abc","defg"],' * 1_000_000) < BOUNDS.values
 
 
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class BlockFile:
         self.header_sha256 = hashlib.sha256(length + text).hexdigest()
         self._payload = _LENGTH + count
         try:
-            self._entries: dict[str, Any] = parse_json(text.decode(), self.path.name)
+            self._entries: dict[str, Any] = parse_json(text.decode(), self.path.name, BOUNDS.manifest_values)
             self._metadata: dict[str, str] = self._entries.pop("__metadata__")
             self._block_bytes = int(self._metadata["block_bytes"])
             if not 8 <= self._block_bytes <= BOUNDS.block or self._block_bytes % 8:

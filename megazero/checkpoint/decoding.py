@@ -20,7 +20,7 @@ def decode(raw: bytes) -> Manifest:
     if raw != content + seal(content):
         raise Damaged(f"{MANIFEST} is not what was written: its sha256 does not fit its content")
     with raised_as(Damaged):
-        document = parse_json(raw.decode(errors="replace"), MANIFEST)
+        document = parse_json(raw.decode(errors="replace"), MANIFEST, BOUNDS.manifest_values)
     if not isinstance(document, dict) or type(document.get("version")) is not int:
         raise Damaged(f"{MANIFEST} is none of a checkpoint: it has no version")
     if document["version"] != VERSION:
