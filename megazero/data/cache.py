@@ -11,34 +11,37 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.mapped import DataError, Mapping, map_npy
 from megazero.data.progress import Report, clock
+from megazero.data.stored import DataError, FileArray, OpenFile
 from megazero.durable import sync_folder
+from megazero.reading import BOUNDS, Unreadable, read_object
 from megazero.telemetry.units import size
 
 FORMAT = 1
 FACTS = "facts.json"
 SAY_EVERY = 5.0
-UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
-"""What damaged files make of reading them."""
+SEAL = "seal"
+PAGE = 512
+"""Words of 8 bytes that are summed together."""
+WEIGHTS = np.arange(PAGE, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C14) | np.uint64(1)
+"""Of the words of a page: odd, so that no change of one word is lost modulo 2^64, and all different, so that words in another order count."""
+AT_ONCE = 1 << 20
+"""Bytes read at once to sum them: whole pages, few enough for a core's own cache."""
 
-
-class Cached(dict[str, NDArray]):
-    """Arrays by name, and the mappings of the files that they lie in."""
-
-    mappings: Sequence[Mapping] = ()
+Arrays = dict[str, FileArray]
 
 
 def default_root() -> Path:
@@ -74,7 +77,7 @@ def once(
             report(text)
 
         if folder.exists():
-            report(f"{folder} is damaged, and is built again")
+            report(f"{folder} is damaged or of another version, and is built again")
         _build(root, folder, build, say, complete)
     return folder
 
@@ -130,17 +133,18 @@ def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], repo
             shutil.rmtree(left, ignore_errors=True)
 
 
-def cached_arrays(root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report) -> Cached:
-    """Arrays that `facts` determine, memory-mapped from the cache. Each is an .npy file in its own right; one whose hash is another than
-    when it was written is built again."""
+def cached_arrays(root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report) -> Arrays:
+    """Arrays that `facts` determine, in files of the cache. Each is an .npy file in its own right; what is not as it was written is built
+    again, whoever sees it, and who has the files open reads on in the old ones."""
 
     def write(folder: Path, say: Report) -> None:
         arrays = build(say)
         for name, values in arrays.items():
-            np.save(folder / f"{name}.npy", values)
+            np.save(folder / f"{name}.npy", np.ascontiguousarray(values))
         shapes = {name: [list(values.shape), values.dtype.str] for name, values in arrays.items()}
-        hashes = {name: _hash(values) for name, values in arrays.items()}
-        (folder / FACTS).write_text(json.dumps({"what": what, **facts, "arrays": shapes, "sha256": hashes}, indent=1, sort_keys=True))
+        sums = {name: _sum(OpenFile(folder / f"{name}.npy")) for name in arrays}
+        record = {"what": what, **facts, "arrays": shapes, "sums": sums}
+        (folder / FACTS).write_text(json.dumps(record | {SEAL: _seal(record)}, indent=1, sort_keys=True))
 
     def complete(folder: Path) -> bool:
         return _open(folder) is not None
@@ -151,22 +155,34 @@ def cached_arrays(root: Path, what: str, facts: dict[str, Any], build: Callable[
     return arrays
 
 
-def _open(folder: Path) -> Cached | None:
-    """None when something is missing or is not what was written: reading all of it takes a second per GB, and an order with a wrong
-    number in it would be a run on other data."""
+def _open(folder: Path) -> Arrays | None:
+    """None when something is missing or is not what was written: an order with a wrong number in it would be a run on other data. All of it
+    is read, by every rank, and nothing has to be agreed upon."""
     try:
-        record = json.loads((folder / FACTS).read_text())
-        files = {name: map_npy(folder / f"{name}.npy") for name in record["arrays"]}
-        found = Cached({name: values for name, (values, _) in files.items()})
-        found.mappings = [mapping for _, mappings in files.values() for mapping in mappings]
-        same = all(
-            [list(values.shape), values.dtype.str] == record["arrays"][name] and _hash(values) == record["sha256"][name]
-            for name, values in found.items()
-        )
-    except UNREADABLE:
+        record = read_object(folder / FACTS, BOUNDS.manifest)
+        if record.pop(SEAL, None) != _seal(record):
+            return None
+        files = {name: OpenFile(folder / f"{name}.npy") for name in record["arrays"]}
+        if any(_sum(file) != record["sums"][name] for name, file in files.items()):
+            return None
+    except (OSError, Unreadable, DataError):
         return None
-    return found if same else None
+    found = {}
+    for name, (shape, code) in record["arrays"].items():
+        dtype = np.dtype(code)
+        found[name] = FileArray(files[name], files[name].size - math.prod(shape) * dtype.itemsize, dtype, shape)
+    return found
 
 
-def _hash(values: NDArray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data if values.size else b"").hexdigest()
+def _seal(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _sum(file: OpenFile) -> str:
+    """A hash of the weighted sums of its pages. A wrong word always changes the sum of its page; hashing all of it would take several times as long."""
+    digest = hashlib.sha256(str(file.size).encode())
+    for start in range(0, file.size, AT_ONCE):
+        data = file.read(start, min(AT_ONCE, file.size - start))
+        words = np.frombuffer(data + bytes(-len(data) % (8 * PAGE)), dtype="<u8").reshape(-1, PAGE)
+        digest.update(np.einsum("ij,j->i", words, WEIGHTS).tobytes())
+    return digest.hexdigest()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megazero import device as devices
 from megazero.data.blend import blend_index, wanted
-from megazero.data.cache import Cached, cached_arrays
+from megazero.data.cache import Arrays, cached_arrays
 from megazero.data.facts import identity
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import Plan, build_orders, plan
@@ -59,9 +59,8 @@ class Samples(Protocol):
 class GPTDataset:
     """Samples of one split of one pair of files. Raises IndexError past its end, DataError on ids outside the vocabulary."""
 
-    def __init__(self, data: IndexedDataset, orders: Cached, how: Plan, seq_length: int, vocab_size: int | None) -> None:
+    def __init__(self, data: IndexedDataset, orders: Arrays, how: Plan, seq_length: int, vocab_size: int | None) -> None:
         self.data, self.seq_length, self.vocab_size = data, seq_length, vocab_size
-        self._mappings = (*data.mappings, *orders.mappings)
         self.plans = ((how.epochs, how.separate_from),)
         self.documents, self.rows, self.order = (orders[name] for name in ("document_index", "sample_index", "shuffle_index"))
 
@@ -71,8 +70,6 @@ class GPTDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.data.prefix}: sample {index} of {len(self)}")
-        for mapping in self._mappings:
-            mapping.require_whole()
         sample = int(self.order[index])
         (first, offset), (last, stop) = self.rows[sample : sample + 2].tolist()
         sequences = self.documents[first : last + 1]
@@ -101,8 +98,7 @@ class BlendedDataset:
     the surplus may point past the end of a small dataset, which raises IndexError when it is asked for.
     """
 
-    def __init__(self, parts: Sequence[Samples], index: Cached) -> None:
-        self._mappings = index.mappings
+    def __init__(self, parts: Sequence[Samples], index: Arrays) -> None:
         self.parts, self.part, self.item = parts, index["dataset_index"], index["dataset_sample_index"]
         self.plans = tuple(plan for part in parts for plan in part.plans)
 
@@ -112,8 +108,6 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"blend: sample {index} of {len(self)}")
-        for mapping in self._mappings:
-            mapping.require_whole()
         sample = self.parts[int(self.part[index])][int(self.item[index])]
         assert not isinstance(sample, PackedSample), "blends are of running text"
         return sample
@@ -164,10 +158,10 @@ def one_dataset(
 
     def build(say: Report) -> dict[str, NDArray]:
         documents = how.epochs * (bounds[1] - bounds[0])
-        needed = ORDER_BYTES[0] * documents + ORDER_BYTES[1] * how.samples
+        needed = data.lengths.dtype.itemsize * len(data) + ORDER_BYTES[0] * documents + ORDER_BYTES[1] * how.samples
         _require_memory(f"{name} order of {data.prefix}, {how.epochs:,} epochs with {how.samples:,} samples,", needed)
         say(f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, {how.samples:,} samples")
-        return build_orders(data.lengths, *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
+        return build_orders(data.lengths[:], *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
 
     return GPTDataset(data, cached_arrays(root, "order", facts, build, report), how, seq_length, vocab_size)
 
@@ -182,7 +176,7 @@ def _require_memory(what: str, needed: int) -> None:
         )
 
 
-def blend_of(name: str, shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Cached:
+def blend_of(name: str, shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Arrays:
     """What a BlendedDataset of `size` samples of the split `name` goes by; its parts are built for `built(shares, size)` samples each."""
     length = sum(wanted(shares, size))
     facts = {"shares": [share.hex() for share in shares.tolist()], "length": length}

@@ -42,7 +42,7 @@ def facts_of(data: IndexedDataset, root: Path, report: Report) -> Facts:
         data.check()
         return {"facts": _scan(data, say)}
 
-    smallest, largest, scanned = cached_arrays(root, "checked", identity(data), build, report)["facts"].tolist()
+    smallest, largest, scanned = cached_arrays(root, "checked", identity(data), build, report)["facts"][:].tolist()
     return Facts(smallest, largest, scanned)
 
 

@@ -4,13 +4,12 @@
 int64 byte pointers[N], int64 document_indices[D] (first 0, last N), optionally int8 modes[N].
 
 Opening costs a few page reads whatever the size, so that every rank may do it: it checks sizes and ends. `check` reads the whole .idx and
-is called once, by whoever builds the index caches. The .idx is mapped into memory; ids are read from .bin by offset, so that a file that is
-cut off under a run is an error with its name.
+is called once, by whoever builds the index caches. Both files are read by offset, so that one that is cut off under a run is an error with
+its name.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.hints import what_to_do
-from megazero.data.mapped import DataError, cut_off, map_bytes
+from megazero.data.stored import DataError, FileArray, OpenFile
 
 __all__ = ["BLOCK", "CODES", "DTYPES", "HEADER", "MAGIC", "DataError", "IndexedDataset", "dtype_for", "pair"]
 
@@ -57,21 +56,21 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self.bin_path, self.idx_path = pair(prefix)
         self._require_files()
-        raw, self.mappings = map_bytes(self.idx_path)
-        self.dtype, sequences, bounds = self._header(raw)
+        idx = OpenFile(self.idx_path)
+        self.dtype, sequences, bounds = self._header(idx)
         sizes = (4 * sequences, 8 * sequences, 8 * bounds)
         bare = HEADER.size + sum(sizes)
-        if raw.size not in (bare, bare + sequences):
+        if idx.size not in (bare, bare + sequences):
             raise DataError(
-                f"{self.idx_path} has {raw.size} bytes, but its header ({sequences} sequences, {bounds - 1} documents) needs {bare}"
+                f"{self.idx_path} has {idx.size} bytes, but its header ({sequences} sequences, {bounds - 1} documents) needs {bare}"
                 f" ({bare + sequences} with modes): truncated or corrupt"
             )
-        ends = np.cumsum((HEADER.size, *sizes))
-        self.lengths: NDArray[np.int32] = raw[ends[0] : ends[1]].view("<i4")
-        self.pointers: NDArray[np.int64] = raw[ends[1] : ends[2]].view("<i8")
-        self.document_indices: NDArray[np.int64] = raw[ends[2] : ends[3]].view("<i8")
-        self.modes: NDArray[np.int8] | None = raw[ends[3] :].view(np.int8) if raw.size > bare else None
-        self._bin = open(self.bin_path, "rb", buffering=0)  # noqa: SIM115 - as long as the dataset
+        starts = [HEADER.size + sum(sizes[:number]) for number in range(3)]
+        self.lengths = FileArray(idx, starts[0], np.dtype("<i4"), (sequences,))
+        self.pointers = FileArray(idx, starts[1], np.dtype("<i8"), (sequences,))
+        self.document_indices = FileArray(idx, starts[2], np.dtype("<i8"), (bounds,))
+        self.modes = FileArray(idx, bare, np.dtype("i1"), (sequences,)) if idx.size > bare else None
+        self._bin = OpenFile(self.bin_path)
         self.count = self._check_ends() // self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -86,15 +85,7 @@ class IndexedDataset:
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Ids start .. start+count-1, in the dtype of the file. Raises DataError where the file does not have them any more."""
         itemsize = self.dtype.itemsize
-        found = os.pread(self._bin.fileno(), count * itemsize, start * itemsize)
-        while 0 < len(found) < count * itemsize:  # a call to the system reads 2 GiB at most
-            more = os.pread(self._bin.fileno(), count * itemsize - len(found), start * itemsize + len(found))
-            if not more:
-                break
-            found += more
-        if len(found) < count * itemsize:
-            raise cut_off(self.bin_path, self.count * itemsize, os.fstat(self._bin.fileno()).st_size)
-        return np.frombuffer(found, dtype=self.dtype)
+        return np.frombuffer(self._bin.read(start * itemsize, count * itemsize), dtype=self.dtype)
 
     def tokens_between(self, first: int, last: int) -> int:
         """Ids in sequences first .. last-1, in constant time (sequences lie back to back, which `check` proves)."""
@@ -110,10 +101,10 @@ class IndexedDataset:
                 what_to_do(self.prefix) or f"no file {' and no file '.join(missing)} (a pair without its .idx was never finished)"
             )
 
-    def _header(self, raw: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-        if raw.size < HEADER.size:
-            raise DataError(f"{self.idx_path} has {raw.size} bytes, fewer than the header's {HEADER.size}: truncated")
-        magic, version, code, sequences, bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
+    def _header(self, idx: OpenFile) -> tuple[np.dtype[Any], int, int]:
+        if idx.size < HEADER.size:
+            raise DataError(f"{self.idx_path} has {idx.size} bytes, fewer than the header's {HEADER.size}: truncated")
+        magic, version, code, sequences, bounds = HEADER.unpack(idx.read(0, HEADER.size))
         if magic != MAGIC:
             raise DataError(f"{self.idx_path} starts with {magic!r}, not with {MAGIC!r}: not an index of this format")
         if version != 1:
@@ -130,7 +121,7 @@ class IndexedDataset:
         if (first, last) != (0, len(self)):
             raise DataError(f"{self.idx_path}: document bounds run from {first} to {last}, not from 0 to {len(self)} sequences")
         expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
-        found = os.fstat(self._bin.fileno()).st_size
+        found = self._bin.size
         if expected != found:
             raise DataError(f"{self.bin_path} has {found} bytes, but {self.idx_path} describes {expected}: truncated, or not its pair")
         if found % self.dtype.itemsize:

@@ -56,8 +56,8 @@ def summary(prefix: str) -> str:
     """What a pair is: documents, tokens, how long documents are, and which tokenizer it is of. Reads all of .idx. Raises DataError."""
     data = IndexedDataset(prefix)
     data.check()
-    before = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])
-    lengths = np.diff(before[data.document_indices])
+    before = np.concatenate([[0], np.cumsum(data.lengths[:], dtype=np.int64)])
+    lengths = np.diff(before[data.document_indices[:]])
     made = read_made_with(prefix)
     lines = [
         f"{prefix}: {len(lengths):,} documents in {len(data):,} sequences, {data.count:,} tokens ({data.dtype}, {data.count * data.dtype.itemsize:,} bytes)",

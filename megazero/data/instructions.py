@@ -17,10 +17,10 @@ from megazero.data.cache import cached_arrays
 from megazero.data.conversations import Encoder, read_conversations
 from megazero.data.dataset import EmptyDataset
 from megazero.data.documents import find_files
-from megazero.data.indexed import DataError
-from megazero.data.mapped import Mapping
+from megazero.data.indexed import BLOCK, DataError
 from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
+from megazero.data.stored import Rows
 from megazero.data.tokenizer import Tokenizer
 
 FORMAT = 4
@@ -30,13 +30,12 @@ TOKENIZER_ENDINGS = (".json", ".txt", ".model", ".jinja")
 
 @dataclass(frozen=True)
 class Conversations:
-    """Tokens one after the other: int32 [T], bool [T]; where each conversation begins, and the end: int64 [n + 1]."""
+    """Tokens one after the other: int32 [T], bool [T]; where each conversation begins, and the end: int64 [n + 1]. The last in memory."""
 
     facts: dict[str, Any]
-    tokens: NDArray[np.int32]
-    learned: NDArray[np.bool_]
+    tokens: Rows
+    learned: Rows
     starts: NDArray[np.int64]
-    mappings: Sequence[Mapping]
 
 
 def build_instructions(
@@ -90,7 +89,7 @@ def _tokenized(flag: str, names: Sequence[str], cfg: DataConfig, encoder: Encode
         return {"tokens": np.concatenate(tokens), "learned": np.concatenate(learned), "starts": np.cumsum(lengths, dtype=np.int64)}
 
     arrays = cached_arrays(cache_root(cfg), "conversations", facts, build, report)
-    found = Conversations(facts, arrays["tokens"], arrays["learned"], arrays["starts"], arrays.mappings)
+    found = Conversations(facts, arrays["tokens"], arrays["learned"], arrays["starts"][:])
     if len(found.starts) < 2:
         raise DataError(f"{flag} {' '.join(names)}: holds no conversation")
     return found
@@ -104,10 +103,10 @@ def _packed(flag: str, read: Conversations, cfg: DataConfig, seq_length: int, re
     def build(say: Report) -> dict[str, NDArray]:
         say(f"packing {np.count_nonzero(lengths):,} conversations into samples of {capacity:,} tokens")
         packs = pack(lengths, capacity, cfg.seed)
-        return {"members": packs.members, "bounds": packs.bounds}
+        return {"members": packs.members[:], "bounds": packs.bounds}
 
     arrays = cached_arrays(cache_root(cfg), "packs", facts, build, report)
-    packs = Packs(arrays["members"], arrays["bounds"])
+    packs = Packs(arrays["members"], arrays["bounds"][:])
     padding = 0 if cfg.eod_id is None else cfg.eod_id
     dataset = PackedDataset(
         read.tokens,
@@ -118,12 +117,12 @@ def _packed(flag: str, read: Conversations, cfg: DataConfig, seq_length: int, re
         padding=padding,
         seed=cfg.seed,
         requested=requested,
-        mappings=(*read.mappings, *arrays.mappings),
     )
+    learned = sum(np.count_nonzero(read.learned[start : start + BLOCK]) for start in range(0, len(read.learned), BLOCK))
     held = int(np.minimum(lengths, capacity).sum())
     text = (
         f"{np.count_nonzero(lengths):,} conversations of {held:,} tokens in {dataset.epoch_samples:,} samples, "
-        f"{held / (dataset.epoch_samples * capacity):.0%} full; {np.count_nonzero(read.learned) / len(read.learned):.0%} of the tokens are learned"
+        f"{held / (dataset.epoch_samples * capacity):.0%} full; {learned / len(read.learned):.0%} of the tokens are learned"
     )
     return dataset, "; ".join([text, *told])
 
@@ -145,7 +144,8 @@ def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[N
         out = over
         told = f"{many} are longer than a sample and left out"
     else:
-        out = np.array([number for number in over if not read.learned[read.starts[number] :][:capacity].any()], dtype=np.int64)
+        begins = read.starts[over].tolist()
+        out = over[[not read.learned[begin : begin + capacity].any() for begin in begins]]
         told = f"{many} are cut off at a sample's end, {len(out):,} of them left out, since nothing that is learned would be left"
     lengths = lengths.copy()
     lengths[out] = 0

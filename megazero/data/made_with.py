@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megazero.data.mapped import DataError
+from megazero.data.stored import DataError
 from megazero.data.tokenizer import ListedTokenizer
 from megazero.reading import BOUNDS, read_object
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.dataset import PackedSample
-from megazero.data.mapped import Mapping
+from megazero.data.stored import Rows
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -46,7 +46,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class Packs:
     """members: numbers of conversations, sample after sample. bounds: where each sample begins in them, and the end, int64 [samples + 1]."""
 
-    members: NDArray[np.int64]
+    members: Rows
     bounds: NDArray[np.int64]
 
 
@@ -67,7 +67,6 @@ class PackedDataset:
     starts           where each begins, and the end: int64 [conversations + 1]
     padding          the token that fills a sample up; no prediction of it counts
     requested        samples that the run takes; there are as many epochs as that needs
-    mappings         of the files that all this lies in
 
     Raises IndexError past its end.
     """
@@ -78,8 +77,8 @@ class PackedDataset:
 
     def __init__(
         self,
-        tokens: NDArray[np.int32],
-        learned: NDArray[np.bool_],
+        tokens: Rows,
+        learned: Rows,
         starts: NDArray[np.int64],
         packs: Packs,
         *,
@@ -87,9 +86,7 @@ class PackedDataset:
         padding: int,
         seed: int,
         requested: int | None,
-        mappings: Sequence[Mapping] = (),
     ) -> None:
-        self._mappings = mappings
         self.tokens, self.learned, self.starts, self.packs = tokens, learned, starts, packs
         self.seq_length, self.padding, self.seed = seq_length, padding, seed
         self.epoch_samples = len(packs.bounds) - 1
@@ -103,8 +100,6 @@ class PackedDataset:
     def __getitem__(self, index: int) -> PackedSample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        for mapping in self._mappings:
-            mapping.require_whole()
         epoch, place = divmod(index, self.epoch_samples)
         return self.sample(int(self._order(epoch)[place]))
 

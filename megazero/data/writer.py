@@ -88,10 +88,10 @@ class PairWriter:
         first = self.sequences
         for start in range(0, source.count, BLOCK):
             self._write_ids(source.read(start, min(BLOCK, source.count - start)))
-        self._lengths.frombytes(source.lengths.tobytes())
+        self._lengths.frombytes(source.lengths[:].tobytes())
         self._bounds.frombytes((source.document_indices[1:] + first).tobytes())
         if source.modes is not None:
-            self._modes += source.modes.tobytes()
+            self._modes += source.modes[:].tobytes()
 
     def _append(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
         if len(lengths) and lengths.max() > LONGEST:

@@ -1,5 +1,6 @@
 """Caches under several processes: built once, waited for, rebuilt when the builder died or left rubbish."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from megazero.data.cache import cached_arrays, key_of, once
-from megazero.data.mapped import DataError
 from megazero.data.progress import silent
+from megazero.data.stored import DataError
 from tests.disks import small_disk
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -26,7 +27,7 @@ def _build_slowly(root: str, seconds: float) -> np.ndarray:
         time.sleep(seconds)
         return {"x": np.arange(10), "none": np.empty((0, 2), np.int32)}
 
-    return cached_arrays(Path(root), "slow", FACTS, build, silent)["x"]
+    return cached_arrays(Path(root), "slow", FACTS, build, silent)["x"][:]
 
 
 @pytest.mark.slow
@@ -65,8 +66,9 @@ def test_waiting_ranks_say_what_they_wait_for(tmp_path, monkeypatch):
 def test_damaged_caches_are_rebuilt(tmp_path):
     def build(say):
         builds.append(1)
-        return {"x": np.arange(100), "none": np.empty((0, 2), np.int32)}
+        return {"x": written, "none": np.empty((0, 2), np.int32)}
 
+    written = np.random.default_rng(1).integers(0, 1 << 40, 1500)  # three pages of a sum
     builds: list[int] = []
     folder = tmp_path / key_of("w", FACTS)
 
@@ -75,12 +77,28 @@ def test_damaged_caches_are_rebuilt(tmp_path):
         content[at] ^= 1
         (folder / name).write_bytes(content)
 
+    def exchange(first: int, second: int, count: int) -> None:
+        """So many bytes at two places of the array in each other's."""
+        content = bytearray((folder / "x.npy").read_bytes())
+        content[first : first + count], content[second : second + count] = content[second : second + count], content[first : first + count]
+        (folder / "x.npy").write_bytes(content)
+
+    def without(*names: str) -> None:
+        facts = json.loads((folder / "facts.json").read_text())
+        (folder / "facts.json").write_text(json.dumps(facts | {"arrays": {k: v for k, v in facts["arrays"].items() if k not in names}}))
+
     damages = {
         "nothing": lambda: None,
         "cut": lambda: os.truncate(folder / "x.npy", 300),
         "empty": lambda: os.truncate(folder / "x.npy", 0),
         "one bit": lambda: flip("x.npy", 400),
+        "words in another order": lambda: exchange(128, 136, 8),
+        "pages in another order": lambda: exchange(0, 4096, 4096),
         "header": lambda: flip("x.npy", 3),
+        "header's end": lambda: exchange(10, 127, 1),
+        "longer": lambda: (folder / "x.npy").write_bytes((folder / "x.npy").read_bytes() + bytes(8)),
+        "without an array": lambda: without("none"),
+        "without arrays": lambda: without("none", "x"),
         "gone": (folder / "none.npy").unlink,
         "no facts": (folder / "facts.json").unlink,
         "list": lambda: (folder / "facts.json").write_text("[]"),
@@ -93,9 +111,9 @@ def test_damaged_caches_are_rebuilt(tmp_path):
             damage()
         for _ in range(2):
             arrays = cached_arrays(tmp_path, "w", FACTS, build, said.append)
-            assert np.array_equal(arrays["x"], np.arange(100)) and arrays["none"].shape == (0, 2)
+            assert np.array_equal(arrays["x"][:], written) and arrays["none"].shape == (0, 2)
     assert len(builds) == len(damages)
-    assert sum("is damaged, and is built again" in line for line in said) == len(damages) - 1
+    assert sum("is damaged or of another version, and is built again" in line for line in said) == len(damages) - 1
     assert not list(tmp_path.glob("*unfinished*"))
 
 

@@ -60,8 +60,8 @@ def test_samples_are_the_tokens_in_document_order(tmp_path):
     data = write_pair(tmp_path / "p", [5, 0, 1, 30, 2, 0, 0, 9, 3, 3, 3], dtype="<i4", vocab_size=90_000)
     train = _build(tmp_path, [data.prefix], samples=(20, 0, 0)).train
     assert isinstance(train, GPTDataset)
-    stream = np.concatenate([data[number] for number in train.documents])
-    for place, sample in enumerate(train.order.tolist()):
+    stream = np.concatenate([data[number] for number in train.documents[:]])
+    for place, sample in enumerate(train.order[:].tolist()):
         assert np.array_equal(train[place], stream[sample * 8 : sample * 8 + 9])
         assert train[place].dtype == np.int64
     assert len(train) == (len(stream) - 1) // 8 >= 20

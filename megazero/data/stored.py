@@ -1,0 +1,91 @@
+"""Arrays in files, read by offset and not mapped into memory.
+
+Reading a mapping beyond its file's end kills the process with SIGBUS, which names no file, and whatever is asked before, the file may be cut off between
+question and answer. A call to read returns less, and that is an error with the file's name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class DataError(ValueError):
+    """A file of data is missing, incomplete, inconsistent, or does not fit the run."""
+
+
+class OpenFile:
+    """A file as long as it was when it was opened. Raises OSError where it cannot be. Threads and forks may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as the object
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """count bytes from offset on, which were there when it was opened. Raises DataError where they are not any more."""
+        found = os.pread(self._file.fileno(), count, offset)
+        while len(found) < count:  # a call to the system reads 2 GiB at most
+            more = os.pread(self._file.fileno(), count - len(found), offset + len(found))
+            if not more:
+                now = os.fstat(self._file.fileno()).st_size
+                raise DataError(f"{self.path} has {now} bytes, {self.size} when it was opened: it was cut off while it was read")
+            found += more
+        return found
+
+
+class Rows(Protocol):
+    """What an array and a `FileArray` have in common: rows are read by number and by range."""
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, at: slice | NDArray[Any]) -> NDArray[Any]: ...
+
+
+class FileArray:
+    """An array [rows, ...] in a file. Each look reads what it asks for: a row by its number, a range, or rows by their numbers. `[:]` is all.
+
+    Raises DataError where the file does not have them any more.
+    """
+
+    def __init__(self, file: OpenFile, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+        self._file, self._offset = file, offset
+        self._row = dtype.itemsize * math.prod(self.shape[1:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, at: slice | NDArray[Any]) -> NDArray[Any]: ...
+
+    def __getitem__(self, at: int | slice | NDArray[Any]) -> Any:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            assert step == 1
+            return self._array(self._read(start, max(stop - start, 0)))
+        if isinstance(at, np.ndarray):
+            return self._array(b"".join([self._read(number, 1) for number in at.tolist()]))
+        return self._array(self._read(range(len(self))[at], 1))[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+    def _read(self, row: int, count: int) -> bytes:
+        return self._file.read(self._offset + row * self._row, count * self._row)
+
+    def _array(self, data: bytes) -> NDArray[Any]:
+        return np.frombuffer(data, dtype=self.dtype).reshape(-1, *self.shape[1:])
