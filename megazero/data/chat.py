@@ -28,6 +28,7 @@ HERE = "\ufdd3"
 """A mark of our own, such a character as `special.CUT` is: where a message is to be gone on with."""
 STRANGE = re.compile(f"[{OPEN}{CLOSE}{CUT}\ud800-\udfff]")
 """What no turn may hold: our marks, and lone surrogates."""
+SURROGATE = re.compile("[\ud800-\udfff]")
 NOTHING = MappingProxyType({"tools": None, "documents": None})
 """What templates may ask for, and get as `transformers` gives it where there is none."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -129,21 +130,30 @@ class ChatTemplate:
 
     def _text(self, messages: list[Any], more: dict[str, Any], prompt: bool = False, today: datetime | None = None) -> str:
         """The template's output, with `OPEN` and `CLOSE` around what it marks as generated."""
-        return self._template.render({**NOTHING, **self.variables, **more, "messages": messages, "add_generation_prompt": prompt}, today)
+        named = {**NOTHING, **self.variables, **more, "messages": messages, "add_generation_prompt": prompt}
+        text = self._template.render(named, today)
+        strange = SURROGATE.search(text)
+        if strange:
+            raise DataError(f"the chat template writes U+{ord(strange[0]):04X}, which is no character")
+        return text
 
     def _mark(self, messages: list[Message], more: dict[str, Any]) -> Rendered:
         """By the template's own {% generation %} blocks."""
         parts, spans, length, start = [], [], 0, None
         for part in re.split(f"([{OPEN}{CLOSE}])", self._text(messages, more)):
-            if part == OPEN:
-                start = length
-            elif part == CLOSE:
-                assert start is not None, "blocks are closed after they were opened"
-                spans.append((start, length))
+            if part in (OPEN, CLOSE):
+                if (start is None) == (part == CLOSE):
+                    break
+                if start is not None:
+                    spans.append((start, length))
+                start = length if start is None else None
             else:
                 parts.append(part)
                 length += len(part)
-        return Rendered("".join(parts), tuple(spans))
+        else:
+            if start is None:
+                return Rendered("".join(parts), tuple(spans))
+        raise DataError("the chat template has marks of what is generated inside each other, or alone")
 
     def _extend(self, messages: list[Message], more: dict[str, Any]) -> Rendered:
         """An assistant's turn is what the text grows by, from the one that asks for a turn to the one that has it."""

@@ -303,6 +303,7 @@ def test_templates_that_will_not_do(tmp_path: Path) -> None:
         "{{ messages.__class__.__mro__ }}": "the chat template fails: access to attribute '__class__'",
         "{% for %}": "is no program that jinja2 understands",
         "{{ strftime_now('%d') }}": "'strftime_now' is undefined",
+        CHATML + "{{ '\\ud800' }}": r"the chat template writes U\+D800, which is no character",
         CHATML.replace("'assistant'", "'nobody'"): "no token of it is learned",
     }
     for number, (template, message) in enumerate(templates.items()):
@@ -317,3 +318,12 @@ def test_templates_that_will_not_do(tmp_path: Path) -> None:
     bare = write_lines(tmp_path / "y.jsonl", [{"prompt": "a", "completion": "b"}])
     with pytest.raises(DataError, match="the tokenizer names none: give --eod-id"):
         read(bare, tmp_path / "small", eod_id=None)
+
+
+@pytest.mark.parametrize("mark", ["{{ '\\ufdd1' }}", "{{ '\\ufdd0' }}", "{% generation %}"])
+def test_a_template_with_marks_of_its_own(mark: str, tmp_path: Path) -> None:
+    """What counts would be what the template says, or nothing: an error, and none of ours."""
+    source = mark + CHATML + ("{% endgeneration %}" if "generation" in mark else "")
+    built = build_tokenizer("hf", str(write_tokenizer(tmp_path, source)))
+    with pytest.raises(DataError, match=r"the chat template has marks of what is generated inside each other, or alone"):
+        template_of(built).render(chat("a", "b")["messages"])

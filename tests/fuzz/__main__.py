@@ -36,7 +36,7 @@ def main() -> int:
         while True:
             for name, target in targets.items():
                 told = search(name, target, args.examples, seed, args.found)
-                drawn += args.examples
+                drawn += max(1, args.examples // target.dear)
                 if told is not None:
                     findings += 1
                     print(f"FOUND {told}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megazero.checkpoint.format import seal
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
+from megazero.convert.hf.config import GENERATION
+from megazero.convert.hf.files import INDEX, SINGLE
 from megazero.convert.registry import format_table
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from tests.convert.sources import made
+from tests.convert.test_torch_dist import save_dist
 
 MODEL = ModelConfig(
     num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16, seq_length=8, embedding_layernorm=True, position_embedding="alibi"
@@ -33,7 +37,34 @@ def checkpoint(folder: Path, format: str, *, moments: bool = False) -> Path:
     model = replace(MODEL, position_embedding="learned", embedding_layernorm=False) if format == "megatron" else MODEL
     source = made(model, moments=moments, precision="bf16" if moments else "fp32")
     convert(source, format_table()[format], folder / format, Wanted(), silent)
+    if format == "hf":
+        (folder / format / GENERATION).write_text(json.dumps({"eos_token_id": [2, 3], "bos_token_id": 1, "temperature": 0.7}))
     return folder / format
+
+
+def sharded(whole: Path, folder: Path) -> dict[str, Path]:
+    """A Hugging Face folder in two files with an index, of safetensors and of torch's own kind."""
+    state = load_file(whole / SINGLE)
+    names = sorted(state)
+    shards = {"00001-of-00002": names[::2], "00002-of-00002": names[1::2]}
+    kinds: dict[str, tuple[str, str, Callable[[Any, Path], None]]] = {
+        "hf-shards": ("model-{}.safetensors", INDEX, save_file),
+        "hf-torch": ("pytorch_model-{}.bin", "pytorch_model.bin.index.json", torch.save),
+    }
+    for kind, (form, index, save) in kinds.items():
+        shutil.copytree(whole, folder / kind, ignore=lambda _, there: [SINGLE])
+        for part, held in shards.items():
+            save({name: state[name] for name in held}, folder / kind / form.format(part))
+        told = {name: form.format(part) for part, held in shards.items() for name in held}
+        (folder / kind / index).write_text(json.dumps({"metadata": {"total_size": 4096}, "weight_map": told}))
+    return {kind: folder / kind for kind in kinds}
+
+
+def torch_dist(folder: Path) -> Path:
+    """A checkpoint as Megatron-core lays it out, with the optimizer's state."""
+    model = replace(MODEL, position_embedding="learned", embedding_layernorm=False)
+    save_dist(made(model, moments=True, precision="bf16"), folder / "torch_dist", optimizer="flat", dtype=torch.bfloat16)
+    return folder / "torch_dist"
 
 
 def adapters(folder: Path) -> Path:

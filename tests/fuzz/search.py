@@ -76,7 +76,7 @@ def search(name: str, target: Target, examples: int, seed: int, found: Path) -> 
     smallest: list[bytes] = []
 
     @hypothesis.seed(seed)
-    @settings(max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
+    @settings(max_examples=max(1, examples // target.dear), database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
               report_multiple_bugs=False, print_blob=False, verbosity=hypothesis.Verbosity.quiet)  # fmt: skip
     @given(drawn)
     def read(data: bytes) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
 
 from megazero.checkpoint.format import CheckpointError
 from megazero.config.dump import dump
@@ -19,23 +21,36 @@ from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.convert.files.torch_dist import DistributedCheckpoint
+from megazero.convert.hf.config import ends_of_generation
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError
+from megazero.data.cache import FACTS, cached_arrays
+from megazero.data.chat import has_template
 from megazero.data.conversations import Encoder, read_conversations
 from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.libraries import HuggingFaceTokenizer
+from megazero.data.made_with import made_with, path_of, read_made_with
 from megazero.data.preprocess import Reader, raw_batches, text_of
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
 from megazero.data.writer import PairWriter
 from megazero.inference.prompts import read_prompts
 from megazero.inspection import open_for_inspection
+from tests.data.chats import CHATML, HEADERS, INSTRUCT, PLAIN, chat, write_tokenizer
 from tests.fuzz import folders
+
+CACHED: tuple[str, dict[str, Any]] = ("order", {"seed": 3})
+ARRAYS: dict[str, NDArray[Any]] = {
+    "shuffle_index": np.arange(9, dtype=np.uint32),
+    "sample_index": np.arange(12).reshape(6, 2),
+    "none": np.empty((0, 2), np.int32),
+}
 
 
 @dataclass(frozen=True)
 class Target:
     """read: opens `path` and uses all of it. seeds: whole files, or of each the part that is changed. is_json: the seeds are JSON.
-    whole: what makes a file of such a part. errors: by which it may refuse."""
+    whole: what makes a file of such a part. errors: by which it may refuse. dear: one file is drawn here for so many elsewhere."""
 
     read: Callable[[], object]
     path: Path
@@ -43,6 +58,7 @@ class Target:
     errors: type[Exception] | tuple[type[Exception], ...]
     is_json: bool = False
     whole: Callable[[bytes], bytes] = bytes
+    dear: int = 1
 
     def give(self, data: bytes) -> None:
         """Put this before the reader. Raises what it should not."""
@@ -74,6 +90,23 @@ def _tokenizer(kind: str, path: Path) -> None:
     tokenizer.decode(tokenizer.encode("ab a word"))
 
 
+def _chats(path: Path, tokenizer: Path) -> None:
+    """Conversations with a tokenizer's template, to learn from and to answer."""
+    built = build_tokenizer("hf", str(tokenizer))
+    assert isinstance(built, HuggingFaceTokenizer)
+    encoder = Encoder(built, None, built.vocab_size)
+    for _ in read_conversations([path], encoder, silent):
+        pass
+    if has_template(built) and encoder.template is not None:
+        built.encode(encoder.template.question([{"role": "user", "content": "<s> two"}]))
+
+
+def _cached(root: Path) -> None:
+    """A cache has no errors: what is damaged is made again."""
+    arrays = cached_arrays(root, *CACHED, lambda _: ARRAYS, silent)
+    assert all(np.array_equal(arrays[name][:], value) and arrays[name].dtype == value.dtype for name, value in ARRAYS.items())
+
+
 def _pair(prefix: Path) -> None:
     data = IndexedDataset(prefix)
     data.check()
@@ -83,6 +116,7 @@ def _pair(prefix: Path) -> None:
 
 def _source(path: Path) -> None:
     with open_source(path) as source:
+        ends_of_generation(source.companions, 16)
         for name in source.entries:
             for column in source.columns:
                 source.read(name, column)
@@ -137,7 +171,14 @@ def data_targets(folder: Path) -> dict[str, Target]:
     chats, prompts, prefix = folder / "chats.jsonl", folder / "prompts.jsonl", folder / "pair"
     with PairWriter(prefix, np.dtype("<u2")) as writer:
         writer.write(np.arange(9, dtype="<u2"), [4, 0, 5])
+    path_of(prefix).write_bytes(made_with(ByteTokenizer(), "byte").written())
+    cache = folder / "cache"
+    _cached(cache)
+    (kept,) = cache.glob("order-*[!k]")
     found |= {
+        "made_with": Target(partial(read_made_with, prefix), path_of(prefix), (path_of(prefix).read_bytes(),), DataError, is_json=True),
+        "cache_facts": Target(partial(_cached, cache), kept / FACTS, ((kept / FACTS).read_bytes(),), (), is_json=True),
+        "cache_array": Target(partial(_cached, cache), kept / "sample_index.npy", ((kept / "sample_index.npy").read_bytes(),), ()),
         "text.zst": Target(partial(_texts, folder / "x.txt.zst", "text"), folder / "x.txt.zst", (packs[".zst"](text),), DataError),
         "conversations": Target(partial(_conversations, chats), chats, (talk, *talk.splitlines(), *shapes), DataError),
         "prompts": Target(partial(read_prompts, (), str(prompts)), prompts, (b'"a"\n{"prompt": "b"}\n',), DataError),
@@ -159,6 +200,30 @@ def tokenizer_targets(folder: Path) -> dict[str, Target]:
     }
 
 
+def chat_targets(folder: Path) -> dict[str, Target]:
+    """The files beside a tokenizer, each in a folder of its own that is whole but for it. Each look starts a template's process."""
+    whole, talk = write_tokenizer(folder / "whole", template=None), folder / "talk.jsonl"
+    talk.write_text(json.dumps(chat("one", "two <|im_end|>", "three", "four")) + "\n")
+    config, special = whole / "tokenizer_config.json", whole / "special_tokens_map.json"
+    told = json.loads(config.read_text())
+    special.write_text(
+        json.dumps({"eos_token": "<|im_end|>", "bos_token": {"content": "<s>", "lstrip": False}, "additional_special_tokens": ["<s>"]})
+    )
+    several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": PLAIN}]
+    seeds: dict[str, list[bytes]] = {
+        config.name: [json.dumps(told | {"chat_template": template}).encode() for template in (PLAIN, several)],
+        special.name: [special.read_bytes()],
+        "chat_template.jinja": [template.encode() for template in (CHATML, PLAIN, HEADERS, INSTRUCT)],
+    }
+    found = {}
+    for name, wholes in seeds.items():
+        place = _copy(whole, Path(name).stem)
+        if name == special.name:
+            (place / "chat_template.jinja").write_text(PLAIN)
+        found[Path(name).stem] = Target(partial(_chats, talk, place), place / name, wholes, DataError, name.endswith("json"), dear=4)
+    return found
+
+
 def _copy(folder: Path, name: str) -> Path:
     """A folder like this one, of which one target may damage a file."""
     import shutil
@@ -172,6 +237,8 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
 
     wholes = {format: folders.checkpoint(folder, format, moments=format in ("megazero", "megatron-deepspeed", "universal")) for format in
               ("megazero", "hf", "megatron", "megatron-deepspeed", "universal", "consolidated", "consolidated-safetensors")}  # fmt: skip
+    wholes |= folders.sharded(wholes["hf"], folder)
+    wholes["torch_dist"] = folders.torch_dist(folder)
     (folder / "lora").mkdir()
     wholes["peft"] = folders.adapters(folder / "lora")
     found = {}
@@ -191,7 +258,8 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
 
 def all_targets(folder: Path) -> dict[str, Target]:
     """By name. folder: an empty one that they may fill."""
-    makers = {"settings": settings_targets, "data": data_targets, "tokenizers": tokenizer_targets, "checkpoints": checkpoint_targets}
+    makers = {"settings": settings_targets, "data": data_targets, "tokenizers": tokenizer_targets, "chats": chat_targets,
+              "checkpoints": checkpoint_targets}  # fmt: skip
     found: dict[str, Target] = {}
     for name, make in makers.items():
         (folder / name).mkdir()

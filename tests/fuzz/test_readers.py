@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz.search import CORPUS
 
-EXAMPLES = 40
+EXAMPLES = 28
 """Files drawn for each reader; `make fuzz` draws more."""
 SEED = 1122
 """A change is judged by the same files each time; new ones are drawn by `make fuzz`."""
