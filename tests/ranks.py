@@ -29,6 +29,8 @@ from typing import Any
 from tests.nursery import Nursery
 
 SECONDS = 300
+KEPT = 16
+"""Workers that stay alive between calls; a call may have more."""
 
 
 def serve(pipe: Connection) -> None:
@@ -43,7 +45,8 @@ def serve(pipe: Connection) -> None:
             return
         rank, size, store_path, function, args = job
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(False)  # which the job before may have asked for
+        if torch.are_deterministic_algorithms_enabled():  # the job before asked for it; the call itself imports all of torch.compile
+            torch.use_deterministic_algorithms(False)
         try:
             store = dist.FileStore(store_path, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
@@ -70,12 +73,13 @@ class _Pool:
             here, there = multiprocessing.Pipe()
             self.workers.append((self.nurseries[len(self.workers) % 2].fork(there), here))
 
-    def discard(self) -> None:
-        for pid, pipe in self.workers:
+    def discard(self, first: int = 0) -> None:
+        """End all workers, or those from the number `first` on."""
+        for pid, pipe in self.workers[first:]:
             with contextlib.suppress(ProcessLookupError):  # it has died
                 os.kill(pid, signal.SIGKILL)
             pipe.close()
-        self.workers.clear()
+        del self.workers[first:]
 
     def close(self) -> None:
         self.discard()
@@ -105,7 +109,8 @@ class _Pool:
                     if not good:
                         self.discard()
                         raise RuntimeError(f"rank {rank} of {size} failed:\n{results[rank]}")
-            return results
+        self.discard(KEPT)
+        return results
 
 
 _POOL = _Pool()

@@ -1,20 +1,31 @@
-"""The command that the project exists for, at its own size."""
+"""The layout that the project exists for, at its own size: 48 ranks beside one process."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.command import metrics, relative, run
+from tests.parity.training import data_flags, train, worst
 
-SMALL = ["--num-layers", 13, "--hidden-size", 48, "--num-attention-heads", 12, "--seq-length", 24, "--position-embedding", "alibi"]
-NUMBERS = ["--precision", "fp64", "--micro-batch-size", 1, "--global-batch-size", 6, "--train-iters", 5, "--eval-iters", 0]
+SMALL = ["--num-layers", "13", "--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "24", "--position-embedding", "alibi"]
+NUMBERS = ["--precision", "fp64", "--micro-batch-size", "1", "--global-batch-size", "6", "--vocab-size", "1003"]
+LAYOUT = ["--tp", "4", "--pp", "12", "--zero-stage", "1"]
 
 
 @pytest.mark.slow
 def test_48_ranks_equal_one_process(tmp_path: Path, corpus: Path) -> None:
-    flags = [*SMALL, *NUMBERS, "--data-path", corpus, "--vocab-size", 1003, "--data-cache-path", tmp_path / "cache"]
+    flags = [*SMALL, *NUMBERS, *data_flags(corpus, tmp_path / "cache"), "--train-iters", "3"]
+    differences = worst(train(48, [*flags, *LAYOUT]), train(1, flags))
+    assert all(value < 1e-10 for value in differences.values()), differences
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_command_itself(tmp_path: Path, corpus: Path) -> None:
+    """48 programs under torchrun, which import torch for three seconds each."""
+    flags = [*SMALL, *NUMBERS, *data_flags(corpus, tmp_path / "cache"), "--train-iters", "5"]
     run(1, [*flags, "--metrics-file", tmp_path / "one.jsonl"])
-    run(48, ["--tp", 4, "--pp", 12, "--zero-stage", 1, *flags, "--metrics-file", tmp_path / "many.jsonl"], timeout=900)
+    run(48, [*LAYOUT, *flags, "--metrics-file", tmp_path / "many.jsonl"], timeout=900)
     one, many = metrics(tmp_path / "one.jsonl"), metrics(tmp_path / "many.jsonl")
     assert len(one) == len(many) == 5
     for key in ("loss", "grad_norm", "lr"):
