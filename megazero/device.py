@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+CONTAINER = Path("/sys/fs/cgroup")
+"""Where a container finds its own limits (cgroup v2)."""
+
 _T = 1e12
 
 # Words of the card's name (all of them must occur, as `torch.cuda.get_device_name` writes it), then bf16, fp16, and what
@@ -161,8 +164,20 @@ def host_memory_is_short() -> bool:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory of the machine that a program can still have; None where the kernel does not say."""
-    return _machine_bytes("MemAvailable")
+    """Memory that a program can still have: of the machine, or of the container where that has less; None where the kernel does not say."""
+    found = [left for left in (_machine_bytes("MemAvailable"), _container_bytes()) if left is not None]
+    return min(found) if found else None
+
+
+def _container_bytes() -> int | None:
+    """What a container's limit leaves, at least 0; its page cache is given up when memory is asked for. None without a limit."""
+    try:
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        cached = sum(int(value) for name, value in lines if name in ("active_file", "inactive_file"))
+    except (OSError, ValueError):  # no such file, or no limit ("max")
+        return None
+    return max(0, limit - used + cached)
 
 
 def _machine_bytes(field: str) -> int | None:

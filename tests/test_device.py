@@ -1,5 +1,7 @@
 """The device room: memory is measured, cards are known by name."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,20 @@ def test_cuda_without_a_card_is_refused() -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         device.resolve("cuda", 0)
     assert device.resolve("auto", 0) == CPU
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its files fill in the page cache is given up when memory is asked for."""
+    machine = device.available_memory_bytes()
+    monkeypatch.setattr(device, "CONTAINER", tmp_path)
+    assert machine is not None and device.available_memory_bytes() == pytest.approx(machine, rel=0.5), "there is none"
+    (tmp_path / "memory.current").write_text("50000000\n")
+    (tmp_path / "memory.stat").write_text("anon 29000000\nfile 21000000\ninactive_file 3000000\nactive_file 1000000\nshmem 17000000\n")
+    for limit, free in (("60000000", 14_000_000), ("40000000", 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert device.available_memory_bytes() == free
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device.available_memory_bytes() == pytest.approx(machine, rel=0.5)
 
 
 def test_peak_memory_sees_what_was_freed() -> None:
