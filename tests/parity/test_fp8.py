@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.reference import REFERENCE, needs_reference
 
 MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--vocab-size", "1003"]
-NUMBERS = ["--global-batch-size", "16", "--micro-batch-size", "2", "--lr", "3e-3", "--lr-warmup-iters", "2"]
+NUMBERS = ["--global-batch-size", "16", "--micro-batch-size", "4", "--lr", "3e-3", "--lr-warmup-iters", "2"]
 LARGE_MICRO_BATCHES = ["--micro-batch-size", "8"]
 """For runs of many steps: what a step costs here grows with their number and hardly with their size."""
 SCALINGS = {"current": ["--fp8"], "delayed": ["--fp8", "delayed", "--fp8-amax-history", "4"]}

@@ -1,4 +1,4 @@
-"""Every layout is the same program: loss, gradient norm and final weights of 10 steps against one process, in float64."""
+"""Every layout is the same program: loss, gradient norm and final weights of six steps against one process, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.parity.conftest import Reference
 from tests.parity.layouts import MODELS, REQUIRED, Case, Model, cases
 from tests.parity.training import train, worst
 
-STEPS = ["--train-iters", "10"]
+STEPS = ["--train-iters", "6"]
 TOLERANCE = 1e-9
 
 
