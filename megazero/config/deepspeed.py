@@ -26,11 +26,13 @@ class DeepSpeedLevel(Level):
     """Settings of a DeepSpeed file.
 
     accumulation  its gradient_accumulation_steps, a relation rather than a field; "auto" leaves it open, as None does
+    assumes_one   neither that nor a batch is in the file: DeepSpeed then does not accumulate, where nothing else gives a batch
     beneath       what DeepSpeed takes for keys that the file leaves out
     told          field of `beneath` -> the sentence about it
     """
 
     accumulation: int | None = None
+    assumes_one: bool = False
     beneath: Level = dataclass_field(default_factory=lambda: Level("DeepSpeed's defaults"))
     told: dict[str, str] = dataclass_field(default_factory=dict)
 
@@ -56,21 +58,25 @@ class DeepSpeedLevel(Level):
 
     def accumulate(self, settings: dict[str, Any], world_size: int | None) -> list[str]:
         """Hold global batch = micro-batch x dp x accumulation: compute the one of them that nothing gives, as DeepSpeed does."""
+        steps = 1 if self.assumes_one and "global_batch_size" not in settings else self.accumulation
         ranks = settings.get("tp", 1) * settings.get("pp", 1)
-        if self.accumulation is None or world_size is None or ranks < 1 or world_size % ranks:
+        if steps is None or world_size is None or ranks < 1 or world_size % ranks:
             return []
         dp = world_size // ranks
-        each, left = divmod(settings.get("global_batch_size", 0), dp * self.accumulation)
+        each, left = divmod(settings.get("global_batch_size", 0), dp * steps)
         if each and not left:
             settings.setdefault("micro_batch_size", each)
         micro = settings.get("micro_batch_size", run_options()["micro_batch_size"].default)
-        product = micro * dp * self.accumulation
+        product = micro * dp * steps
         given = settings.setdefault("global_batch_size", product)
         if given == product:
             return []
+        other, left = divmod(given, micro * dp)
+        flag = "train_batch_size" if "global_batch_size" in self.settings else "--global-batch-size"
+        nearest = [f"gradient_accumulation_steps {other}"] * (not left) + [f"{flag} {product}"]
         return [
-            f"{self.name}: gradient_accumulation_steps {self.accumulation} x micro-batch {micro} x dp {dp} = {product} is not "
-            f"--global-batch-size {given}; nearest: leave gradient_accumulation_steps out, or --global-batch-size {product}"
+            f"{self.name}: gradient_accumulation_steps {steps} x micro-batch {micro} x dp {dp} = {product} is not "
+            f"{flag} {given}; nearest: {' or '.join(nearest)}"
         ]
 
 
@@ -169,8 +175,7 @@ def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
             level.problems.append(f"{level.name}: there is no {key}{hint}")
     for translate in (_precision, _optimizer, _scheduler, _buckets, _tensorboard, _accumulation):
         translate(level, keys)
-    if level.accumulation is None and "gradient_accumulation_steps" not in every and "micro_batch_size" in level.settings:
-        level.accumulation = None if "train_batch_size" in every else 1  # which DeepSpeed takes
+    level.assumes_one = not {"gradient_accumulation_steps", "train_batch_size"} & {*every} and "micro_batch_size" in level.settings
     level.problems += other_peak(level.name, every, level.settings)
     level.beneath, level.told = missing_keys(level.name, every, level.settings)
     return level

@@ -93,7 +93,9 @@ def ask(
     settings = merge(levels)
     for level in levels:
         if isinstance(level, DeepSpeedLevel):
-            problems += level.contradictions(line.level) + level.accumulate(settings, world_size)
+            unequal = level.accumulate(settings, world_size)
+            problems += level.contradictions(line.level) + unequal
+            line.level.bad |= {"global_batch_size"} if unequal else set()  # which is told, with what it would have to be
     bad, given = _unknown(levels), frozenset(line.level.settings)
     run = build_run(_with_defaults(settings, world_size))
     problems += problems_of(run, world_size, bad=bad, given=given)

@@ -131,7 +131,7 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
         ({"gradient_accumulation_steps": 0}, "is not a whole number of at least 1"),
         (
             {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5},
-            "= 40 is not --global-batch-size 24",
+            "= 40 is not train_batch_size 24; nearest: gradient_accumulation_steps 3 or train_batch_size 40",
         ),
         ("{", "is no JSON"),
         ([], "holds no settings, but list"),
@@ -162,6 +162,28 @@ def test_cosine_ends_at_its_ratio(tmp_path: Path) -> None:
 
 def test_accumulation_without_a_batch_gives_the_batch(tmp_path: Path) -> None:
     assert parse(tmp_path, {"gradient_accumulation_steps": 4}, world_size=8).schedule.global_batch_size == 2 * 8 * 4
+
+
+def test_no_accumulation_is_assumed_beside_a_batch_of_the_users(tmp_path: Path) -> None:
+    """What DeepSpeed takes for a key that is left out lies beneath all that a user says; and nobody is told to leave out what is not there."""
+    content = {"train_micro_batch_size_per_gpu": 3}
+    assert parse(tmp_path, content, "--global-batch-size", "36").schedule.global_batch_size == 36
+    assert refusals(tmp_path, content, "--global-batch-size", "20") == (
+        "--global-batch-size 20 is not a multiple of --micro-batch-size 3 x dp 4 = 12; nearest: 12 or 24",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "batch"), [({"train_batch_size": 24}, []), ({"train_batch_size": 20}, []), ({}, [24]), ({}, [20])]
+)
+def test_what_a_wrong_accumulation_is_told_to_become_works(content: dict[str, Any], batch: list[int], tmp_path: Path) -> None:
+    content |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}
+    (found,) = refusals(tmp_path, content, *[word for size in batch for word in ("--global-batch-size", str(size))])
+    advised = [advice.split() for advice in found.split("nearest: ")[1].split(" or ")]
+    assert len(advised) == (1 if 20 in (*content.values(), *batch) else 2), found
+    for name, value in advised:
+        flags = ["--global-batch-size", value if name.startswith("--") else str(batch[0])] if batch else []
+        parse(tmp_path, content if name.startswith("--") else content | {name: int(value)}, *flags)
 
 
 def defaults_of(function: Any) -> dict[str, Any]:
