@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+import select
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class Bounds:
     "Parts of a key in a pickle; a tuple of shared tuples has more of them than could ever be hashed."
     copies: int = 16
     "Times that the calls in a pickle may be given its whole length: a file has its data once."
+    pipe_seconds: int = 1
+    "Seconds within which somebody must have opened a pipe to write into it; who has may take longer."
     adapters: int = 8
     "Checkpoints of adapters on top of each other."
 
@@ -103,34 +106,73 @@ def raised_as(error_type: type[Exception]) -> Iterator[None]:
         raise error_type(str(error)) from error
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """What is in a file of at most so many bytes. Raises Unreadable."""
-    try:
-        with open(path, "rb") as file:
-            there = os.fstat(file.fileno())
+def open_file(path: Path) -> BinaryIO:
+    """A file, open to be read. What is none (a pipe, a device) is refused: a read of it may never end. Raises Unreadable."""
+    file = _opened(path)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Unreadable(f"{path} is a pipe or a device, and no file")
+    return file
+
+
+def read_bytes(path: Path, most: int, *, piped: bool = False) -> bytes:
+    """What is in a file of at most so many bytes. Raises Unreadable.
+
+    piped: a pipe will do as well, as for what a user names on the command line, who may write `--config <(...)`.
+    """
+    with _opened(path) if piped else open_file(path) as file:
+        there = os.fstat(file.fileno())
+        try:
             # A buffer is made for all that is asked for, so no more is than there is; a pipe has no size.
-            data = file.read(min(most, there.st_size) + 1 if stat.S_ISREG(there.st_mode) else most + 1)
-    except FileNotFoundError as error:
-        raise Unreadable(f"{path} is missing") from error
-    except OSError as error:
-        raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from error
+            data = file.read(min(most, there.st_size) + 1) if stat.S_ISREG(there.st_mode) else _from_pipe(file, path, most + 1)
+        except OSError as error:
+            raise _closed(path, error) from error
     if len(data) > most:
         raise Unreadable(f"{path} has more than {most:,} bytes, which is more than such a file holds")
     return data
 
 
-def read_text(path: Path, most: int) -> str:
-    """UTF-8, with or without a byte order mark. Raises Unreadable."""
-    data = read_bytes(path, most)
+def _opened(path: Path) -> BinaryIO:
+    """Open at once, also where it is a pipe into which nobody writes."""
+    try:
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except OSError as error:
+        raise _closed(path, error) from error
+
+
+def _closed(path: Path, error: OSError) -> Unreadable:
+    missing = isinstance(error, FileNotFoundError)
+    return Unreadable(f"{path} is missing" if missing else f"{path} cannot be read: {error.strerror or error}")
+
+
+def _from_pipe(file: BinaryIO, path: Path, most: int) -> bytes:
+    """All that its writer writes, however long that takes; nobody is waited for to become its writer."""
+    asked = select.poll()
+    asked.register(file.fileno(), select.POLLIN)
+    heard = asked.poll(1000 * BOUNDS.pipe_seconds)
+    try:
+        first = os.read(file.fileno(), 1)
+    except BlockingIOError:  # there is one, who has not written yet
+        first = b""
+    else:
+        if not first and not heard:
+            raise Unreadable(f"{path} is a pipe or a device, and nobody writes into it")
+    os.set_blocking(file.fileno(), True)
+    return first + file.read(most - len(first))
+
+
+def read_text(path: Path, most: int, *, piped: bool = False) -> str:
+    """UTF-8, with or without a byte order mark. Raises Unreadable. piped: as of `read_bytes`."""
+    data = read_bytes(path, most, piped=piped)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable(f"{path} is no text: byte {error.start} is no UTF-8 ({error.reason})") from None
 
 
-def read_json(path: Path, most: int) -> Any:
-    """A file's JSON. Raises Unreadable."""
-    return parse_json(read_text(path, most), str(path))
+def read_json(path: Path, most: int, *, piped: bool = False) -> Any:
+    """A file's JSON. Raises Unreadable. piped: as of `read_bytes`."""
+    return parse_json(read_text(path, most, piped=piped), str(path))
 
 
 def read_object(path: Path, most: int) -> dict[str, Any]:

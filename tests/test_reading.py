@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megazero import reading
+from megazero.config.dump import read_yaml
 from megazero.reading import BOUNDS, Unreadable, held, listed, parse_json, read_bytes, read_json, read_object, read_text, shown
 
 
@@ -86,10 +90,56 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
 
 def test_a_pipe_is_read_to_the_bound(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(b"abc" * 100))
+    for most in (300, 299):
+        writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(b"abc" * 100))
+        writer.start()
+        if most == 300:
+            assert read_bytes(tmp_path / "pipe", most, piped=True) == b"abc" * 100
+        else:
+            with pytest.raises(Unreadable, match="pipe has more than 299 bytes"):
+                read_bytes(tmp_path / "pipe", most, piped=True)
+        writer.join()
+
+
+def test_settings_may_come_from_a_process() -> None:
+    """`--config <(program)`, of which the shell makes the name of a pipe; the program may have ended by then."""
+    reader, writer = os.pipe()
+    os.write(writer, b"train_iters: 7")
+    os.close(writer)
+    assert read_yaml(f"/dev/fd/{reader}").settings == {"train_iters": 7}
+    os.close(reader)
+    assert read_yaml(os.devnull).settings == {} and not read_yaml(os.devnull).problems
+
+
+def test_who_has_opened_a_pipe_may_take_long_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes only once the reader has looked, found nothing, and waits."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(reading, "BOUNDS", replace(BOUNDS, pipe_seconds=0))
+    waits, block = threading.Event(), os.set_blocking
+    monkeypatch.setattr(reading.os, "set_blocking", lambda *given: (block(*given), waits.set()))
+    holder = os.open(tmp_path / "pipe", os.O_RDWR)
+
+    def write() -> None:
+        assert waits.wait(60)
+        os.write(holder, b"late")
+        os.close(holder)
+
+    writer = threading.Thread(target=write)
     writer.start()
-    assert read_bytes(tmp_path / "pipe", 300) == b"abc" * 100
+    assert read_bytes(tmp_path / "pipe", 10, piped=True) == b"late"
     writer.join()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as there, pytest.raises(Unreadable, match=r"socket cannot be read: No such device"):
+        there.bind(str(tmp_path / "socket"))
+        read_bytes(tmp_path / "socket", 10)
+    for path in (tmp_path / "pipe", Path("/dev/zero"), Path(os.devnull)):
+        with pytest.raises(Unreadable, match=f"^{path} is a pipe or a device, and no file"):
+            read_bytes(path, 10)
+    with pytest.raises(Unreadable, match="pipe is a pipe or a device, and nobody writes into it"):
+        read_bytes(tmp_path / "pipe", 10, piped=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import Damaged
-from megazero.reading import BOUNDS, parse_json, shown
+from megazero.reading import BOUNDS, Unreadable, open_file, parse_json, shown
 
 BLOCK_BYTES = 8 * 1024 * 1024
 """Memory that a writer or reader needs beside the state; also what is read at least of a fragment that is needed in part."""
@@ -107,9 +107,9 @@ class BlockFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb")  # noqa: SIM115 - closed by __exit__
-        except FileNotFoundError as error:
-            raise Damaged(f"{path.name} is missing") from error
+            self._file = open_file(path)
+        except Unreadable as error:
+            raise Damaged(str(error).replace(str(path), path.name)) from error
         try:
             self._read_header()
         except BaseException:

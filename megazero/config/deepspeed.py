@@ -152,7 +152,7 @@ def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
     """The settings of a DeepSpeed file; what is wrong with it is in the level's problems."""
     level = DeepSpeedLevel(str(path))
     try:
-        content = read_json(Path(path), BOUNDS.description)
+        content = read_json(Path(path), BOUNDS.description, piped=True)
     except Unreadable as reason:
         level.problems.append(f"--deepspeed-config {reason}")
         level.unread = True

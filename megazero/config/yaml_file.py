@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
 
 def load_yaml(path: Path) -> Any:
     """The values of a file. Raises Unreadable."""
-    text = read_text(path, BOUNDS.settings)
+    text = read_text(path, BOUNDS.settings, piped=True)
     if sum(text.count(mark) for mark in "\n,:[{") > BOUNDS.settings_parts:
         raise Unreadable(f"{path} has more than {BOUNDS.settings_parts:,} parts, which is more than a file of settings holds")
     try:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from megazero.convert.source import ConversionError
 from megazero.names import is_bare
-from megazero.reading import BOUNDS
+from megazero.reading import BOUNDS, open_file, raised_as
 
 
 def word_in(tracker: Path) -> str:
     """What the file says, without the space around it; bytes that are no text are U+FFFD, which no checkpoint's name has."""
-    with open(tracker, "rb") as file:
+    with raised_as(ConversionError), open_file(tracker) as file:
         return file.read(BOUNDS.word).decode("utf-8", errors="replace").strip()
 
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
 from megazero.data.utf8 import seems, skip_mark
-from megazero.reading import BOUNDS, kind, listed, parse_json, raised_as
+from megazero.reading import BOUNDS, kind, listed, open_file, parse_json, raised_as
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 PACKED = (".gz", ".zst")
@@ -49,7 +49,7 @@ def find_files(inputs: Sequence[str | Path], include: Sequence[str] = ()) -> lis
             seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
             found += sorted(place / path for path in seen if not include or any(path.match(pattern) for pattern in include))
         else:
-            raise DataError(f"no file or folder {place}")
+            raise DataError(f"no file or folder {place}" + " (it is a pipe or a device)" * place.exists())
     if not found:
         raise DataError(f"no files in {', '.join(map(str, inputs))}" + (f" that match --include {' '.join(include)}" if include else ""))
     return found
@@ -70,7 +70,9 @@ class Reading:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Reading]:
-    with open(path, "rb") as raw:
+    with raised_as(DataError):
+        file = open_file(path)
+    with file as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield Reading(cast(BinaryIO, unpacked), raw)

@@ -22,7 +22,7 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 
 def _lines(file: str) -> list[str]:
     try:
-        text = sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index)
+        text = sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
     except (OSError, UnicodeDecodeError, Unreadable) as error:
         raise DataError(f"--prompt-file {file}: {error}") from error
     # By line feeds alone: splitlines would also cut at characters that may stand in a JSON string.

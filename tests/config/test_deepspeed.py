@@ -173,9 +173,7 @@ def test_no_accumulation_is_assumed_beside_a_batch_of_the_users(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "batch"), [({"train_batch_size": 24}, []), ({"train_batch_size": 20}, []), ({}, [24]), ({}, [20])]
-)
+@pytest.mark.parametrize(("content", "batch"), [({"train_batch_size": 24}, []), ({"train_batch_size": 20}, []), ({}, [24]), ({}, [20])])
 def test_what_a_wrong_accumulation_is_told_to_become_works(content: dict[str, Any], batch: list[int], tmp_path: Path) -> None:
     content |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}
     (found,) = refusals(tmp_path, content, *[word for size in batch for word in ("--global-batch-size", str(size))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.search import CORPUS
+from tests.fuzz.targets import all_targets
 
 EXAMPLES = 28
 """Files drawn for each reader; `make fuzz` draws more."""
@@ -55,6 +58,37 @@ with within_bounds():
     told = dict(line.split() for line in done.stdout.splitlines())
     assert told == {"key": "True", "memory": "True", "time": "True", "none": "False", "refused": "False"}, done.stderr
     assert done.returncode < 0 and b"a" not in (tmp_path / "last-crash").read_bytes()
+
+
+class Waits(BaseException):
+    """What no reader catches."""
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    """No reader reads a pipe into which nobody writes: a folder that somebody sends may hold one. Refused, or passed over where there need be
+    no such file."""
+
+    def raise_(*_: object) -> None:
+        raise Waits
+
+    waiting, refused = [], 0
+    before = signal.signal(signal.SIGALRM, raise_)
+    try:
+        for name, target in all_targets(tmp_path).items():
+            target.path.unlink(missing_ok=True)
+            os.mkfifo(target.path)
+            signal.alarm(20)
+            try:
+                target.read()
+            except target.errors as error:
+                refused += "is a pipe or a device" in str(error)
+            except Waits:
+                waiting.append(name)
+            finally:
+                signal.alarm(0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not waiting and refused >= 15, (waiting, refused)
 
 
 def test_the_corpus_is_small() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megazero.convert.files.torch_globals import Storage, StorageKind, torch_table
 from megazero.convert.files.unpickle import unpickle
 from megazero.convert.source import ConversionError
-from megazero.reading import BOUNDS
+from megazero.reading import BOUNDS, open_file, raised_as
 
 _LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\nl\xfc")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
@@ -125,13 +125,15 @@ class _Archive:
 
 def _mapped(path: Path) -> mmap.mmap:
     """Private, so that torch may take it for writable memory; pages that nobody writes stay the file's."""
-    try:
-        with path.open("rb") as file:
+    with raised_as(ConversionError):
+        file = open_file(path)
+    with file:
+        try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except ValueError as error:
-        raise ConversionError(f"{path} is empty") from error
-    except OSError as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from error
+        except ValueError as error:
+            raise ConversionError(f"{path} is empty") from error
+        except OSError as error:
+            raise ConversionError(f"{path} cannot be read: {error}") from error
 
 
 def _described(archive: _Archive, pid: Any) -> tuple[StorageKind, str, int]:
