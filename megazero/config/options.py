@@ -143,8 +143,9 @@ def did_you_mean_key(key: str, known: Iterable[str]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing where nothing is near."""
-    near = difflib.get_close_matches(word, sorted(set(known)), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    bare = {name.lstrip("-"): name for name in sorted(set(known))}  # dashes that all have in common are no likeness
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.66)
+    return f"; did you mean {bare[near[0]]}?" if near else ""
 
 
 def sentences(cls: type) -> dict[str, str]:

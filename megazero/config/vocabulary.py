@@ -9,6 +9,98 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # the model
+        "--num-layers": ("n-layers", "layers", "depth", "num-blocks"),
+        "--hidden-size": ("d-model", "dim", "hidden", "hidden-dim", "width", "embedding-size", "embed-dim", "n-embed"),
+        "--num-attention-heads": ("nheads", "n-heads", "heads", "num-heads", "attention-heads"),
+        "--num-query-groups": ("gqa", "kv-heads", "n-kv-heads", "num-kv-heads", "num-query-heads", "multi-query", "mqa"),
+        "--ffn-hidden-size": ("ffn", "ffn-dim", "d-ff", "intermediate", "mlp-dim", "mlp-ratio", "ffn-hidden-dim"),
+        "--seq-length": ("seq-len", "seqlen", "max-seq-len", "max-sequence-length", "ctx", "context", "ctx-len", "n-ctx", "max-length"),
+        "--vocab-size": ("vocab", "n-vocab"),
+        "--position-embedding": ("positions", "pos-emb", "positional-encoding", "position-encoding"),
+        "--position-embedding rotary": ("rope", "rotary", "use-rope", "rotary-embedding", "use-rotary"),
+        "--position-embedding alibi": ("alibi", "use-alibi"),
+        "--position-embedding none": ("nope", "no-position-embedding"),
+        "--rotary-base": ("theta", "rope-base"),
+        "--norm rmsnorm": ("rmsnorm", "use-rmsnorm", "rms-norm"),
+        "--norm layernorm": ("layernorm", "layer-norm"),
+        "--activation": ("act", "act-fn", "activation-function", "hidden-activation"),
+        "--activation gelu": ("gelu",),
+        "--hidden-dropout, and --attention-dropout": ("dropout", "resid-pdrop", "embd-pdrop", "residual-dropout"),
+        "--attention-dropout": ("attn-pdrop", "attn-dropout"),
+        "--untie-embeddings-and-output-weights, for a head of its own": (
+            *("untie", "tie-embeddings", "share-embeddings", "weight-tying", "share-embeddings-and-output-weights"),
+        ),
+        "--disable-bias-linear, for layers without biases": ("bias", "add-bias-linear", "use-bias"),
+        "--init-method-std": ("init-std", "initializer-std"),
+        # learning
+        "--lr": ("max-lr", "peak-lr"),
+        "--min-lr": ("end-lr", "lr-min", "final-lr", "learning-rate-min"),
+        "--lr-decay-style": ("lr-scheduler", "scheduler", "lr-schedule", "decay-lr", "lr-policy"),
+        "--lr-decay-style cosine": ("cosine",),
+        "--lr-warmup-iters": ("warmup", "warmup-iterations", "num-warmup-steps"),
+        "--weight-decay": ("wd", "decay"),
+        "--adam-beta1, and --adam-beta2": ("betas", "adam-betas"),
+        "--adam-eps": ("eps", "epsilon"),
+        "--clip-grad": ("clip", "gradient-clip-val", "max-norm"),
+        "--global-batch-size": ("gbs", "global-bs", "total-batch-size"),
+        "--micro-batch-size": ("mbs", "micro-bs", "micro-batch", "micro-train-batch-size", "train-batch-size-per-gpu"),
+        "--global-batch-size, or --micro-batch-size of one rank": ("batch", "bs", "bsz"),
+        "--global-batch-size, which is micro-batch x dp x these steps": (
+            *("grad-accum", "grad-accum-steps", "gradient-accumulation", "accumulate-grad-batches"),
+        ),
+        "--train-iters": (
+            "max-iters",
+            "steps",
+            "num-steps",
+            "total-steps",
+            "iters",
+            "iterations",
+            "num-iters",
+            "train-steps",
+            "max-train-steps",
+        ),
+        "--epochs": ("num-train-epochs", "max-epochs"),
+        "--seed": ("random-seed", "manual-seed"),
+        "--lora-rank": ("lora", "lora-r", "lora-dim", "peft", "use-lora"),
+        # how it is computed
+        "--precision": ("dtype", "amp", "mixed-precision", "torch-dtype"),
+        "--precision fp32": ("fp32",),
+        "--precision fp16": ("half",),
+        "--tp": ("tensor-parallel", "tp-size", "num-tp"),
+        "--pp": ("pipeline-parallel", "pp-size", "num-stages"),
+        "what the number of ranks leaves of --tp x --pp": ("dp", "ddp", "data-parallel", "data-parallel-size", "dp-size"),
+        "a flag of torchrun: torchrun --nproc-per-node N pretrain_gpt.py ...": ("gpus", "num-gpus", "n-gpus", "devices"),
+        "a flag of torchrun, in front of pretrain_gpt.py": ("nnodes", "num-nodes", "node-rank", "master-addr", "master-port"),
+        "not built here; --tp and --sequence-parallel share the activations of a long sample": ("cp", "context-parallel-size"),
+        "not built here: a model is dense": ("moe", "num-experts", "expert-model-parallel-size"),
+        "not built here; the nearest are --zero-stage 2 and --tp": ("offload", "cpu-offload", "optimizer-cpu-offload"),
+        "--zero-stage 2, which shards gradients and optimizer state": ("fsdp", "fsdp2", "use-fsdp", "full-shard", "fsdp-config"),
+        "--zero-stage": ("zero1", "zero2", "zero-1", "zero-2", "zero-3", "zero-optimization", "stage"),
+        "--attention flash": ("flash", "flash-attn", "use-flash-attention", "flash-attention"),
+        "--attention": ("sdpa", "attn-implementation"),
+        "--recompute-granularity": ("recompute", "remat", "activation-checkpointing", "gradient-checkpointing-enable"),
+        "--distributed-timeout-minutes": ("timeout", "nccl-timeout"),
+        # data, and what is kept
+        "--data-path": ("data", "dataset", "data-dir", "train-data", "train-data-dir"),
+        "--tokenizer": ("tokenizer-name",),
+        "--num-workers": ("workers", "num-data-workers", "dataloader-workers"),
+        "--save": ("out-dir", "save-dir", "ckpt-dir", "checkpoint-dir", "out"),
+        "--load": ("ckpt", "checkpoint", "load-dir", "restart", "restore"),
+        "--init-from": ("pretrained", "model", "model-name", "pretrained-model-name-or-path"),
+        "--save-interval": ("save-every", "save-freq", "checkpoint-every"),
+        "--eval-interval": ("eval-every", "eval-freq", "val-check-interval"),
+        "--eval-iters": ("eval-batches", "limit-val-batches"),
+        "--log-interval": ("log-every", "log-freq", "log-every-n-steps"),
+        "--tensorboard-dir, or --metrics-file for JSON lines": (
+            *("wandb", "wandb-project", "wandb-log", "report-to", "tensorboard", "tb", "log-dir", "project", "run-name"),
+        ),
+    }
+)
+"""What is here -> the short words that people have for it, those of nanoGPT's options among them."""
+
 # Read --max-steps as "--max-steps of another program is our --train-iters". Underscores and case do not matter.
 FLAGS: Mapping[str, str] = MappingProxyType(
     {
@@ -61,7 +153,6 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "logging-steps": "--log-interval",
         "lr-scheduler-type": "--lr-decay-style",
         "max-grad-norm": "--clip-grad",
-        "max-length": "--seq-length",
         "max-seq-length": "--seq-length",
         "max-steps": "--train-iters",
         "model-name-or-path": "--init-from",
@@ -109,6 +200,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "resume": "--load",
         "zero": "--zero-stage",
     }
+    | {word: ours for ours, words in SHORT.items() for word in words}
 )
 """Flag of another program, without its dashes -> what it is here, a flag first where there is one."""
 

@@ -20,6 +20,28 @@ ASKED = {
     "--use-rotary-position-embeddings": "did you mean --position-embedding rotary?",
     "--use-distributed-optimizer": "did you mean --zero-stage 1?",
     "--local-rank=0": "it is what torchrun tells each rank",
+    "--rope": "did you mean --position-embedding rotary?",
+    "--nheads 8": "did you mean --num-attention-heads?",
+    "--num-heads 8": "did you mean --num-attention-heads?",
+    "--n_layer=8": "did you mean --num-layers?",
+    "--d-model 64": "did you mean --hidden-size?",
+    "--bsz 4": "did you mean --global-batch-size, or --micro-batch-size",
+    "--mbs 4": "did you mean --micro-batch-size?",
+    "--max_iters=10": "did you mean --train-iters?",
+    "--num-steps 10": "did you mean --train-iters?",
+    "--wd 0.1": "did you mean --weight-decay?",
+    "--eps 1e-8": "did you mean --adam-eps?",
+    "--grad_accum 4": "did you mean --global-batch-size, which is micro-batch x dp x these steps",
+    "--fsdp": "did you mean --zero-stage 2, which shards",
+    "--dtype bf16": "did you mean --precision?",
+    "--dropout 0.1": "did you mean --hidden-dropout, and --attention-dropout?",
+    "--out_dir x": "did you mean --save?",
+    "--wandb": "did you mean --tensorboard-dir, or --metrics-file",
+    "--lr-scheduler cosine": "did you mean --lr-decay-style?",
+    "--flash-attn": "did you mean --attention flash?",
+    "--offload": "it is not built here; the nearest are",
+    "--dp 2": "it is what the number of ranks leaves of --tp x --pp",
+    "--recompute": "did you mean --recompute-granularity?",
     "--position-embedding rope": "did you mean rotary?",
     "--activation silu": "did you mean swiglu?",
     "--activation gelu_new": "did you mean gelu-tanh?",
@@ -37,6 +59,12 @@ def test_words_of_other_programs_get_their_suggestion(line: str) -> None:
         parse_run(line.split(), 1)
     (problem,) = caught.value.problems
     assert ASKED[line] in problem
+
+
+@pytest.mark.parametrize("word", ["--ema", "--verbose", "--abcd", "--shuffle"])
+def test_what_is_like_nothing_gets_no_suggestion(word: str) -> None:
+    """The dashes that all flags begin with are no likeness: with them --act was like --tp."""
+    assert read_command_line([word]).level.problems == [f"{word}: there is no {word}"]
 
 
 def test_a_file_gets_them_too(tmp_path: Path) -> None:
