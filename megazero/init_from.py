@@ -24,6 +24,7 @@ from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.model.embedding import WORD_EMBEDDING
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import Box, Place
+from megazero.reading import about
 from megazero.zero.optimizer import Fragment, ShardedOptimizer
 
 TABLES = (f"{WORD_EMBEDDING}.weight", "head.weight")
@@ -42,7 +43,7 @@ def model_level(path: str) -> Level:
             settings = shape_settings(source.model) | _tokenizer(source)
             level.disputed |= _two_separators(source)
     except (ConversionError, OSError) as error:
-        level.problems.append(f"--init-from {path}: {error}")
+        level.problems.append(f"--init-from {about(path, error)}")
         level.unread = True
         return level
     for name, value in settings.items():

@@ -23,6 +23,7 @@ from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.made_with import made_with, path_of, require_made_with
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.reading import about
 from megazero.telemetry.metrics import foreign
 
 
@@ -157,7 +158,7 @@ def _unusable_places(run: Run) -> list[str]:
         problems += [] if wrong is None else [f"--metrics-file {metrics}: {wrong}"]
     elif metrics:
         folders["--metrics-file"] = os.path.dirname(metrics) or "."
-    problems += [f"{flag} {folder}: {_closed(folder)}" for flag, folder in folders.items() if folder and _closed(folder)]
+    problems += [f"{flag} {about(folder, wrong)}" for flag, folder in folders.items() if folder and (wrong := _closed(folder))]
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
     return problems

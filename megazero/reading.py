@@ -240,6 +240,13 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(str(name)[:80] for name in islice(names, 20))
 
 
+def about(path: str | Path, error: object) -> str:
+    """`PATH: what is wrong there`, with the path once where what is wrong begins with it, or with what lies inside."""
+    text = str(error)
+    rest = text.removeprefix(str(Path(path).expanduser()))
+    return text if rest != text and rest.startswith((" ", ":", "/")) else f"{path}: {text}"
+
+
 def kind(value: object) -> str:
     """What JSON calls a value's kind."""
     names = {

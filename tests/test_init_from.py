@@ -215,6 +215,21 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
     assert f"--init-from {tmp_path}" in only and "no checkpoint of a known format" in only
 
 
+def test_a_checkpoint_that_does_not_open_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    for given, told in (
+        ("runs/base", "--init-from runs/base holds no checkpoint of a known format"),
+        ("runs/none/", "--init-from runs/none: there is no such checkpoint"),
+    ):
+        (problem,) = model_level(given).problems
+        assert problem.startswith(told), problem
+    broken = tmp_path / "runs" / "base" / "iter_0000003"
+    broken.mkdir()
+    (broken / "manifest.json").mkdir()
+    assert model_level("runs/base").problems == ["--init-from runs/base/iter_0000003/manifest.json cannot be read: Is a directory"]
+
+
 def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_level(MODEL, tmp_path, monkeypatch, tokenizer="byte", eod_id=5)
     base = ["--init-from", str(tmp_path), "--data-path", "x"]

@@ -40,7 +40,7 @@ def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], t
         prepare(parse_run([str(word) for word in [*flags, *places]], 1), 1, silent)
     assert set(wrong.value.problems) == {
         f"--save {file}/runs: {file} is no folder",
-        f"--tensorboard-dir {file}: {file} is no folder",
+        f"--tensorboard-dir {file} is no folder",
         f"--metrics-file {tmp_path}: is a folder; name a file",
         f"--load {file}: is a file; name a folder of checkpoints",
     }

@@ -14,7 +14,7 @@ import pytest
 
 from megazero import reading
 from megazero.config.dump import read_yaml
-from megazero.reading import BOUNDS, Unreadable, held, listed, parse_json, read_bytes, read_json, read_object, read_text, shown
+from megazero.reading import BOUNDS, Unreadable, about, held, listed, parse_json, read_bytes, read_json, read_object, read_text, shown
 
 
 def test_json_of_bounded_depth() -> None:
@@ -116,7 +116,12 @@ def test_who_has_opened_a_pipe_may_take_long_to_write(tmp_path: Path, monkeypatc
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr(reading, "BOUNDS", replace(BOUNDS, pipe_seconds=0))
     waits, block = threading.Event(), os.set_blocking
-    monkeypatch.setattr(reading.os, "set_blocking", lambda *given: (block(*given), waits.set()))
+
+    def waiting(descriptor: int, blocking: bool) -> None:
+        block(descriptor, blocking)
+        waits.set()
+
+    monkeypatch.setattr(reading.os, "set_blocking", waiting)
     holder = os.open(tmp_path / "pipe", os.O_RDWR)
 
     def write() -> None:
@@ -128,6 +133,13 @@ def test_who_has_opened_a_pipe_may_take_long_to_write(tmp_path: Path, monkeypatc
     writer.start()
     assert read_bytes(tmp_path / "pipe", 10, piped=True) == b"late"
     writer.join()
+
+
+def test_a_path_is_said_once() -> None:
+    assert about("a/b/", Unreadable("a/b is missing")) == "a/b is missing"
+    assert about(Path("a/b"), "a/b/c: no word") == "a/b/c: no word"
+    assert about("~/a", f"{Path.home()}/a: no word") == f"{Path.home()}/a: no word"
+    assert about("a", "about: no word") == "a: about: no word" and about("a/b", "c: no word") == "a/b: c: no word"
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -31,6 +31,15 @@ class _Loader(yaml.SafeLoader):
             seen.add(str(key))
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Of bounded length: Python itself refuses decimal digits beyond its own bound, in words of its own, and no others."""
+        if len(node.value) > BOUNDS.digits:
+            raise yaml.constructor.ConstructorError(None, None, f"a number of {len(node.value):,} digits", node.start_mark)
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 def load_yaml(path: Path) -> Any:
     """The values of a file. Raises Unreadable."""

@@ -30,6 +30,7 @@ from megazero.convert.companions import companions, contents_of, write_companion
 from megazero.convert.formats import Advance, Format, Wanted
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Box, Place
+from megazero.reading import about
 
 FILE_BYTES = 4 << 30
 """A fragment file is closed once it holds so much."""
@@ -67,7 +68,7 @@ class NativeSource(Source):
         try:
             read_fragments(self._files, [part], [column])
         except CheckpointError as error:
-            raise ConversionError(f"{self.path}: {error}") from error
+            raise ConversionError(about(self.path, error)) from error
         return values.view(shape)
 
 
@@ -112,7 +113,7 @@ def open_native(path: Path) -> NativeSource:
         check_files(found, manifest)
         return NativeSource(found, manifest)
     except (CheckpointError, ValueError) as error:
-        raise error if isinstance(error, ConversionError) else ConversionError(f"{found}: {error}") from error
+        raise error if isinstance(error, ConversionError) else ConversionError(about(found, error)) from error
 
 
 def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:

@@ -10,7 +10,7 @@ from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
-from megazero.reading import BOUNDS, Unreadable, parse_json, raised_as, read_text
+from megazero.reading import BOUNDS, Unreadable, about, parse_json, raised_as, read_text
 
 STANDARD_INPUT = "-"
 
@@ -24,7 +24,7 @@ def _lines(file: str) -> list[str]:
     try:
         text = sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
     except (OSError, UnicodeDecodeError, Unreadable) as error:
-        raise DataError(f"--prompt-file {file}: {error}") from error
+        raise DataError(f"--prompt-file {about(file, error)}") from error
     # By line feeds alone: splitlines would also cut at characters that may stand in a JSON string.
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [_of_json(file, *line) for line in lines] if file.endswith(".jsonl") else [line for _, line in lines]

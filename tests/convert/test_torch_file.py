@@ -296,7 +296,7 @@ def test_files_that_are_no_whole_torch_files(tmp_path: Path) -> None:
         "from before 1.6": tmp_path / "legacy.pt",
         "not one of torch.save": tmp_path / "other.zip",
         "big-endian": tmp_path / "big.pt",
-        "cannot be read": tmp_path / "absent.pt",
+        "is missing": tmp_path / "absent.pt",
     }
     cases["no whole file"].write_bytes(good.read_bytes()[:3000])
     cases["is empty"].write_bytes(b"")
