@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megazero.batch import MicroBatch
 from megazero.build import build_stages, chunks_of
 from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run
-from megazero.convert.hf.config import ends_of_generation
+from megazero.convert.hf.config import ends_of_generation, generation_file
 from megazero.convert.layout import layout_problems
 from megazero.convert.registry import open_source
 from megazero.convert.report import Report
@@ -45,6 +45,7 @@ class Opened:
     tokenizer  the model's own, None where the checkpoint leads to none
     report     what became of the checkpoint's keys
     ends       tokens at which a generated text ends: the run's end of document, and all that Hugging Face's files beside the model name
+    generation what generation_config.json beside the model says
     """
 
     run: Run
@@ -53,6 +54,7 @@ class Opened:
     tokenizer: Tokenizer | None
     report: Report
     ends: frozenset[int]
+    generation: Mapping[str, Any]
 
     def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
         """The token that ends a document: the run's, else that of the tokenizer which is used; None where neither has one."""
@@ -86,7 +88,7 @@ def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> 
     assert run.model.vocab_size is not None
     known = () if run.data.eod_id is None else (run.data.eod_id,)
     ends = ends_of_generation(source.companions, run.model.vocab_size).union(known)
-    return Opened(run, stages, chunks_of(run), tokenizer_of(source), source.report, ends)
+    return Opened(run, stages, chunks_of(run), tokenizer_of(source), source.report, ends, generation_file(source.companions))
 
 
 def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:

@@ -37,6 +37,7 @@ from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tool import reader_left
+from megazero.inference.advice import KEYS, advised, followed, sampling_of
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.conversation import Conversation, asked, converse, of_user
 from megazero.inference.pipeline import Pipeline
@@ -57,6 +58,8 @@ from megazero.model_flags import (
 )
 from megazero.mpu.grid import ProcessGrid
 
+MOST_TOKENS = 128
+"""Of a continuation, where nobody says how long it may be."""
 A_WEEK = 7 * 24 * 60.0
 """Minutes that the other ranks wait for somebody to type."""
 
@@ -75,16 +78,14 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--ids", action="store_true", help="prompts and continuations are token ids; no tokenizer is used")
     add_tokenizer_flags(text)
     text.add_argument("--prefix-id", type=int, metavar="ID", help="token in front of every prompt, as some models want one")
-    how = flags.add_argument_group("sampling")
-    how.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="of each continuation (%(default)s)")
+    how = flags.add_argument_group("sampling", "What is not given is as the model's generation_config.json says, else as in brackets.")
+    how.add_argument("--max-new-tokens", type=int, metavar="N", help=f"of each continuation ({MOST_TOKENS})")
     how.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)")
     how.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
     how.add_argument("--temperature", type=float, metavar="T", help="logits are divided by it (1.0)")
-    how.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all")
-    how.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens that add up to P (%(default)s)")
-    how.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="makes tokens that were there less likely (%(default)s)"
-    )
+    how.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0: from all (0)")
+    how.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that add up to P (1.0)")
+    how.add_argument("--repetition-penalty", type=float, metavar="R", help="makes tokens that were there less likely (1.0)")
     how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a continuation, and is not shown; may be repeated")
     how.add_argument(
         "--stop-id", action="append", type=int, default=[], metavar="ID", help="token that ends a continuation; may be repeated"
@@ -101,10 +102,10 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Raises ValueError."""
-    temperature = 0.0 if args.greedy else 1.0 if args.temperature is None else args.temperature
-    return Sampling(temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+def given(args: argparse.Namespace) -> dict[str, float]:
+    """What the flags say of how tokens are taken, and how many at most."""
+    flags = {key: getattr(args, key) for key in KEYS if getattr(args, key) is not None}
+    return flags | ({"temperature": 0.0} if args.greedy else {})
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
@@ -114,7 +115,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     if args.greedy and args.temperature:
         wrong.append(f"--greedy and --temperature {args.temperature} exclude each other")
     try:
-        sampling_of(args)
+        sampling_of(given(args), args.seed)
     except ValueError as error:
         wrong.append(str(error))
     if args.ids and args.tokenizer:
@@ -131,7 +132,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         wrong.append("--interactive asks for prompts: --prompt and --prompt-file exclude it")
     elif not (args.interactive or args.prompt or args.prompt_file) and sys.stdin.isatty():
         wrong.append("there is nothing to continue: --prompt TEXT, --prompt-file FILE or --interactive")
-    if args.prompt_file not in (None, STANDARD_INPUT) and not Path(args.prompt_file).expanduser().is_file():
+    if args.prompt_file not in (None, STANDARD_INPUT) and not Path(args.prompt_file).expanduser().exists():
         wrong.append(f"--prompt-file {args.prompt_file}: there is no such file")
     if wrong:
         raise ConfigError(wrong)
@@ -167,9 +168,10 @@ def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) ->
                 raise DataError(f"{flag} {wrong}: the model's vocabulary has {vocabulary} tokens")
     eod = opened.end_of_document(tokenizer)
     ends = opened.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
+    settings = followed(advised(opened.generation), given(args)) | given(args)
     return Manner(
-        sampling_of(args),
-        args.max_new_tokens,
+        sampling_of(settings, args.seed),
+        int(settings.get("max_new_tokens", MOST_TOKENS)),
         samples=args.num_samples,
         batch_size=args.batch_size,
         stops=args.stop,
@@ -192,6 +194,9 @@ def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
         begins = tokenizer.begins[0]
         talk.note(f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id {begins} does")
     talk.note(f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on {grid.device}")
+    if advice := followed(advised(opened.generation), given(args)):
+        words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
+        talk.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
     if args.interactive:
         converse(talk, grid, Conversation(talk, args.system) if args.chat else None)
         return

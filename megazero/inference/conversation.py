@@ -90,21 +90,27 @@ def converse(talk: Talk, grid: ProcessGrid, conversation: Conversation | None) -
     talk.stopped = terminal.stopped
     if terminal.person and conversation is not None:
         talk.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the program")
-    while True:
-        try:
-            found = shared(grid, lambda: _next(talk, terminal, conversation))
-        except DataError as error:
-            talk.note(f"error: {error}")
-            continue
-        if found is None:
-            return
-        if not found["prompts"]:
-            continue
+    with terminal.kept():
+        while _exchange(talk, grid, terminal, conversation):
+            pass
+
+
+def _exchange(talk: Talk, grid: ProcessGrid, terminal: Terminal, conversation: Conversation | None) -> bool:
+    """A line and what comes of it; whether there was one."""
+    try:
+        found = shared(grid, lambda: _next(talk, terminal, conversation))
+    except DataError as error:
+        talk.note(f"error: {error}")
+        return True
+    if found is None:
+        return False
+    if found["prompts"]:
         talk.take(Sampling(**found["sampling"]))
         with terminal.listening():
             answers = talk.answer([(text, ids) for text, ids in found["prompts"]])
         if conversation is not None and answers:
             conversation.remember(found["prompts"][0][0], answers[0])
+    return True
 
 
 def _next(talk: Talk, terminal: Terminal, conversation: Conversation | None) -> dict[str, Any] | None:

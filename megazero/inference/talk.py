@@ -99,17 +99,22 @@ class Talk:
         self._note_length(max((len(ids) for _, ids in prompts), default=0))
         rows = [((self.asked + i) * count + k, text, ids) for i, (text, ids) in enumerate(prompts) for k in range(count)]
         self.asked += len(prompts)
-        began, tokens = time.perf_counter(), 0
+        began, tokens, cut = time.perf_counter(), 0, 0
         texts: list[str] = []
         for start in range(0, len(rows), most):
-            count, shown = self._batch(rows[start : start + most], alone=len(rows) == 1)
-            tokens, texts = tokens + count, texts + shown
+            count, unended, shown = self._batch(rows[start : start + most], alone=len(rows) == 1)
+            tokens, cut, texts = tokens + count, cut + unended, texts + shown
         seconds = time.perf_counter() - began
-        self.note(f"{tokens} tokens in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} tokens/s")
+        self.note(f"{tokens} tokens in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} tokens/s{self._cut(cut, len(rows))}")
         return texts
 
-    def _batch(self, rows: Sequence[Row], *, alone: bool) -> tuple[int, list[str]]:
-        """(the number of new tokens, the texts where they are shown)."""
+    def _cut(self, cut: int, rows: int) -> str:
+        """That texts do not end where the model would have ended them, for a person who may take them for whole."""
+        which = "" if rows == 1 else f": {cut} of {rows}"
+        return f"; cut off by --max-new-tokens {self.manner.max_new_tokens}{which}" if cut else ""
+
+    def _batch(self, rows: Sequence[Row], *, alone: bool) -> tuple[int, int, list[str]]:
+        """(the number of new tokens, of rows that were cut off, the texts), the latter two where texts are shown."""
         manner = self.manner
         # An answer is a text of its own: decoded as `transformers` does it, without what its prompt ends with.
         before = [[] if isinstance(self.tokenizer, ChatTokens) else ids for _, _, ids in rows]
@@ -143,7 +148,10 @@ class Talk:
                         flush=True,
                     )
             _show("\n", streaming)
-        return sum(map(len, new)), [stream.text for stream in streams] if self.shows else []
+        if not self.shows:
+            return sum(map(len, new)), 0, []
+        cut = sum(self._ended(ids, stream) == "length" for ids, stream in zip(new, streams, strict=True))
+        return sum(map(len, new)), cut, [stream.text for stream in streams]
 
     def _note_specials(self, texts: Sequence[str], advice: str) -> None:
         for text in texts:
@@ -152,10 +160,18 @@ class Talk:
                 self.note(f"warning: {shortened(text)} spells {spells}, which is plain text here{advice}")
 
     def _record(self, prompt: str, ids: list[int], stream: Stream) -> str:
-        length = "length" if len(ids) == self.manner.max_new_tokens else "interruption"
-        ended = "stop string" if stream.stopped is not None else "stop token" if ids[-1] in self.manner.stop_ids else length
-        record: dict[str, Any] = {"prompt": prompt, "text": stream.text, "ids": ids, "ended": ended, "stop": stream.stopped}
+        record: dict[str, Any] = {
+            "prompt": prompt,
+            "text": stream.text,
+            "ids": ids,
+            "ended": self._ended(ids, stream),
+            "stop": stream.stopped,
+        }
         return json.dumps(record)
+
+    def _ended(self, ids: list[int], stream: Stream) -> str:
+        length = "length" if len(ids) == self.manner.max_new_tokens else "interruption"
+        return "stop string" if stream.stopped is not None else "stop token" if ids[-1] in self.manner.stop_ids else length
 
     def _note_length(self, longest: int) -> None:
         total = longest + self.manner.max_new_tokens

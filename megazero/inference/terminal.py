@@ -7,8 +7,9 @@ import select
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,7 +41,11 @@ class Terminal:
                 import readline  # noqa: F401 - `input` gets keys to edit a line and to bring earlier ones back
 
     def line(self) -> str | None:
-        """The next line, on rank 0; None at the end. A person's Ctrl-C takes back what was typed; from a pipe it is raised."""
+        """The next line, on rank 0; None at the end. A person's Ctrl-C takes back what was typed; from a pipe it is raised.
+
+        From here on a person's Ctrl-C is for the answer to this line, also before it begins.
+        """
+        self._stopped = False
         if self._ahead:
             line = self._ahead.pop(0)
             print(f"{MARK}{line or ''}", file=sys.stderr, flush=True)
@@ -50,7 +55,8 @@ class Terminal:
             return read.rstrip("\r\n") if read else None
         while True:
             try:
-                return input(MARK)
+                with _signal(signal.default_int_handler):
+                    return input(MARK)
             except EOFError:
                 print(file=sys.stderr)
                 return None
@@ -60,16 +66,17 @@ class Terminal:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Within, Ctrl-C raises nothing: `stopped` tells of it."""
-        self._stopped = False
         if self.grid.rank:
             yield
             return
-        before = signal.signal(signal.SIGINT, self._stop)
-        try:
-            with _without_signals() if self.person else _as_it_is():
-                yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+        with _signal(self._stop), _without_signals() if self.person else _as_it_is():
+            yield
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within, the program is a person's: no Ctrl-C ends it, be it between a line and its answer."""
+        with _signal(self._stop) if self.person else _as_it_is():
+            yield
 
     def stopped(self) -> bool:
         """Whether Ctrl-C was pressed since `listening` began. Called by all ranks; one number is broadcast over the world."""
@@ -96,6 +103,16 @@ class Terminal:
             self._ahead += [None] if not typed else typed.decode("utf-8", errors="surrogateescape").splitlines()
             if not typed:
                 return
+
+
+@contextmanager
+def _signal(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Within, Ctrl-C calls this."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import megazero.loading
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import chat_tokens
+from megazero.inference.advice import advised, followed
 from megazero.inference.conversation import asked, of_user
 from megazero.inference.talk import Talk
 from megazero.inference.terminal import Terminal
@@ -113,6 +115,73 @@ def test_a_conversation_has_the_tokens_of_transformers(model: Path) -> None:
 def test_an_answer_is_streamed_as_its_text(model: Path) -> None:
     wanted = their_conversation(model, None)
     assert converse(model, LINES, single_process_grid()) == "".join(f"{text}\n" for _, text in wanted)
+
+
+def answered(folder: Path, *words: str) -> list[list[int]]:
+    """The ids of each prompt's answer, with these flags and no others."""
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        tool.talk_on(tool.parser().parse_args(["--load", str(folder), "--chat", "--json", *words]), single_process_grid())
+    return [json.loads(line)["ids"] for line in shown.getvalue().splitlines()]
+
+
+def test_an_answer_that_is_cut_off_is_told_beside_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = single_process_grid()
+    (whole,) = answered(model, "--prompt", LINES[0], "--greedy")
+    assert whole[-1] == END and len(whole) > 2
+    for length, told in ((len(whole), ""), (len(whole) - 1, f"; cut off by --max-new-tokens {len(whole) - 1}\n")):
+        capsys.readouterr()
+        text = converse(model, LINES[:1], grid, "--max-new-tokens", str(length))
+        said = capsys.readouterr().err
+        assert "cut" not in text and ("cut off" in said) == bool(told) and said.endswith(told), said
+    prompts = [word for line in LINES for word in ("--prompt", line)]
+    answered(model, *prompts, "--greedy", "--max-new-tokens", "1", "--batch-size", "2")
+    assert "; cut off by --max-new-tokens 1: 3 of 3\n" in capsys.readouterr().err, "whatever the batches"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 9, "eos_token_id": [0, END]},
+        {"do_sample": True, "top_k": 1, "temperature": 0.6, "repetition_penalty": 1.4, "max_new_tokens": 11, "eos_token_id": [0, END]},
+    ],
+    ids=["likeliest", "drawn"],
+)
+def test_without_a_flag_generation_config_counts(
+    config: dict[str, Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with `transformers`, to whose generate nothing is said either; what a flag says counts more."""
+    folder = Path(shutil.copytree(model, tmp_path / "advised"))
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template([of_user(LINES[2])], add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    with in_float64(), torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        wanted = theirs.generate(**prompt, pad_token_id=0)[0, prompt["input_ids"].shape[1] :].tolist()
+    flags = ["--prompt", LINES[2], "--precision", "fp64"]
+    assert answered(folder, *flags) == [wanted] and answered(model, *flags, "--greedy", "--max-new-tokens", "20") != [wanted]
+    capsys.readouterr()
+    (short,) = answered(folder, *flags, "--max-new-tokens", "2", "--repetition-penalty", "1", "--greedy")
+    told = capsys.readouterr().err
+    assert short == answered(model, *flags, "--max-new-tokens", "2", "--greedy")[0] and len(short) == 2
+    assert "--repetition-penalty" not in told and "--max-new-tokens" not in told.replace("cut off by --max-new-tokens", "")
+
+
+def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    drawn = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_length": 4096, "_from_model_config": True}
+    assert advised(drawn) == {}, "transformers draws nothing, and says that these are not used"
+    assert advised(drawn | {"do_sample": True}) == {"temperature": 0.6, "top_p": 0.9}
+    assert advised(drawn | {"do_sample": False, "max_new_tokens": 7}) == {"temperature": 0.0, "max_new_tokens": 7}
+    assert followed({"temperature": 0.0, "max_new_tokens": 7}, {"top_p": 0.5}) == {"max_new_tokens": 7}, "--top-p asks for draws"
+    assert followed({"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.5}) == {"temperature": 0.6}
+    for wrong in ({"top_k": 2.5}, {"top_p": 7}, {"temperature": "hot"}, {"repetition_penalty": True}, {"max_new_tokens": 0}):
+        with pytest.raises(DataError, match=f"generation_config.json: {next(iter(wrong))}"):
+            advised({"do_sample": True} | wrong)
+    folder = Path(shutil.copytree(model, tmp_path / "advised"))
+    (folder / "generation_config.json").write_text(json.dumps(drawn | {"do_sample": True, "max_new_tokens": 2}))
+    answered(folder, "--prompt", LINES[0], "--top-p", "0.8")
+    told = capsys.readouterr().err
+    assert "as the model's generation_config.json says, since no flag says otherwise: --temperature 0.6 --max-new-tokens 2\n" in told
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, INSTRUCT], ids=["chatml", "headers", "instruct"])

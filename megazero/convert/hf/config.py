@@ -104,6 +104,12 @@ def ends_of_generation(companions: Mapping[str, Path], vocabulary: int) -> froze
     return frozenset(number for number in named if 0 <= number < vocabulary)
 
 
+def generation_file(companions: Mapping[str, Path]) -> dict[str, Any]:
+    """What generation_config.json says, nothing where there is none. Raises ConversionError for a file that is no JSON."""
+    path = companions.get(GENERATION)
+    return {} if path is None else read_json(path)
+
+
 def named_dtype(config: Config) -> str | None:
     """dtype as config.json names it, without "torch."."""
     found = next((config[key] for key in _DTYPE_KEYS if config.get(key) is not None), None)
