@@ -15,17 +15,20 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.reading import open_file, raised_as
+
 
 class DataError(ValueError):
     """A file of data is missing, incomplete, inconsistent, or does not fit the run."""
 
 
 class OpenFile:
-    """A file as long as it was when it was opened. Raises OSError where it cannot be. Threads and forks may share it."""
+    """A file as long as it was when it was opened. Raises DataError where it cannot be. Threads and forks may share it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as the object
+        with raised_as(DataError):
+            self._file = open_file(path)
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, count: int) -> bytes:
