@@ -1,0 +1,56 @@
+"""How a rank's process ends before its first step: with all others, or alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from megazero import launch
+from megazero.launch import Environment, stop_early
+
+
+class Left(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """A launcher's store, and its rank 1 of 2 that leaves no process."""
+
+    def leave(status: int) -> NoReturn:
+        raise Left(status)
+
+    held = dist.HashStore()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(launch, "_store", lambda environment: held)
+    monkeypatch.setattr(launch, "leave", leave)
+    monkeypatch.setattr(launch, "WAIT_FOR_OTHERS", 0.0)
+    return held
+
+
+def stopped(rank: int) -> int:
+    with pytest.raises(Left) as left:
+        stop_early("SIGTERM", Environment(rank=rank, local_rank=rank, world_size=2, local_world_size=2))
+    return int(left.value.args[0])
+
+
+def test_a_rank_that_alone_is_told_to_stop_fails(store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others would wait for it: status 1 has the launcher end them, and its summary says why."""
+    assert stopped(1) == 1
+    said = "rank 1 stopped: SIGTERM came before the first step, and to 1 of 2 ranks only"
+    captured = capsys.readouterr()
+    assert captured.err == f"{said}\n" and captured.out == ""
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == said
+
+
+def test_ranks_that_are_all_told_to_stop_end_well(store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store.add("megazero/told to stop", 1)
+    assert stopped(0) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "stopped by SIGTERM before the first step: there is nothing to save\n" and captured.err == ""
+    assert not (tmp_path / "error.json").exists()
