@@ -29,7 +29,7 @@ def main(arguments: list[str], environment: Environment, signals: StopSignals | 
         return
     prepared = prepare(asked.run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
     with launch(prepared.run.parallel, environment) as grid:
-        job = build_job(prepared, grid, signals, asked.notes)
+        job = build_job(prepared, grid, signals, asked)
         job.fit()
         job.report()
 

@@ -15,6 +15,7 @@ from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import Fence, new_token
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.dump import RUN_FILE, dump
+from megazero.config.parse import Asked
 from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
@@ -162,10 +163,10 @@ class Job:
         return tokenizer.decode([*ids, *new])
 
 
-def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None, notes: Sequence[str] = ()) -> Job:
+def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None, asked: Asked | None = None) -> Job:
     """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner.
 
-    signals: what asks the run to stop. notes: what its user should know before it starts.
+    signals: what asks the run to stop. asked: what its user said, and should know before it starts; None for a run that a program made.
     """
     run = _with_device(prepared.run, grid)
     if grid.rank == 0 and grid.device.type == "cuda":
@@ -207,7 +208,7 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
         trainer.saves = saves
     start = job.resume()
     if grid.rank == 0:
-        _introduce(run, grid, prepared, start, checkpoints.fence, notes)
+        _introduce(run, grid, prepared, start, checkpoints.fence, asked)
     trainer.log = step_log(run, grid, sinks_of(run, grid, trainer.position, checkpoints.fence))
     if run.checkpoint.async_save:
         trainer.log.note(f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written")
@@ -225,10 +226,11 @@ def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], 
     return write_all if there else None
 
 
-def _introduce(run: Run, grid: ProcessGrid, prepared: Prepared, start: str, fence: Fence | None, notes: Sequence[str]) -> None:
+def _introduce(run: Run, grid: ProcessGrid, prepared: Prepared, start: str, fence: Fence | None, asked: Asked | None) -> None:
     """Print the banner; write the resolved run beside the checkpoints, where `--config` can take it from."""
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
-    print(overview(run, grid, prepared.text, start, changes, notes), end="\n\n", flush=True)
+    said, notes = (None, ()) if asked is None else (asked.departures(), asked.notes)
+    print(overview(run, grid, prepared.text, start, changes, said, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()
         replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)

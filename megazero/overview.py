@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,19 @@ from megazero.zero.placement import Column, Spread, columns, placements
 
 
 def overview(
-    run: Run, grid: ProcessGrid, text: str, start: str, changes: list[tuple[str, object, object]], notes: Sequence[str] = ()
+    run: Run,
+    grid: ProcessGrid,
+    text: str,
+    start: str,
+    changes: list[tuple[str, object, object]],
+    said: Mapping[str, Mapping[str, Any]] | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
-    """The banner of a run on this grid. text: what the data is; start: from what it starts; notes: what its user should know."""
+    """The banner of a run on this grid.
+
+    text: what the data is; start: from what it starts; said: what its user said otherwise than the defaults, by section; None: a program made
+    the run, and all of it was said; notes: what its user should know.
+    """
     axes = grid.axes
     parts = [
         (f"megazero: {banner.ranks(axes.tp, axes.pp, axes.dp)}", banner.draw_grid(axes.pp, axes.dp, axes.tp)),
@@ -44,7 +55,7 @@ def overview(
         ("Run", banner.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", banner.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
-        ("Other than the defaults", _departures(run)),
+        ("Other than the defaults", _departures(run, departures(run) if said is None else said)),
         ("Worth knowing", banner.bullets(notes)),
     ]
     return banner.sections(parts)
@@ -168,11 +179,11 @@ def _times(run: Run) -> Times:
     return Times(forward, tuple(2 * seconds for seconds in forward))
 
 
-def _departures(run: Run) -> str:
-    """What the run has otherwise than the defaults, a paragraph per section, and where all of it stands. The device is told above."""
+def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
+    """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands. The device is told above."""
     shown = [
         (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items() if name != "device"))
-        for section, fields in departures(run).items()
+        for section, fields in said.items()
     ]
     save = run.checkpoint.save
     everything = f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"

@@ -46,7 +46,7 @@ def started(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a run prints until its first step."""
     asked = ask(words, 1)
     prepared = prepare(asked.run, 1, print)
-    build_job(prepared, build_grid(axes_of(prepared.run, 1), "cpu"), notes=asked.notes)
+    build_job(prepared, build_grid(axes_of(prepared.run, 1), "cpu"), asked=asked)
     return capsys.readouterr().out
 
 
@@ -132,6 +132,19 @@ def test_the_configuration_is_printed_for_a_file(flags: list[str], tmp_path: Pat
     assert parse_run(["--config", str(tmp_path / "run.yaml")], 2) == parse_run(words, 2)
     both = answered([*words, "--print-config", "--validate-only"], capsys)
     assert both.index("z_loss: 0.25") < both.index("OK: 1 rank")
+
+
+def test_the_banner_lists_what_was_said_and_not_what_follows(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it was said: epochs are not the samples that they turn out to be."""
+    (tmp_path / "run.yaml").write_text("model: {norm: rmsnorm}\noptimizer: {clip_grad: 0.5}\n")
+    at = flags.index("--train-iters")
+    said = [*flags[:at], *flags[at + 2 :], "--epochs", "0.25", "--config", str(tmp_path / "run.yaml"), "--eod-id", "7"]
+    told = started(said, capsys).split("Other than the defaults")[1]
+    for word in ("epochs=0.25", "norm=rmsnorm", "clip_grad=0.5", "eod_id=7", "num_layers=1"):
+        assert word in told
+    for derived in ("embedding_layernorm", "train_samples", "train_iters"):
+        assert derived not in told
+    assert "eod_id" not in started(flags, capsys).split("Other than the defaults")[1]
 
 
 def refusal(words: list[str]) -> tuple[str, ...]:

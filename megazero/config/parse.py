@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.deepspeed import DeepSpeedLevel, read_deepspeed
-from megazero.config.dump import build_run, dump, read_yaml
+from megazero.config.dump import build_run, departures, dump, read_yaml
 from megazero.config.effects import without_effect
 from megazero.config.facts import Facts
 from megazero.config.flags import Command, help_text, read_command_line
@@ -42,11 +42,21 @@ class Asked:
     run      with nothing wrong in it
     command  what to do with it
     notes    sentences that its user should read before it starts, and that no rank but one should print
+    said     fields that flags, files or a preset set; what follows from them, or from a model that the run starts with, is not said
     """
 
     run: Run
     command: Command
     notes: tuple[str, ...]
+    said: frozenset[str]
+
+    def departures(self) -> dict[str, dict[str, Any]]:
+        """What was said otherwise than the defaults have it: section -> field -> plain value."""
+        found = {
+            section: {name: value for name, value in fields.items() if name in self.said}
+            for section, fields in departures(self.run).items()
+        }
+        return {section: fields for section, fields in found.items() if fields}
 
 
 def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], Level] | None = None) -> Run:
@@ -83,6 +93,7 @@ def ask(
                 f"--world-size {line.command.world_size} goes with --validate-only; torchrun sets the number of ranks otherwise"
             )
     levels = _levels(line.level, line.command)
+    said = frozenset(name for level in levels for name in level.settings)
     notes = _deepspeed_defaults(levels)
     for level in levels:
         problems += [*(level.problems if level is not line.level else ()), *level.sibling_problems()]
@@ -104,7 +115,7 @@ def ask(
         problems += absences(build_run({name: value for name, value in settings.items() if name not in bad}))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
-    return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given)), *rarely_saved(run)))
+    return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given)), *rarely_saved(run)), said)
 
 
 def _deepspeed_defaults(levels: list[Level]) -> list[str]:
