@@ -40,6 +40,7 @@ class Turns:
 
     def one(self, plan: Plan) -> float:
         """Take a turn; its median step in seconds."""
+        self.contestant.ask("report")  # what a rank waited for since its last turn is nobody's time
         self.seconds.append(self.contestant.turn(plan.seconds))
         self.reports.append(self.contestant.ask("report"))
         return statistics.median(self.seconds[-1])
@@ -70,7 +71,6 @@ def split(table: Table, plan: Plan, before: Path | None) -> dict[str, Any]:
         say(f"{table.name}: starting")
         for side in sides:
             side.contestant.prepare(plan.warm_up)
-            side.contestant.ask("report")
         for number in range(plan.rounds):
             took = [side.one(plan) for side in sides]
             say(f"  turn {number + 1}/{plan.rounds}: " + ", before ".join(f"{seconds * 1e3:.0f} ms" for seconds in took))

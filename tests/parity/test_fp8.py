@@ -299,13 +299,13 @@ def test_a_machine_without_it_is_an_error_before_training(corpus: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_compiled_casts_train_the_same_weights(scaling: str, corpus: Path, tmp_path: Path) -> None:
-    """Every kernel of the CPU is used either way: what --compile compiles here are the casts alone."""
+    """Beside the CPU's kernels what --compile compiles are the casts alone; it would compile what the environment asks for instead of them, too."""
     try:
         compiler()
     except CompileError:
         pytest.skip("no compiler, nothing is compiled")
     flags = [*flags_for(corpus, tmp_path, "--train-iters", "4", "--recompute-granularity", "full"), *SCALINGS[scaling]]
-    plain, compiled = train(1, flags), train(1, [*flags, "--compile"])
+    plain, compiled = train(1, flags, "auto"), train(1, [*flags, "--compile"], "auto")
     assert [(r.loss, r.grad_norm) for r in compiled.records] == [(r.loss, r.grad_norm) for r in plain.records]
     assert all(torch.equal(compiled.weights[name], value) for name, value in plain.weights.items())
     graphs = run_ranks(1, graphs_on_rank, [*flags, "--compile"])[0]
@@ -316,6 +316,8 @@ def test_compiled_casts_train_the_same_weights(scaling: str, corpus: Path, tmp_p
 def graphs_on_rank(rank: int, flags: list[str]) -> int:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    job, _ = job_on_rank(rank, 1, flags)
-    job.fit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGAZERO_FUSED", "auto")
+        job, _ = job_on_rank(rank, 1, flags)
+        job.fit()
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
