@@ -67,6 +67,8 @@ class DeepSpeedLevel(Level):
         if each and not left:
             settings.setdefault("micro_batch_size", each)
         micro = settings.get("micro_batch_size", run_options()["micro_batch_size"].default)
+        if micro < 1:  # which is told by itself
+            return []
         product = micro * dp * steps
         given = settings.setdefault("global_batch_size", product)
         if given == product:

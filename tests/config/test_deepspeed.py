@@ -133,6 +133,11 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
             {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5},
             "= 40 is not train_batch_size 24; nearest: gradient_accumulation_steps 3 or train_batch_size 40",
         ),
+        (
+            {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 0, "gradient_accumulation_steps": 5},
+            "--micro-batch-size 0: must be at least 1",
+        ),
+        ({"train_micro_batch_size_per_gpu": 0}, "--micro-batch-size 0: must be at least 1"),
         ("{", "is no JSON"),
         ([], "holds no settings, but list"),
     ],
