@@ -230,6 +230,15 @@ def test_a_checkpoint_that_does_not_open_is_named_once(tmp_path: Path, monkeypat
     assert model_level("runs/base").problems == ["--init-from runs/base/iter_0000003/manifest.json cannot be read: Is a directory"]
 
 
+def test_what_leads_nowhere_is_one_problem(tmp_path: Path) -> None:
+    """Links that lead to each other, and a name that only YAML can hold."""
+    for name, other in ("ab", "ba"):
+        (tmp_path / name).symlink_to(other)
+    for path in (str(tmp_path / "a"), f"{tmp_path}/a\0b"):
+        (problem,) = model_level(path).problems
+        assert problem.startswith(f"--init-from {path}") and len(problem) < 300
+
+
 def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_level(MODEL, tmp_path, monkeypatch, tokenizer="byte", eod_id=5)
     base = ["--init-from", str(tmp_path), "--data-path", "x"]

@@ -77,7 +77,8 @@ def open_source(path: Path, name: str | None = None) -> Source:
 
 def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
     """above: the checkpoints of adapters that this one is beneath."""
-    if len(above) >= BOUNDS.adapters or path.resolve() in above:
+    itself = _resolved(path)
+    if len(above) >= BOUNDS.adapters or itself in above:
         raise ConversionError(f"{path} is the model beneath {len(above)} checkpoints of adapters, or beneath itself")
     table = format_table()
     if name is not None and name not in table:
@@ -88,4 +89,12 @@ def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
         source.companions = {**companions(source.path, source.path.parent), **source.companions}
         if source.run.lora.lora_rank is None:
             return source
-        return adapted_source(source, lambda beneath: _opened(beneath, None, (*above, path.resolve())))
+        return adapted_source(source, lambda beneath: _opened(beneath, None, (*above, itself)))
+
+
+def _resolved(path: Path) -> Path:
+    """Where a path leads. Raises ConversionError for links that lead to each other, and for what is no name."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be opened: {error}") from error
