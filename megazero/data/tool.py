@@ -49,9 +49,12 @@ def reader_left() -> int:
 
 
 def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = (DataError,)) -> None:
-    """Exit 2 with one message on a mistake in flags or files, 1 where a package is missing, 130 on Ctrl-C."""
+    """Exit 2 with one message on a mistake in flags or files, 1 where a package is missing, 130 on Ctrl-C, 141 where nobody reads on (`| head`)."""
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # an OSError, which may be one of the mistakes
+        sys.exit(reader_left())
     except mistakes as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

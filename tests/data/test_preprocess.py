@@ -318,3 +318,14 @@ def test_tools_report_mistakes_in_one_line(tmp_path):
     ):
         done = subprocess.run(_tool("inspect_data.py", *words), env=_environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_nobody_reads_what_a_tool_prints(tmp_path):
+    """`| head -1` whose reader has gone: no mistake in flags or files, and no traceback."""
+    write_pair(tmp_path / "q", [40])
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = _tool("inspect_data.py", "--data-path", str(tmp_path / "q"))
+    done = subprocess.run(command, env=_environment(), stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, "")
