@@ -61,6 +61,24 @@ def test_the_banner_tells_what_differs_and_where_all_of_it_is(flags: list[str], 
     assert "building" not in told and "order-" not in told, "names of cache folders are nobody's concern"
 
 
+def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who forgets --load, or names another run's folder, hears of it before the first save; who goes on does not."""
+    place = tmp_path / "s"
+    first, sentence = [*flags, "--save", str(place), "--save-interval", "1"], f"--save {place} holds checkpoints up to iter_0000003"
+    main([*first, "--log-interval", "9"], Environment(0, 0, 1, 1))
+    assert "holds checkpoints" not in capsys.readouterr().out
+
+    def told(*more: str) -> str:
+        return " ".join(started([*first, *more], capsys).split())  # long lines are broken
+
+    assert sentence in told() and f"; --load {place}/iter_0000003 goes on from there" in told()
+    assert sentence in told("--load", str(place / "iter_0000002"))
+    assert "--keep-last-k 1 deletes" in told("--keep-last-k", "1")
+    assert "holds checkpoints" not in told("--load", str(place))
+
+
 def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
     """With --save alone only the end is saved."""
     line = ["--train-iters", "5000", "--save", "d"]
