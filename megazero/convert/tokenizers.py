@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megazero.convert.source import Source
+from megazero.data.chat import template_of
 from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 
 _FILES = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("vocab.json", "gpt2"))
@@ -31,6 +33,19 @@ def tokenizer_of(source: Source) -> ListedTokenizer | None:
     except (DataError, ImportError) as error:
         source.report.notes.append(f"the tokenizer cannot be opened: {error}")
         return None
+
+
+def end_of_turn(source: Source) -> int | None:
+    """The token with which the chat template beside a model's tokenizer ends an assistant's turn; None where there is none, or it does not show."""
+    tokenizer = tokenizer_of(source)
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    try:
+        end = template_of(tokenizer).end_of_turn()
+    except (DataError, ImportError):
+        return None
+    found = None if end is None else tokenizer.id_of(end)
+    return found if found is None or found < (source.model.vocab_size or 0) else None
 
 
 def _still_there(path: Path) -> bool:

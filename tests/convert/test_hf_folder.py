@@ -20,6 +20,7 @@ from megazero.convert.hf.writer import write_hf
 from megazero.convert.registry import open_source, recognise
 from megazero.convert.source import ConversionError
 from megazero.convert.stages import fill_stages
+from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.data.train_bpe import train_bpe
 from megazero.model.stage import build_stage, whole_model
@@ -27,6 +28,7 @@ from megazero.mpu.grid import solo
 from tests.convert.hf_models import CASES, saved
 from tests.convert.sources import made
 from tests.convert.test_hf_config import FRESH
+from tests.data.chats import write_tokenizer
 from tests.parity.float64 import in_float64
 
 transformers = pytest.importorskip("transformers")
@@ -189,3 +191,17 @@ def test_files_are_carried_along(tmp_path: Path) -> None:
         write_hf(source, tmp_path / "mine", Wanted(), lambda count: None)
     for name in (*carried, "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "mine" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_model_of_chats_ends_its_answers_in_transformers_too(tmp_path: Path) -> None:
+    """Whose configuration names only the token that ends a document would go on behind its answer and ask itself the next question."""
+    tokenizer = write_tokenizer(tmp_path / "chats")
+    known = HuggingFaceTokenizer(tokenizer / "tokenizer.json")
+    turn, data = known.id_of("<|im_end|>"), DataConfig(tokenizer="hf", tokenizer_path=str(tokenizer), eod_id=1)
+    assert turn is not None
+    model = replace(FRESH["gpt2"], vocab_size=turn + 1)
+    written(model, tmp_path / "talks", data=data)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "talks")
+    assert (theirs.generation_config.eos_token_id, theirs.config.eos_token_id) == ([1, turn], 1)
+    cut = written(replace(model, vocab_size=turn), tmp_path / "without", data=data)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "without").eos_token_id == 1, cut.report.notes

@@ -159,9 +159,12 @@ def kept_config(original: Config, where: Path, family: Family, run: Run, dtype: 
     return made | {key: _word(dtype) for key in _DTYPE_KEYS if key in made}
 
 
-def generation_config(config: Config) -> dict[str, Any]:
-    """A generation_config.json for a model that had none."""
-    return {"_from_model_config": True} | {key: config[key] for key in NAMED_IDS if config.get(key) is not None}
+def generation_config(config: Config, end_of_turn: int | None) -> dict[str, Any]:
+    """A generation_config.json for a model that had none. end_of_turn: the token that ends an answer in a chat, where the model has chats."""
+    named, ends = {key: config[key] for key in NAMED_IDS if config.get(key) is not None}, ids_of(config, "eos_token_id")
+    if end_of_turn is None or end_of_turn in ends:
+        return {"_from_model_config": True} | named
+    return named | {"eos_token_id": [*ends, end_of_turn]}  # which config.json does not say
 
 
 def run_of(config: Config, where: Path, dtype: torch.dtype) -> Run:

@@ -30,6 +30,7 @@ from megazero.convert.hf.rules import Names, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
 from megazero.convert.source import ConversionError, Source
+from megazero.convert.tokenizers import end_of_turn
 
 SHARD_BYTES = 5_000_000_000
 """What transformers writes into one file at most."""
@@ -116,7 +117,7 @@ def _write_configs(
     write_json(folder / CONFIG, made)
     generation = kept.get(GENERATION)
     if generation is None:
-        write_json(folder / GENERATION, generation_config(made))
+        write_json(folder / GENERATION, generation_config(made, end_of_turn(source)))
     elif original is not None and original.get("eos_token_id") == made.get("eos_token_id"):
         shutil.copyfile(generation, folder / GENERATION)
     else:
