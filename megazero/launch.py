@@ -28,6 +28,9 @@ from megazero.telemetry.watchdog import die_with_parent
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
 WAIT_FOR_OTHERS = 5.0
 """Seconds within which a launcher that stops a run has told all its ranks."""
+WRONG = "megazero/configuration"
+"""In the launcher's store once rank 0 has told what is wrong with the configuration; with a rank behind it, once that rank knows."""
+RANK_0_SAYS = "the configuration is wrong; rank 0 says how"
 
 
 @dataclass(frozen=True)
@@ -126,12 +129,17 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
     """End this process because of a signal that came before the first step, when there is nothing to save.
 
     Status 0 where all ranks were told, as launchers and schedulers do. A rank that is alone with it has status 1: the others would wait
-    for it, and so the launcher ends them. Communicates through the launcher's store, if it has one.
+    for it, and so the launcher ends them. Where rank 0 has told that the configuration is wrong, the launcher ends whoever leaves after the
+    first: the status is 2 all the same. Communicates through the launcher's store, if it has one.
     """
     world, told = environment.world_size, environment.world_size
     if _agent_serves():
         with suppress(Exception):  # the store goes with the launcher, which goes when its ranks have gone
             store, deadline = _store(environment), time.monotonic() + WAIT_FOR_OTHERS
+            if store.check([WRONG]):
+                if environment.rank:
+                    _record(RANK_0_SAYS, first=False)
+                leave(EXIT_CONFIG)
             told = store.add("megazero/told to stop", 1)
             while told < world and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -189,15 +197,15 @@ def _report_once(message: str, environment: Environment) -> None:
     if environment.rank == 0:
         _say_last(message, first=True)
         if store is not None:
-            store.set("megazero/configuration", "reported")
+            store.set(WRONG, "reported")
             with suppress(Exception):
-                store.wait([f"megazero/configuration/{rank}" for rank in range(1, environment.world_size)], timedelta(seconds=10))
+                store.wait([f"{WRONG}/{rank}" for rank in range(1, environment.world_size)], timedelta(seconds=10))
         return
     try:
         assert store is not None
-        store.wait(["megazero/configuration"], timedelta(seconds=30))
-        _record("the configuration is wrong; rank 0 says how", first=False)
-        store.set(f"megazero/configuration/{environment.rank}", "seen")
+        store.wait([WRONG], timedelta(seconds=30))
+        _record(RANK_0_SAYS, first=False)
+        store.set(f"{WRONG}/{environment.rank}", "seen")
     except Exception:  # rank 0 found nothing wrong, or is gone: what is wrong is wrong here
         _say_last(f"rank {environment.rank}: {message}", first=True)
 

@@ -54,3 +54,15 @@ def test_ranks_that_are_all_told_to_stop_end_well(store: dist.Store, tmp_path: P
     captured = capsys.readouterr()
     assert captured.out == "stopped by SIGTERM before the first step: there is nothing to save\n" and captured.err == ""
     assert not (tmp_path / "error.json").exists()
+
+
+@pytest.mark.parametrize(("rank", "left"), [(0, "--hidden-size 0"), (1, "the configuration is wrong; rank 0 says how")])
+def test_a_wrong_configuration_is_one_whoever_leaves_first(
+    rank: int, left: str, store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher ends the ranks that are slower to leave: nothing is put over what they have said, and their status is that of the others."""
+    store.set("megazero/configuration", "reported")
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": "--hidden-size 0"}}))
+    assert stopped(rank) == 2
+    assert capsys.readouterr() == ("", "")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == left
