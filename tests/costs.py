@@ -32,24 +32,25 @@ class Costs:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.before: float | None = None
 
     @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before = _tree_seconds(os.getpid())
-        item.stash[_START] = before
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        if self.before is None:
+            self.before = _tree_seconds(os.getpid())
         yield
 
     @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
+        """Look once for each test, when it is over: a look asks the system about every process below this one."""
         outcome = yield
-        now = _tree_seconds(os.getpid())
-        outcome.get_result().user_properties.append((PROPERTY, now - item.stash[_START]))  # type: ignore[attr-defined]
-        item.stash[_START] = now
+        if call.when == "teardown" and self.before is not None:
+            now = _tree_seconds(os.getpid())
+            outcome.get_result().user_properties.append((PROPERTY, now - self.before))  # type: ignore[attr-defined]
+            self.before = now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # Properties of a test are a list that its three reports share: the last entry is this report's own.
-        own = [float(str(value)) for name, value in report.user_properties if name == PROPERTY]
-        self.seconds[report.nodeid] += own[-1] if own else 0.0
+        self.seconds[report.nodeid] += sum(float(str(value)) for name, value in report.user_properties if name == PROPERTY)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         files, rooms = defaultdict[str, float](float), defaultdict[str, float](float)
@@ -63,6 +64,3 @@ class Costs:
             for name, seconds in sorted(table.items(), key=lambda entry: -entry[1])[: self.rows]:
                 write(f"{seconds:8.1f}  {name}")
         write(f"{sum(rooms.values()):8.1f}  together")
-
-
-_START = pytest.StashKey[float]()

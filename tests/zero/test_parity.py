@@ -1,4 +1,4 @@
-"""Every layout of the toy against one process in float64: first gradients, norms, and the weights after ten steps."""
+"""Every layout of the toy against one process in float64: first gradients, norms, and the weights after six steps."""
 
 from collections.abc import Iterable
 from dataclasses import replace

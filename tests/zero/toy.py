@@ -50,7 +50,7 @@ class Case:
     clip: float = 1.0
     blocks: int = 4
     samples: int = 12
-    steps: int = 10
+    steps: int = 6
     reduce_every: bool | None = None
     poison: bool = False
 
