@@ -45,8 +45,7 @@ def serve(pipe: Connection) -> None:
             return
         rank, size, store_path, function, args = job
         torch.set_num_threads(1)
-        if torch.are_deterministic_algorithms_enabled():  # the job before asked for it; the call itself imports all of torch.compile
-            torch.use_deterministic_algorithms(False)
+        be_deterministic(False)  # the job before may have asked for it
         try:
             store = dist.FileStore(store_path, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
@@ -59,6 +58,14 @@ def serve(pipe: Connection) -> None:
             pipe.send_bytes(pickle.dumps((True, result)))
         except BaseException:
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def be_deterministic(strict: bool) -> None:
+    """`torch.use_deterministic_algorithms`, where that changes something: each call imports all of torch.compile, 0.9 s in a new process."""
+    import torch
+
+    if strict != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(strict)
 
 
 class _Pool:

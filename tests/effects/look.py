@@ -36,6 +36,7 @@ from megazero.mpu.place import place_of
 from megazero.prepare import prepare
 from megazero.telemetry.record import StepRecord
 from megazero.zero.placement import Column
+from tests.ranks import be_deterministic
 
 FACETS = {
     "refused": "the problems that the program ends with",
@@ -123,7 +124,7 @@ def _as_before() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(number)
-        torch.use_deterministic_algorithms(strict)
+        be_deterministic(strict)
         settings.fill_uninitialized_memory = filled
 
 
