@@ -175,7 +175,8 @@ class Typist:
     def wait_for_a_prompt(self, number: int) -> None:
         """Until the program waits for keys behind its prompt of this number.
 
-        Between the two Python's readline takes note of a Ctrl-C and does not look at it before the next key.
+        Before that, keys can be lost. Python's readline takes note of a Ctrl-C behind the prompt and does not look at it before the
+        next key. A Ctrl-D from before the prompt, when the terminal still collects lines, is no end any more when readline reads it.
         """
         self.see("> ", number)
         while Path(f"/proc/{self.process.pid}/syscall").read_text().split()[0] not in SELECTS:
@@ -225,6 +226,7 @@ def test_ctrl_c_at_a_terminal_stops_an_answer_and_not_the_program(model: Path) -
     person.wait_for_a_prompt(3)
     person.type("taken back\x03")
     person.see("Ctrl-D ends the program")
+    person.wait_for_a_prompt(4)
     person.type("\x04")
     person.process.wait(240)
     assert termios.tcgetattr(person.keys) == before
