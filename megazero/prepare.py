@@ -65,7 +65,7 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
         assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
         run = with_samples(run, tokenizer, report)
         datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
-        text = f"{text}; {epochs_told(run, datasets, samples_asked(run))}"
+        text = f"{text}; {epochs_told(run, datasets, samples_asked(run, found))}"
     except (DataError, ImportError) as error:  # a package that only the data show to be needed: jinja2, for chats
         raise ConfigError([str(error)]) from error
     changes = _changes(found, run, world_size, datasets)
@@ -88,7 +88,7 @@ def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Data
 
     build: datasets of at least so many training samples, and what they are.
     """
-    asked, used = samples_asked(run), samples_used(run)
+    asked, used = samples_asked(run, found), samples_used(run, found)
     made = build(asked)
     if found is not None and used != asked and not run.checkpoint.finetune and not _same_order(found, made[0]):
         other = build(used)
@@ -120,17 +120,18 @@ def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: st
     return datasets, text
 
 
-def samples_asked(run: Run) -> int:
+def samples_asked(run: Run, found: Found | None) -> int:
     """Training samples that the datasets are built for, as Megatron-LM does: --train-samples as given, though what is left of them for
     no whole batch is never used. Epochs, shares of a blend and with these the order from the first sample on follow from it."""
-    return samples_used(run) if run.schedule.train_samples is None else run.schedule.train_samples
+    return samples_used(run, found) if run.schedule.train_samples is None else run.schedule.train_samples
 
 
-def samples_used(run: Run) -> int:
-    """Training samples that the run consumes."""
+def samples_used(run: Run, found: Found | None) -> int:
+    """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been others, and its own."""
     steps = Progress(run.schedule)
-    assert steps.total_iterations is not None, "the resolved run has a length"
-    return steps.batches.consumed_after(steps.total_iterations)
+    if found is None or run.checkpoint.finetune:
+        return steps.consumed_at_end()
+    return steps.consumed_at_end(*(int(found.progress[key]) for key in ("iteration", "consumed_samples")))
 
 
 def validation_samples(run: Run) -> int:
@@ -175,6 +176,6 @@ def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
         ]
     epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
     return [
-        f"--train-iters or --train-samples: {samples_asked(run):,} samples take {epochs[1]} epochs of the data in another order than the"
-        f" checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: --override-data"
+        f"--train-iters, --train-samples or other batches: {samples_asked(run, found):,} samples take {epochs[1]} epochs of the data in another"
+        f" order than the checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: --override-data"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,26 +167,51 @@ def test_data_are_built_for_the_samples_that_were_asked(tmp_path: Path) -> None:
     assert np.array_equal(first_samples(datasets.train, len(expected)), expected)
 
 
-def test_a_checkpoint_of_data_built_for_the_samples_used_goes_on_with_these(
-    flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Versions before built them for whole batches of --train-samples."""
+@pytest.fixture
+def prepared(flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The training samples of a run of so long that resumes from a checkpoint."""
 
-    def prepared(train_samples: int, found: Any = None) -> Any:
+    def build(length: list[object], found: Any = None) -> Any:
         monkeypatch.setattr("megazero.presence.find", lambda folder: found)
         monkeypatch.setattr("megazero.presence.other_run", lambda *arguments: [])
         monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
-        words = [*flags[:-4], "--train-samples", train_samples, "--global-batch-size", 500, *flags[-4:], "--load", corpus.parent]
-        words[words.index("--train-iters") : words.index("--train-iters") + 2] = []
-        return prepare(parse_run([str(word) for word in [*words, "--eval-iters", 0]], 1), 1, silent).datasets.train
+        words = [*flags[:-4], *length, *flags[-4:], "--load", corpus.parent, "--eval-iters", 0]
+        shape = words.index("--train-iters")
+        words[shape : shape + 2] = []
+        return prepare(parse_run([str(word) for word in words], 1), 1, silent).datasets.train
 
-    asked, used = prepared(1499), prepared(1000)
+    return build
+
+
+def checkpoint(plans: Any, iteration: int = 0, consumed: int = 0) -> Any:
+    progress = {"data_plans": [list(plan) for plan in plans], "iteration": iteration, "consumed_samples": consumed}
+    return SimpleNamespace(progress=progress, run={}, layout={}, path="runs/a")
+
+
+def test_a_checkpoint_of_data_built_for_the_samples_used_goes_on_with_these(prepared: Callable[..., Any]) -> None:
+    """Versions before built them for whole batches of --train-samples."""
+
+    def of(samples: int, found: Any = None) -> Any:
+        return prepared(["--train-samples", samples, "--global-batch-size", 500], found)
+
+    asked, used = of(1499), of(1000)
     assert asked.plans != used.plans, "the test has to tell them apart"
-
-    def checkpoint(plans: Any) -> Any:
-        return SimpleNamespace(progress={"data_plans": [list(plan) for plan in plans]}, run={}, layout={}, path="runs/a")
-
     for then in (asked, used):
-        assert prepared(1499, checkpoint(then.plans)).plans == then.plans
+        assert of(1499, checkpoint(then.plans)).plans == then.plans
     with pytest.raises(ConfigError, match=r"1,499 samples take .* epochs of the data in another order"):
-        prepared(1499, checkpoint([(99, 0)]))
+        of(1499, checkpoint([(99, 0)]))
+
+
+def test_data_are_built_for_what_a_resumed_run_still_takes(prepared: Callable[..., Any]) -> None:
+    """Batches of another size follow a checkpoint: neither its samples nor the run's own are those of this size from the first step on."""
+
+    def of(iterations: int, batch: int, found: Any = None) -> Any:
+        return prepared(["--train-iters", iterations, "--global-batch-size", batch, "--micro-batch-size", 1], found)
+
+    once = of(1, 1)
+    epoch = len(once)
+    assert epoch > 600 and [plan[0] for plan in once.plans] == [1]
+    then = checkpoint(once.plans, 10, 10 * (epoch // 20))  # half of the epoch
+    with pytest.raises(ConfigError, match=f"{10 * (epoch // 20) + 12 * (epoch // 23):,} samples take 2 epochs"):
+        of(22, epoch // 23, then)  # smaller batches, which 22 steps from the first sample on would have room for
+    assert of(14, epoch // 10, then).plans == once.plans  # and larger ones, which they would not

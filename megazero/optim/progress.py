@@ -55,6 +55,18 @@ class Progress:
             yield step
             iterations, consumed = step.iteration, step.consumed_samples
 
+    def consumed_at_end(self, iterations: int = 0, consumed: int = 0) -> int:
+        """Samples that are consumed when the run ends that goes on from a state; it has an end."""
+        size, full = self.batches.size, self.batches.full
+        while size(consumed) < full and not self.finished(iterations, consumed):
+            iterations, consumed = iterations + 1, consumed + size(consumed)
+        if self.finished(iterations, consumed):
+            return consumed
+        if self.config.train_samples is not None:
+            return consumed + (self.config.train_samples - consumed) // full * full
+        assert self.config.train_iters is not None, "a run with an end"
+        return consumed + (self.config.train_iters - iterations) * full
+
     @property
     def total_iterations(self) -> int | None:
         """Steps of the whole run; None for one without end."""
