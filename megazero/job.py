@@ -13,11 +13,10 @@ from megazero.adapters import load_base, peft_files
 from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import new_token
-from megazero.checkpoint.folder import listing
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.dump import RUN_FILE, dump
 from megazero.config.parse import Asked
-from megazero.config.schema import CheckpointConfig, Run
+from megazero.config.schema import Run
 from megazero.data.dataset import Samples
 from megazero.data.loader import TrainLoader
 from megazero.durable import replace_file
@@ -36,6 +35,7 @@ from megazero.overview import overview
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.prepare import Prepared, validation_samples
+from megazero.presence import in_the_way
 from megazero.probe import check_probe, stored_probe
 from megazero.saves import Saves
 from megazero.telemetry.banner import pairs
@@ -232,23 +232,11 @@ def _introduce(job: Job, start: str, asked: Asked | None) -> None:
     run, fence = job.run, job.checkpoints.fence
     changes: list[tuple[str, object, object]] = [change.words() for change in job.prepared.changes]
     said, notes = (None, ()) if asked is None else (asked.departures(), asked.notes)
-    notes = (*notes, *_in_the_way(run.checkpoint, job.trainer.position.iteration))
+    notes = (*notes, *in_the_way(run.checkpoint, job.trainer.position.iteration))
     print(overview(run, job.grid, job.prepared.text, start, changes, said, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()
         replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)
-
-
-def _in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
-    """That a run which starts at this iteration will come to checkpoints that are there already: another run's, or its own from before it went back."""
-    later = [] if cfg.save is None else [path for number, path in listing(Path(cfg.save)) if number > iteration]
-    if not later:
-        return []
-    pruned = f", and --keep-last-k {cfg.keep_last} deletes those it has passed" if cfg.keep_last else ""
-    return [
-        f"--save {cfg.save} holds checkpoints up to {later[-1].name}, which this run does not start from: its own take the place of those of "
-        f"the same iteration{pruned}; --load {later[-1]} goes on from there"
-    ]
 
 
 def _with_device(run: Run, grid: ProcessGrid) -> Run:

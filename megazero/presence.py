@@ -13,9 +13,10 @@ from pathlib import Path
 
 from megazero.build import axes_of, with_vocabulary
 from megazero.checkpoint.compat import compare, run_from
+from megazero.checkpoint.folder import listing
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import Found, find
-from megazero.config.schema import Run
+from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.registry import recognise
 from megazero.convert.source import ConversionError
 from megazero.data.build import parse_data_path, parse_valid_data_path
@@ -75,6 +76,18 @@ def other_run(run: Run, found: Found, world_size: int) -> list[str]:
     """Why the run may not go on from this checkpoint, as far as the two runs tell."""
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
     return [f"{found.path}: {problem}" for problem in comparison.problems]
+
+
+def in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
+    """That a run which starts at this iteration will come to checkpoints that are there already: another run's, or its own from before it went back."""
+    later = [] if cfg.save is None else [path for number, path in listing(Path(cfg.save)) if number > iteration]
+    if not later:
+        return []
+    pruned = f", and --keep-last-k {cfg.keep_last} deletes those it has passed" if cfg.keep_last else ""
+    return [
+        f"--save {cfg.save} holds checkpoints up to {later[-1].name}, which this run does not start from: its own take the place of those of "
+        f"the same iteration{pruned}; --load {later[-1]} goes on from there"
+    ]
 
 
 def _other_format(load: Path) -> Iterator[str]:
@@ -156,6 +169,8 @@ def _unusable_places(run: Run) -> list[str]:
     elif metrics and os.path.exists(metrics):
         wrong = foreign(metrics) if os.access(metrics, os.R_OK | os.W_OK) else "may not be read and written"
         problems += [] if wrong is None else [f"--metrics-file {metrics}: {wrong}"]
+    elif metrics and os.path.islink(metrics):
+        problems.append(f"--metrics-file {metrics}: is a link, and nothing is where it leads")
     elif metrics:
         folders["--metrics-file"] = os.path.dirname(metrics) or "."
     problems += [f"{flag} {about(folder, wrong)}" for flag, folder in folders.items() if folder and (wrong := _closed(folder))]

@@ -123,8 +123,9 @@ def read_bytes(path: Path, most: int, *, piped: bool = False) -> bytes:
     with _opened(path) if piped else open_file(path) as file:
         there = os.fstat(file.fileno())
         try:
-            # A buffer is made for all that is asked for, so no more is than there is; a pipe has no size.
-            data = file.read(min(most, there.st_size) + 1) if stat.S_ISREG(there.st_mode) else _from_pipe(file, path, most + 1)
+            # A buffer is made for all that is asked for, so no more is than there is; a pipe has no size, nor have the files of /proc.
+            sized = stat.S_ISREG(there.st_mode) and there.st_size > 0
+            data = file.read(min(most, there.st_size) + 1) if sized else _from_pipe(file, path, most + 1)
         except OSError as error:
             raise _closed(path, error) from error
     if len(data) > most:

@@ -10,7 +10,7 @@ from megazero.config.schema import Run
 from megazero.data.corpus import VOCAB_SIZE
 from megazero.model.count import parameters
 from megazero.overview import schedule_lines, stage_bytes
-from megazero.presence import look
+from megazero.presence import in_the_way, look
 from megazero.requirements import unfit
 from megazero.telemetry import banner
 from megazero.telemetry.units import count
@@ -25,7 +25,7 @@ def answer(asked: Asked, ranks_here: int) -> str:
 
 
 def _verdict(asked: Asked, ranks: int) -> str:
-    run, problems, left = asked.run, [], []
+    run, problems, left, notes = asked.run, list[str](), list[str](), [*asked.notes]
     against = unfit(run)
     if asked.command.world_size is None:
         problems += against
@@ -37,10 +37,12 @@ def _verdict(asked: Asked, ranks: int) -> str:
     else:
         present = look(run, ranks)
         run, problems = present.run, [*problems, *present.problems]
+        iteration = 0 if present.found is None or run.checkpoint.finetune else int(present.found.progress["iteration"])
+        notes += in_the_way(run.checkpoint, iteration)
         left.append(_unread(run))
     if problems:
         raise ConfigError(problems)
-    return _told(_with_default_vocabulary(run), ranks, asked, left)
+    return _told(_with_default_vocabulary(run), ranks, notes, left)
 
 
 def _unread(run: Run) -> str:
@@ -59,7 +61,7 @@ def _with_default_vocabulary(run: Run) -> Run:
     return with_vocabulary(run, VOCAB_SIZE, None)
 
 
-def _told(run: Run, ranks: int, asked: Asked, left: list[str]) -> str:
+def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
     axes = axes_of(run, ranks)
     head = f"OK: {banner.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, ZeRO-{run.parallel.zero_stage}"
     if run.model.vocab_size is None:
@@ -71,7 +73,7 @@ def _told(run: Run, ranks: int, asked: Asked, left: list[str]) -> str:
     parts = [
         (head, banner.pairs(schedule_lines(run, axes))),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
-        ("Worth knowing", banner.bullets(asked.notes)),
+        ("Worth knowing", banner.bullets(notes)),
         ("Not checked", banner.bullets(left)),
     ]
     return banner.sections(parts)

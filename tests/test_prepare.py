@@ -46,6 +46,9 @@ def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], t
         f"--load {file}: is a file; name a folder of checkpoints",
     }
     assert not (tmp_path / "cache").exists(), "nothing is prepared for a run that could not keep its results"
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(ConfigError, match="circle: is a link, and nothing is where it leads"):
+        prepare(parse_run([str(word) for word in [*flags, "--metrics-file", tmp_path / "circle"]], 1), 1, silent)
 
 
 def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> None:

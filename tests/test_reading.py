@@ -88,6 +88,14 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
         read_bytes(tmp_path / "x", 1000)
 
 
+def test_a_file_whose_size_is_not_told_is_read_whole() -> None:
+    """Those of /proc have a size of 0."""
+    there = Path("/proc/version").read_bytes()
+    assert read_bytes(Path("/proc/version"), 1000) == there and len(there) > 10
+    with pytest.raises(Unreadable, match="version has more than 10 bytes"):
+        read_bytes(Path("/proc/version"), 10)
+
+
 def test_a_pipe_is_read_to_the_bound(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for most in (300, 299):

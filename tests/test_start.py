@@ -77,6 +77,9 @@ def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
     assert sentence in told("--load", str(place / "iter_0000002"))
     assert "--keep-last-k 1 deletes" in told("--keep-last-k", "1")
     assert "holds checkpoints" not in told("--load", str(place))
+    ahead = ["--load", str(place / "iter_0000001"), "--validate-only"]
+    assert sentence in " ".join(answered([*first, *ahead], capsys).split())
+    assert "holds checkpoints" not in answered([*first, "--load", str(place), "--validate-only"], capsys)
 
 
 def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:

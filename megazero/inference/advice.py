@@ -20,7 +20,8 @@ Settings = Mapping[str, float]
 def advised(config: Mapping[str, Any]) -> dict[str, float]:
     """Of the file's content what `KEYS` names and it says; a temperature of 0 where it says that nothing is drawn ("do_sample": false).
 
-    A file that does not say whether tokens are drawn says nothing about how. Raises DataError for what is no such number.
+    A file that does not say whether tokens are drawn says nothing about how, and one without a top_k does not ask for the 50 that
+    `transformers` takes then: of a model whose makers name a top_p alone, that is what counts. Raises DataError for what is no such number.
     """
     draws = config.get("do_sample")
     wanted = KEYS if draws is True else tuple(key for key in KEYS if key not in DRAWN)

@@ -62,6 +62,9 @@ class Conversation:
     def _system(self, rest: str) -> None:
         if rest:
             self.talk.read_chats([asked(rest, of_user("?"))])  # some templates refuse such turns
+        if not rest and self.system is None:
+            self.talk.note("there is no system's turn; /system TEXT sets one")
+            return
         self.system = rest or None
         self.talk.note("the system's turn is " + ("set" if rest else "gone") + (" from the next answer on" if self.turns else ""))
 

@@ -220,7 +220,19 @@ def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return [f"answer {len(asked_for)}"]
 
     monkeypatch.setattr(Talk, "answer", answer)
-    lines = ["one", "/system be brief", "", "two", "/reset", "/temperature 0.5", "/temperature -1", "/temperature", "/nonsense", "three"]
+    lines = [
+        "/system",
+        "one",
+        "/system be brief",
+        "",
+        "two",
+        "/reset",
+        "/temperature 0.5",
+        "/temperature -1",
+        "/temperature",
+        "/nonsense",
+        "three",
+    ]
     converse(model, [*lines, "/system", "/help", " /four"], single_process_grid())
     told = capsys.readouterr().err
     system, first = {"role": "system", "content": "be brief"}, [of_user("one"), {"role": "assistant", "content": "answer 1"}]
@@ -235,6 +247,8 @@ def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         "/temperature : a number",
         "/nonsense is no command",
         "the conversation is forgotten",
+        "there is no system's turn",
+        "the system's turn is gone",
     ):
         assert words in told
     assert all(f"/{name} " in told for name in ("reset", "system", "temperature", "help"))
