@@ -2,7 +2,8 @@
 
 A test with the mark `sampled` has a grid of parameters. A sample of strength 2 has every pair of values of every two parameters in some case,
 one of strength 1, as `sampled(strength=1)` asks for, every value of each. What a fault depends on is nearly always one value or two; a third is
-left to other seeds and to `make test-all`, which also has the tests with the mark `exhaustive`.
+left to other seeds and to `make test-all`, which also has the tests with the mark `exhaustive`. `sampled(cases=3)` is for dear cases that are much
+alike: so many of them run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +22,13 @@ STRENGTHS = {"check": (1, 0), "test": (2, 1)}
 
 Case = dict[str, str]
 """Values by the names of parameters, as text."""
+
+
+class Share(NamedTuple):
+    """What runs of a grid: a sample of this strength, or so many cases."""
+
+    strength: int
+    cases: int | None = None
 
 
 def covered(case: Case, strength: int) -> set[tuple[tuple[str, str], ...]]:
@@ -51,16 +60,16 @@ def sample(cases: Sequence[Case], strength: int, random_: random.Random) -> list
 
 def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """(tests that run, tests that do not) at this depth."""
-    grids: dict[tuple[str, int], list[pytest.Function]] = {}
+    grids: dict[tuple[str, Share], list[pytest.Function]] = {}
     for item in items:
         if depth != "all" and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            strength = _strength(item, depth)
-            if strength is not None:
-                grids.setdefault((item.nodeid.partition("[")[0], strength), []).append(item)
+            share = _share(item, depth)
+            if share is not None:
+                grids.setdefault((item.nodeid.partition("[")[0], share), []).append(item)
     out = {id(item) for item in items if not _belongs(item, depth)}
-    for (name, strength), grid in grids.items():
+    for (name, share), grid in grids.items():
         cases = [{key: repr(value) for key, value in item.callspec.params.items()} for item in grid]
-        kept = set(sample(cases, strength, random.Random(f"{seed} {name}"))) if strength else set()
+        kept = set(_drawn(share, cases, random.Random(f"{seed} {name}")))
         out |= {id(item) for number, item in enumerate(grid) if number not in kept}
     return [item for item in items if id(item) not in out], [item for item in items if id(item) in out]
 
@@ -72,13 +81,20 @@ def _belongs(item: pytest.Item, depth: str) -> bool:
     return depth == "all" or item.get_closest_marker("exhaustive") is None
 
 
-def _strength(item: pytest.Function, depth: str) -> int | None:
-    """That of the sample which a test is in; None: it runs."""
+def _drawn(share: Share, cases: Sequence[Case], random_: random.Random) -> Sequence[int]:
+    """Numbers of the cases that run."""
+    if share.cases is not None:
+        return random_.sample(range(len(cases)), min(share.cases, len(cases)))
+    return sample(cases, share.strength, random_) if share.strength else ()
+
+
+def _share(item: pytest.Function, depth: str) -> Share | None:
+    """That of the grid which a test is in; None: it runs."""
     if item.get_closest_marker("gpu"):  # who has a card wants all of them
         return None
     of_sampled, of_emulated = STRENGTHS[depth]
     mark = item.get_closest_marker("sampled")
-    sampled = min(of_sampled, mark.kwargs.get("strength", 2)) if mark else None
+    strength = min(of_sampled, mark.kwargs.get("strength", 2)) if mark else None
     if EMULATED in (item.callspec.params.get("level"), item.callspec.params.get("cuda_level")):
-        return of_emulated if sampled is None else min(sampled, of_emulated)
-    return sampled
+        return Share(of_emulated if strength is None else min(strength, of_emulated))
+    return None if mark is None or strength is None else Share(strength, mark.kwargs.get("cases"))

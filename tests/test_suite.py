@@ -49,7 +49,7 @@ def test_the_seed_alone_decides() -> None:
 
 
 def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
-    """A grid of 12, sampled or not; one on kernels of two levels; what is slow."""
+    """A grid of 12, sampled or not; one of which two cases are drawn; one on kernels of two levels; what is slow."""
     items = pytester.getitems(
         """
         import pytest
@@ -60,6 +60,7 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
             return test
         def test_all(a, b, c): ...
         def test_some(a, b, c): ...
+        def test_two(a, c): ...
         def test_level(a, level): ...
         def test_plain(): ...
         @pytest.mark.slow
@@ -68,6 +69,7 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
         @pytest.mark.lint
         def test_lint(): ...
         test_all, test_some = on(grid, test_all), on([*grid, pytest.mark.sampled], test_some)
+        test_two = on([grid[0], grid[2], pytest.mark.sampled(cases=2)], test_two)
         test_level = on([grid[0], pytest.mark.parametrize("level", ["avx2", "emulated"])], test_level)
         """
     )
@@ -80,9 +82,9 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
         return found
 
     once = {"test_plain": 1, "test_slow": 1, "test_lint": 1}
-    assert counts("all") == {"test_all": 12, "test_some": 12, "test_level": 2, "emulated": 2} | once
-    assert counts("test") == {"test_all": 12, "test_some": 6, "test_level": 2, "emulated": 2} | once
-    assert counts("check") == {"test_all": 12, "test_some": 3, "test_level": 2, "test_plain": 1, "test_lint": 1}
+    assert counts("all") == {"test_all": 12, "test_some": 12, "test_two": 6, "test_level": 2, "emulated": 2} | once
+    assert counts("test") == {"test_all": 12, "test_some": 6, "test_two": 2, "test_level": 2, "emulated": 2} | once
+    assert counts("check") == {"test_all": 12, "test_some": 3, "test_two": 2, "test_level": 2, "test_plain": 1, "test_lint": 1}
 
 
 @pytest.mark.parametrize(("variable", "meant"), [("true", True), ("1", True), ("", False), ("false", False)])

@@ -107,6 +107,7 @@ def core_only(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("script", RECIPES)
 def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> None:
     """Its own precision, schedule and features on two ranks of this machine, as data-parallel ranks or as stages, after a plain install."""

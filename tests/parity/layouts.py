@@ -8,13 +8,15 @@ constraints (see `fits`) is drawn again. `REQUIRED` names combinations that must
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, fields
 
 MAX_RANKS = 8
 SEQUENCE = 12
 BATCH = 12
 """Samples of a step: dp, the micro-batches and their size multiply to it."""
+ACCUMULATIONS = (1, 2, 3, 4, 6, 12)
 VOCABULARY = 1003
 """Divides by no tp."""
 CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-v": (2,)}
@@ -165,7 +167,7 @@ def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
             "sequence_parallel": pick((True, False)),
             "recompute": pick(("none", "selective", "full")),
             "every": pick((1, 2)),
-            "accumulation": pick((1, 2, 3, 4, 6, 12)),
+            "accumulation": pick(ACCUMULATIONS),
             "overlap": pick((True, True, False)),
             "bucket": pick((500, 4000, 8_388_608)),
         }
@@ -197,13 +199,24 @@ REQUIRED: tuple[dict[str, object], ...] = (
 )
 
 
+def _rarest(seen: Set[Case]) -> dict[str, object]:
+    models, accumulations = Counter(case.model.name for case in seen), Counter(case.accumulation for case in seen)
+    return {
+        "name": min((model.name for model in MODELS), key=models.__getitem__),
+        "accumulation": min(ACCUMULATIONS, key=accumulations.__getitem__),
+    }
+
+
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """`count` different cases; the required ones come first. Ranks of every third one have gloo's collectives, as those of several hosts."""
+    """`count` different cases. The required ones come first, then others of the models and accumulations that there are fewest of.
+
+    Ranks of every third one have gloo's collectives, as those of several hosts.
+    """
     random_ = random.Random(seed)
     seen: set[Case] = set()
     while len(seen) < count:
         number = len(seen)
-        fixed = REQUIRED[number] if number < len(REQUIRED) else {}
+        fixed = REQUIRED[number] if number < len(REQUIRED) else _rarest(seen)
         case = draw(random_, fixed | {"shared_memory": (number + seed) % 3 != 0})
         if case not in seen:
             seen.add(case)

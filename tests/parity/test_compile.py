@@ -98,6 +98,7 @@ def steps_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepReco
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_equals_plain(name: str, corpus: Path, tmp_path: Path) -> None:
     ranks, layout, bodies = LAYOUTS[name]

@@ -53,6 +53,7 @@ def compare(found: tuple[float, float], exact: tuple[float, float]) -> None:
     assert off[0] < LOSS and off[1] < NORM, f"loss off by {off[0]:.1e}, gradient norm by {off[1]:.1e}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("level", ["reference", *CPU_LEVELS])
@@ -67,6 +68,7 @@ def test_on_the_emulated_cuda_kernels(precision: str, exact, corpus: Path, tmp_p
     compare(first_step(tmp_path_factory.getbasetemp(), corpus, "BLOOM", precision), exact("BLOOM"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("processor", PROCESSORS)

@@ -78,6 +78,7 @@ def test_the_loss_is_near_that_of_16_bits(
 
 @pytest.mark.slow
 @needs_reference
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", SCALINGS)
 def test_the_loss_on_real_text(name: str, plain: Callable[[tuple[str, ...]], Outcome], tmp_path_factory: pytest.TempPathFactory) -> None:
     assert REFERENCE is not None
@@ -167,6 +168,7 @@ def test_a_layout_is_one_process(name: str, scaling: str, corpus: Path, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_resumed_run_is_the_run_that_never_stopped(scaling: str, corpus: Path, tmp_path: Path) -> None:
     flags = [*flags_for(corpus, tmp_path, "--train-iters", "9", "--eval-interval", "2"), *SCALINGS[scaling]]
@@ -297,6 +299,7 @@ def test_a_machine_without_it_is_an_error_before_training(corpus: Path, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_compiled_casts_train_the_same_weights(scaling: str, corpus: Path, tmp_path: Path) -> None:
     """Beside the CPU's kernels what --compile compiles are the casts alone; it would compile what the environment asks for instead of them, too."""

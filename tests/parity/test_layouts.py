@@ -13,9 +13,10 @@ from tests.parity.training import train, worst
 
 STEPS = ["--train-iters", "6"]
 TOLERANCE = 1e-9
+COUNT = 24
 
 
-@pytest.mark.layouts(check=2, test=36, all=150, salt=0)
+@pytest.mark.layouts(check=2, test=COUNT, all=150, salt=0)
 def test_layout_equals_one_process(case: Case, flags_of: Callable[[Model, str, list[str]], list[str]], reference: Reference) -> None:
     found = train(case.ranks, [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()])
     differences = worst(found, reference(case.model, STEPS))
@@ -25,12 +26,12 @@ def test_layout_equals_one_process(case: Case, flags_of: Callable[[Model, str, l
 @pytest.mark.parametrize("seed", [0, 1, 2026])
 def test_what_is_drawn(seed: int) -> None:
     """A third of the cases goes without shared memory, and every value that an axis has is tried on some layout and some model."""
-    drawn = list(cases(36, seed))
-    assert sum(not case.shared_memory for case in drawn) == 12
+    drawn = list(cases(COUNT, seed))
+    assert sum(not case.shared_memory for case in drawn) in (COUNT // 3, COUNT // 3 + 1)
     for number, fixed in enumerate(REQUIRED):
         case = drawn[number]
         assert all(getattr(case.model if hasattr(case.model, name) else case, name) == value for name, value in fixed.items())
-    for name in ("tp", "pp", "dp", "zero", "schedule", "recompute", "sequence_parallel", "overlap", "bucket", "virtual"):
+    for name in ("tp", "pp", "dp", "zero", "schedule", "recompute", "sequence_parallel", "overlap", "bucket", "virtual", "accumulation"):
         assert {getattr(case, name) for case in drawn} == {getattr(case, name) for case in cases(400, 7)}, name
     assert {case.model.name for case in drawn} == {model.name for model in MODELS}
     for field in fields(Model):
