@@ -13,6 +13,8 @@ from fused_ops.native import library
 from fused_ops.swiglu import swiglu
 from tests.fused_ops.levels import DTYPES, SHORT, assert_close, drawn, level, same_kind, the_same_for_any_threads
 
+pytestmark = pytest.mark.sampled
+
 __all__ = ["level"]
 SHAPES = [(1, 1), (3, 16), (5, 17), (2, 3, 33), (70, 1), (300, 250), (1, 9001)]
 

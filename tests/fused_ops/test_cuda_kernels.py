@@ -18,6 +18,8 @@ from fused_ops.softmax import scaled_causal_alibi_softmax
 from tests.fused_ops.levels import DTYPES, assert_close, cuda_level, drawn, integers
 from tests.fused_ops.test_norm_kernels import compare
 
+pytestmark = pytest.mark.sampled
+
 __all__ = ["cuda_level"]
 
 LENGTHS = [8, 255, 512, 520, 1023, 2048, 4096, 4099, 8192, 8200]

@@ -11,6 +11,8 @@ from torch import Tensor
 from fused_ops.dropout import bias_dropout_residual, dropout
 from tests.fused_ops.levels import DTYPES, assert_close, drawn, integers, level, same_kind
 
+pytestmark = pytest.mark.sampled
+
 __all__ = ["level"]
 
 

@@ -13,6 +13,8 @@ from fused_ops.linear import FEW, linear
 from fused_ops.softmax import alibi_slopes
 from tests.fused_ops.levels import CPU_LEVELS, DTYPES, assert_close, cpu_level, drawn, same_kind, the_same_for_any_threads
 
+pytestmark = pytest.mark.sampled
+
 __all__ = ["cpu_level"]
 
 

@@ -11,6 +11,8 @@ from fused_ops.linear import add_bias_gradient, add_weight_gradient
 from fused_ops.native.library import CHOICES, kernels
 from tests.fused_ops.levels import the_same_for_any_threads
 
+pytestmark = pytest.mark.sampled
+
 SHAPES = [(1, 1, 1), (2, 3, 5), (7, 129, 33), (513, 40, 257), (2049, 130, 31), (4100, 17, 16)]
 
 

@@ -15,6 +15,8 @@ from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_no
 from fused_ops.native import library
 from tests.fused_ops.levels import DTYPES, assert_close, drawn, level, same_kind, the_same_for_any_threads
 
+pytestmark = pytest.mark.sampled
+
 __all__ = ["level"]
 EPS = 1e-5
 SHAPES = [(1, 1), (3, 16), (5, 17), (2, 3, 33), (70, 2), (300, 250), (2, 9001)]

@@ -15,6 +15,8 @@ from fused_ops.registry import OPS, describe
 from fused_ops.rotary import apply_rotary, rotary_tables, rotate_mixed
 from tests.fused_ops.levels import CPU_LEVELS, DTYPES, assert_close, drawn, integers, level
 
+pytestmark = pytest.mark.sampled
+
 __all__ = ["level"]
 
 

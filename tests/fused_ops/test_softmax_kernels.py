@@ -11,6 +11,8 @@ from torch import Tensor
 from fused_ops.softmax import alibi_slopes, scaled_causal_alibi_softmax
 from tests.fused_ops.levels import DTYPES, assert_close, drawn, integers, level
 
+pytestmark = pytest.mark.sampled
+
 __all__ = ["level"]
 SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (1, 5, 16, 16), (2, 3, 5, 21), (1, 2, 70, 70), (1, 1, 1, 9), (1, 2, 2, 8193), (1, 1, 1, 32768)]
 
