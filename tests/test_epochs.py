@@ -107,6 +107,7 @@ def _losses(outcome: Any) -> list[tuple[int, float]]:
     return [(record.iteration, record.loss) for record in outcome.records]
 
 
+@pytest.mark.slow
 def test_a_resume_by_the_same_command_goes_on(answers: list[object], tmp_path: Path) -> None:
     """Two epochs at once, and stopped after every fourth iteration."""
     flags = [str(word) for word in [*SHAPE, *answers, "--eval-iters", 0, "--epochs", 2, "--precision", "fp64", "--lr-warmup-fraction", 0.3]]

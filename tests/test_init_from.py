@@ -102,6 +102,7 @@ def banner_on_rank(rank: int, flags: list[str]) -> str:
     return told.getvalue()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
     base = ["bf16" if word == "fp64" else word for word in (*flags_for(corpus, tmp_path, 4), "--init-from", str(checkpoint))]
     folder = ["--save", str(tmp_path / "mine"), "--load", str(tmp_path / "mine")]

@@ -148,6 +148,7 @@ def test_an_old_python_is_refused_by_its_version(tmp_path: Path) -> None:
     assert "3.10 or newer" in done.stderr and "3.9.2" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cuda_available(), reason="there is an NVIDIA GPU")
 @pytest.mark.parametrize("goal", ["gpu-test", "gpu-bench"])
 @pytest.mark.parametrize("given", [True, False], ids=["PYTHON", "VENV"])

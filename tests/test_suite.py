@@ -48,6 +48,7 @@ def test_the_seed_alone_decides() -> None:
     assert samples[0] == samples[2] != samples[1]
 
 
+@pytest.mark.slow
 def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
     """A grid of 12, sampled or not; one of which two cases are drawn; one on kernels of two levels; what is slow."""
     items = pytester.getitems(
@@ -147,6 +148,7 @@ def test_a_rank_that_fails_costs_its_pool_and_no_more() -> None:
     assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after)
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_asked_for_them() -> None:
     """Killed, it can tell nobody."""
     program = "import os; from tests.ranks import run_ranks; from tests.test_suite import identity; print(run_ranks(2, identity)[1][0]);"

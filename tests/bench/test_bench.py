@@ -38,8 +38,7 @@ def run_quick(script: str, folder: Path, *words: str, ranks: int = 0) -> dict[st
     return found
 
 
-@pytest.mark.slow
-def test_peers(tmp_path: Path) -> None:
+def peers(tmp_path: Path) -> None:
     """One table with one rival: turns of both, a ratio, memory above the imports."""
     found = run_quick("peers.py", tmp_path, "--tables", "W1", "--only", "plain")
     (rival,) = found["tables"]["W1"]["rivals"]
@@ -48,8 +47,7 @@ def test_peers(tmp_path: Path) -> None:
     assert all(value > 0 for value in rival["peak_mib_above_imports"].values())
 
 
-@pytest.mark.slow
-def test_train(tmp_path: Path) -> None:
+def train(tmp_path: Path) -> None:
     """The parts of a pipeline whose ranks wait for each other, and the same checkout's turns beside it."""
     found = run_quick("train.py", tmp_path, "--layouts", "pp", "--before", str(ROOT))
     layout = found["layouts"]["pp"]
@@ -61,8 +59,7 @@ def test_train(tmp_path: Path) -> None:
     assert layout["ratio"] == pytest.approx(other[0] / own[0]) and layout["before"]["commit"] == found["versions"]["commit"]
 
 
-@pytest.mark.slow
-def test_memory(tmp_path: Path) -> None:
+def memory(tmp_path: Path) -> None:
     """The account adds up to the peak that the kernel tells of the process, on one process and on two that share memory."""
     found = run_quick("memory.py", tmp_path, "--layouts", "W1,tp")
     for name in ("W1", "tp"):
@@ -73,6 +70,44 @@ def test_memory(tmp_path: Path) -> None:
         assert tensors and all(size > 0 for size in tensors.values()) and any("activation" in function for function in tensors)
         assert parts["model state: master"] == 2 * parts["model state: parameter"] > 0, "fp32 beside bf16"
         assert (parts["shared memory"] > 0) == (name == "tp")
+
+
+def ops(tmp_path: Path) -> None:
+    found = run_quick("ops.py", tmp_path, "--only", "gelu")
+    assert [row["name"] for row in found["ops"]] == [name for name in CASES if "gelu" in name]
+    assert all(row["ours"] and row["theirs"] for row in found["ops"])
+
+
+def exchange(tmp_path: Path) -> None:
+    found = run_quick("exchange.py", tmp_path, ranks=2)
+    assert all(row["shared_memory"][0] > 0 and row["gloo"][0] > 0 for row in found["collectives"])
+
+
+def async_save(tmp_path: Path) -> None:
+    found = run_quick("async_save.py", tmp_path, "--saves", "2", "--every", "2", "--folder", str(tmp_path))
+    for way, part in (("async", "copy"), ("sync", "write")):
+        one = found["ways"][way]
+        assert len(one["seconds"]["saving"]) == 1 and len(one["parts"][part]) == 2 and one["bytes"] > 100_000
+    assert all("; the step waited" in told for told in found["ways"]["async"]["told"] if told.startswith("saved"))
+
+
+def generate(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = run_quick("generate.py", tmp_path)
+    rows = found["generation"]
+    assert [(row["dtype"], row["batch"]) for row in rows] == [(dtype, batch) for dtype in ("fp32", "bf16") for batch in (1, 8)]
+    assert all(row["ratio"] > 0 and len(row["ours"]) == len(row["theirs"]) == 1 for row in rows)
+    assert all(row["same"] == row["batch"] for row in rows if row["dtype"] == "fp32"), "both sides generate the same"
+
+
+SCRIPTS = {check.__name__: check for check in (peers, train, memory, ops, exchange, async_save, generate)}
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(cases=3)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs(name: str, tmp_path: Path) -> None:
+    SCRIPTS[name](tmp_path)
 
 
 def test_what_was_alive_when_that_was_most() -> None:
@@ -90,38 +125,6 @@ def test_what_was_alive_when_that_was_most() -> None:
     assert largest([*reversed(changes), *calls]) == {"fused_ops/b.py": 50, "elsewhere": 45}
 
 
-@pytest.mark.slow
-def test_ops(tmp_path: Path) -> None:
-    found = run_quick("ops.py", tmp_path, "--only", "gelu")
-    assert [row["name"] for row in found["ops"]] == [name for name in CASES if "gelu" in name]
-    assert all(row["ours"] and row["theirs"] for row in found["ops"])
-
-
-@pytest.mark.slow
-def test_exchange(tmp_path: Path) -> None:
-    found = run_quick("exchange.py", tmp_path, ranks=2)
-    assert all(row["shared_memory"][0] > 0 and row["gloo"][0] > 0 for row in found["collectives"])
-
-
-@pytest.mark.slow
-def test_async_save(tmp_path: Path) -> None:
-    found = run_quick("async_save.py", tmp_path, "--saves", "2", "--every", "2", "--folder", str(tmp_path))
-    for way, part in (("async", "copy"), ("sync", "write")):
-        one = found["ways"][way]
-        assert len(one["seconds"]["saving"]) == 1 and len(one["parts"][part]) == 2 and one["bytes"] > 100_000
-    assert all("; the step waited" in told for told in found["ways"]["async"]["told"] if told.startswith("saved"))
-
-
-@pytest.mark.slow
-def test_generate(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    found = run_quick("generate.py", tmp_path)
-    rows = found["generation"]
-    assert [(row["dtype"], row["batch"]) for row in rows] == [(dtype, batch) for dtype in ("fp32", "bf16") for batch in (1, 8)]
-    assert all(row["ratio"] > 0 and len(row["ours"]) == len(row["theirs"]) == 1 for row in rows)
-    assert all(row["same"] == row["batch"] for row in rows if row["dtype"] == "fp32"), "both sides generate the same"
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if "DeepSpeed" not in name and "apex" not in name])
 def test_an_op_and_its_rival_run(name: str) -> None:
     torch.manual_seed(3)
@@ -131,6 +134,7 @@ def test_an_op_and_its_rival_run(name: str) -> None:
         run(*case.prepare())
 
 
+@pytest.mark.slow
 def test_a_contestant_that_is_not_there_says_why() -> None:
     contestant = Contestant(TINY, Entry("nobody", "nobody"))
     try:

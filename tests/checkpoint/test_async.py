@@ -250,6 +250,7 @@ def beside_a_run(rank: int, folder: str, layout: Layout) -> tuple[list[str], flo
     return outcomes, total
 
 
+@pytest.mark.slow
 def test_ranks_save_beside_what_they_exchange(tmp_path: Path) -> None:
     found = run_ranks(4, beside_a_run, str(tmp_path), Layout(tp=2, pp=2, bucket=200, divisor=8))
     for rank, (outcomes, total) in enumerate(found):

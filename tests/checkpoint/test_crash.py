@@ -131,6 +131,7 @@ SAVED: Points = [
 ]
 
 
+@pytest.mark.slow
 def test_killed_at_every_operation_of_a_save(state: ShardedOptimizer, tmp_path: Path) -> None:
     for operation, (point, kept) in enumerate([*SAVED, (None, 2)]):
         folder = tmp_path / str(operation)
@@ -162,6 +163,7 @@ SAVED_AGAIN = [
 ]
 
 
+@pytest.mark.slow
 def test_killed_at_every_operation_of_saving_an_iteration_again(state: ShardedOptimizer, tmp_path: Path) -> None:
     """The same name, so the old one must step aside: at no moment is there none."""
     for operation, point in enumerate([*SAVED_AGAIN, None]):
@@ -191,6 +193,7 @@ TAKEN_OVER = [
 ]
 
 
+@pytest.mark.slow
 def test_killed_at_every_operation_of_taking_over(state: ShardedOptimizer, tmp_path: Path) -> None:
     """From a run that was killed in mid-save."""
     for operation, point in enumerate([*TAKEN_OVER, None]):

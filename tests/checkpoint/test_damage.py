@@ -39,6 +39,7 @@ def offered(folder: Path, damaged: str, file: str, before: str | None) -> None:
     assert (f"--load {folder / before}" if before else "No earlier one is there") in text
 
 
+@pytest.mark.slow
 def test_every_byte_counts(folder):
     """A flip of one bit, at every tenth byte of the manifest and header and at random in the payload, is found and named."""
     rng = random.Random(3)

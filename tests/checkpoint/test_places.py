@@ -75,6 +75,7 @@ def nodes(tmp_path: Path) -> list[str]:
     return [str(disks[0]), str(disks[0]), str(disks[1]), str(disks[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True], ids=["waited", "async"])
 def test_every_node_has_a_manifest_and_its_own_files(nodes: list[str], beside: bool) -> None:
     assert run_ranks(4, saves, nodes, LAYOUT, [1, 2, 3], beside) == [(0, 0, 2, 2)] * 4
@@ -99,12 +100,14 @@ def test_every_node_has_a_manifest_and_its_own_files(nodes: list[str], beside: b
     assert run_ranks(2, loads, nodes[:2], Layout(dp=2)) == ["3"] * 2
 
 
+@pytest.mark.slow
 def test_one_shared_folder_is_one_place(nodes: list[str]) -> None:
     assert run_ranks(4, saves, [nodes[0]] * 4, LAYOUT, [1], False) == [(0, 0, 0, 0)] * 4
     assert names(Path(nodes[0]) / RUN) == ["iter_0000001", "latest", "run_token"]
     assert not read_manifest(Path(nodes[0]) / RUN / "iter_0000001").is_scattered
 
 
+@pytest.mark.slow
 def test_a_crash_between_two_nodes_leaves_the_newest_that_both_have(nodes: list[str]) -> None:
     run_ranks(4, saves, nodes, LAYOUT, [1, 2], False)
     two = Path(nodes[2]) / RUN
@@ -116,6 +119,7 @@ def test_a_crash_between_two_nodes_leaves_the_newest_that_both_have(nodes: list[
     assert run_ranks(4, loads, nodes, LAYOUT) == ["2"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_node_with_an_empty_disk_is_no_new_run(nodes: list[str], lost: int) -> None:
     run_ranks(4, saves, nodes, LAYOUT, [1], False)
@@ -125,6 +129,7 @@ def test_a_node_with_an_empty_disk_is_no_new_run(nodes: list[str], lost: int) ->
         assert ("rank 0 finds no checkpoint" if lost == 0 else "it is not there") in said
 
 
+@pytest.mark.slow
 def test_nothing_anywhere_is_a_new_run(nodes: list[str]) -> None:
     assert run_ranks(4, loads, nodes, LAYOUT) == ["nothing"] * 4
 
@@ -143,6 +148,7 @@ def taken_over(rank: int, disks: list[str], layout: Layout) -> str:
         return "saved"
 
 
+@pytest.mark.slow
 def test_a_newer_job_on_one_node_stops_all(nodes: list[str]) -> None:
     said = run_ranks(4, taken_over, nodes, LAYOUT)
     assert all("belongs to run newer" in text for text in said)
@@ -170,6 +176,7 @@ def across_hosts(rank: int, root: str, identities: list[int], seen: list[list[in
         places._identity, places._lowest_mark = identity, lowest
 
 
+@pytest.mark.slow
 def test_hosts_that_share_are_found_by_marks(tmp_path: Path) -> None:
     """Four hosts, one rank each: all on one file system, then the last two on one of their own."""
     assert run_ranks(4, across_hosts, str(tmp_path), [1, 2, 3, 4], [[0, 1, 2, 3]] * 4) == [(0, 0, 0, 0)] * 4

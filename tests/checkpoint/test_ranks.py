@@ -55,6 +55,7 @@ def test_saved_by_four_read_by_three_four_and_one(tmp_path):
     assert resumed_at(tmp_path) == 3
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_meets_stops_all_with_its_message(tmp_path):
     run_ranks(4, save_all, str(tmp_path), HOME, [1, 2])
     path = tmp_path / "iter_0000002" / "fragments-00004-of-00004.safetensors"
@@ -69,6 +70,7 @@ def test_damage_that_one_rank_meets_stops_all_with_its_message(tmp_path):
     assert said[0].endswith(f"--load {tmp_path / 'iter_0000001'}")
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_refused_by_all(tmp_path):
     run_ranks(4, save_all, str(tmp_path), HOME, [1])
     other = Layout(tp=2, dp=1, tied=False)

@@ -75,6 +75,7 @@ def test_files_of_a_layout_are_about_equal(tmp_path: Path) -> None:
     assert len(sizes) == 8 and max(sizes) < 1.15 * min(sizes)
 
 
+@pytest.mark.slow
 def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
     """They let the first tp rank write what all tp ranks hold; format and version are the same."""
     layout = Layout(tp=2, dp=2, pp=2, bucket=150)

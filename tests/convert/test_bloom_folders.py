@@ -57,6 +57,7 @@ def test_files_without_a_model_axis_and_without_zeros_in_front(tmp_path: Path, v
     same(tmp_path, values, columns)
 
 
+@pytest.mark.slow
 def test_ranks_and_layers_are_counted_as_numbers(tmp_path: Path) -> None:
     """Layer 10 comes after 9, stage 10 after 2, partition 10 after 2."""
     model = replace(MODEL, num_layers=11)

@@ -87,6 +87,7 @@ def ranks(folder: Path, size: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_pipeline_engine_opens_it(case: Case, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

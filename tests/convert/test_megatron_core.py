@@ -37,6 +37,7 @@ def as_they_are_there(opened: Source, theirs: dict[str, dict[str, torch.Tensor]]
             assert torch.equal(found[name][:rows], expected[:rows]), (column, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "tp", "pp"), [(GPT, 2, 1), (LLAMA, 1, 2), (LLAMA, 2, 1)], ids=["gpt-tp2", "llama-pp2", "llama-tp2"])
 def test_what_it_saves_by_name_is_what_it_loads(tmp_path: Path, model: ModelConfig, tp: int, pp: int) -> None:
     """Saved by two ranks; loaded by Megatron-core on one, and by us."""
@@ -48,6 +49,7 @@ def test_what_it_saves_by_name_is_what_it_loads(tmp_path: Path, model: ModelConf
         as_they_are_there(opened, theirs, COLUMNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_its_distributed_optimizer(tmp_path: Path, model: ModelConfig) -> None:
     """Two data-parallel ranks with half the state each, against one rank that has taken the same steps with the whole."""
@@ -58,6 +60,7 @@ def test_its_distributed_optimizer(tmp_path: Path, model: ModelConfig) -> None:
         as_they_are_there(opened, theirs, COLUMNS)
 
 
+@pytest.mark.slow
 def test_a_state_that_only_its_own_layout_can_read(tmp_path: Path) -> None:
     (weights,) = run_ranks(1, train_and_save, str(tmp_path), LLAMA, 1, 1, "distributed", "dp_reshardable")
     with open_megatron(tmp_path) as opened:
@@ -74,6 +77,7 @@ def test_its_torch_format_keeps_the_optimizer_in_our_order(tmp_path: Path) -> No
         as_they_are_there(opened, theirs, COLUMNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "tp", "pp"), [(GPT, 2, 2), (LLAMA, 2, 1)], ids=["gpt-tp2-pp2", "llama-tp2"])
 def test_what_is_written_here_is_loaded_there(tmp_path: Path, model: ModelConfig, tp: int, pp: int) -> None:
     """Strictly, by the ranks that it is written for; what they then save is what was written."""

@@ -67,6 +67,7 @@ def test_numbers_that_end_too_early() -> None:
                 unpickle(protocol + number, "file.pt", torch_table())
 
 
+@pytest.mark.slow
 def test_random_faults_end_in_one_kind_of_error() -> None:
     """Of a pickle as torch writes them, with bytes changed and cut off."""
     whole = PROTOCOL + b"}(X\1\0\0\0acargparse\nNamespace\n)R}X\1\0\0\0bG?\xf0\0\0\0\0\0\0sbK\5M\1\1J\1\1\1\1u."

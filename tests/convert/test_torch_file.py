@@ -230,6 +230,7 @@ def test_known_names_become_records_that_can_do_nothing() -> None:
         found.anything = 1
 
 
+@pytest.mark.slow
 def test_deep_structures_are_read() -> None:
     """The machine has a stack of its own."""
     found = unpickle(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", "here", {})

@@ -43,6 +43,7 @@ def peak_of(path: Path, kind: str) -> tuple[int, int]:
     return peak, read
 
 
+@pytest.mark.slow
 def test_zstd_unpacks_as_it_is_read(bomb: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.txt.zst").write_bytes(bomb)
     assert len(bomb) < 50_000

@@ -295,6 +295,7 @@ def test_what_is_wrong_is_said_with_its_line(case: str, marked: Path, tmp_path: 
         read(path, marked)
 
 
+@pytest.mark.slow
 def test_templates_that_will_not_do(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "x.jsonl", [chat("a", "b", "c", "d")])
     templates = {

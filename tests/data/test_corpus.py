@@ -4,6 +4,8 @@ import multiprocessing
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from megazero.data.corpus import default_corpus, source_files
 from megazero.data.indexed import IndexedDataset
 from megazero.data.progress import silent
@@ -26,6 +28,7 @@ def _prepare(root: str, library: str) -> tuple[str, list[str]]:
     return default_corpus(Path(root), said.append, Path(library)).prefix, said
 
 
+@pytest.mark.slow
 def test_many_processes_prepare_it_once(tmp_path):
     library = _library(tmp_path / "library")
     with multiprocessing.get_context("spawn").Pool(5) as pool:

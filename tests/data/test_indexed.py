@@ -162,6 +162,7 @@ def test_merge_widens_and_keeps_order(tmp_path):
     assert _all(data) == [*_all(first), *_all(second), *_all(first)]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=8)), max_size=3), cut=st.integers(0, 122) | st.none())
 def test_a_damaged_index_is_one_error_or_reads_what_it_says(tmp_path, changes, cut):

@@ -54,6 +54,7 @@ def test_jsonl_decodes_to_its_input(tmp_path, workers, eod, monkeypatch):
     assert done.documents == len(DOCUMENTS) and IndexedDataset(tmp_path / "out").dtype == np.dtype("<u2")
 
 
+@pytest.mark.slow
 @needs_reference
 @pytest.mark.parametrize("eod", [False, True])
 def test_reference_tokenizer_decodes_to_its_input(tmp_path, eod):
@@ -308,6 +309,7 @@ def test_documents_of_several_sequences_and_of_none(tmp_path):
     assert "1 documents in 3 sequences, 11 tokens" in summary(str(tmp_path / "p")) and "11 to 11" in summary(str(tmp_path / "p"))
 
 
+@pytest.mark.slow
 def test_tools_report_mistakes_in_one_line(tmp_path):
     write_pair(tmp_path / "q", [40])
     for words, message in (
@@ -320,6 +322,7 @@ def test_tools_report_mistakes_in_one_line(tmp_path):
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_nobody_reads_what_a_tool_prints(tmp_path):
     """`| head -1` whose reader has gone: no mistake in flags or files, and no traceback."""
     write_pair(tmp_path / "q", [40])

@@ -44,6 +44,7 @@ def refused(source: str, message: str) -> None:
     assert template.render({"evil": 0}) == "fine0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ENDLESS)
 def test_time_ends(case: str) -> None:
     refused(ENDLESS[case], "it takes more than 1 s")

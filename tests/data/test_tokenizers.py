@@ -109,6 +109,7 @@ def lists_of_merges(draw) -> dict[tuple[int, int], tuple[int, int]]:
     return {pair: (rank, number) for (pair, number), rank in zip(pairs.items(), ranks, strict=True)}
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(merges=lists_of_merges(), ids=st.lists(st.integers(0, 3), max_size=60))
 def test_pairs_are_joined_as_the_original_joins_them(merges, ids):

@@ -89,6 +89,7 @@ def test_every_flag_has_a_row() -> None:
     assert {row.field for row in ROWS} == set(run_options())
 
 
+@pytest.mark.slow
 def test_one_command_line_twice_does_the_same(places: dict[str, str], tmp_path: Path) -> None:
     """Else a difference would prove nothing."""
     for number, more in enumerate(

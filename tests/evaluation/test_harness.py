@@ -279,6 +279,7 @@ def test_texts_end_at_every_token_that_the_model_s_files_name(folders: dict[str,
     assert ours(folder).generate_until(requests) == wanted != plain
 
 
+@pytest.mark.slow
 def test_what_it_has_not_is_refused(folders: dict[str, Path]) -> None:
     lm = ours(folders["gpt2"])
     with pytest.raises(ValueError, match="num_beams"):

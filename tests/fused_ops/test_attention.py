@@ -111,6 +111,7 @@ def test_the_reference_equals_the_specification(sloped, run):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(
     s=st.integers(1, 400),
@@ -206,6 +207,7 @@ print(-step(600) + step(8192))
 """
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_sequence():
     """8192 positions of two heads: 256 MB were one tensor of scores in 16 bits."""
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)

@@ -172,6 +172,7 @@ def test_torch_still_refuses_gradients_on_a_cpu() -> None:
         torchs.flex_attention(query, query, query)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_flex_with_the_slopes_of_a_shard(rank: int, with_gradients: None) -> None:
     """Four of the twelve heads of a model, which is no power of two."""
@@ -182,6 +183,7 @@ def test_flex_with_the_slopes_of_a_shard(rank: int, with_gradients: None) -> Non
     assert (ours[0] - others[0]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As compiled for CUDA, up to the generated code: one graph with its backward, whatever the documents are; recomputed, too."""
     compiled = torch.compile(flex_body, dynamic=False, fullgraph=True, backend="aot_eager")

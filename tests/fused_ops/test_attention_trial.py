@@ -85,6 +85,7 @@ def test_torchs_own_bodies_pass_their_trial(body: Callable[..., Tensor], monkeyp
         assert failure(lambda mixed: body(mixed, 2, 2, 16, scale=0.25), wanted, torch.device("cpu")) == ""
 
 
+@pytest.mark.slow
 def test_flex_passes_its_trial_with_slopes_and_documents(with_gradients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_trial, "flex_attention", in_eager)
     wanted, cpu = replace(TRIED[0], dtype=FP64), torch.device("cpu")

@@ -126,6 +126,7 @@ def test_a_compiler_whose_code_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch)
     assert "gives other numbers" in str(try_compiler("cpu"))
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_imported_without_the_flag() -> None:
     """It takes a second and 70 MB in every rank."""
     program = "import sys, pretrain_gpt; raise SystemExit('torch._dynamo' in sys.modules)"

@@ -75,6 +75,7 @@ def test_every_source_compiles_alone_without_spills(card):
     assert sum(of.values()) == len(found) and min(of.values()) > 100, of
 
 
+@pytest.mark.slow
 def test_a_report_of_spills_is_seen(tmp_path):
     """The check above rests on the compiler's words."""
     source = tmp_path / "spills.cu"

@@ -72,6 +72,7 @@ def test_strided_inputs_and_a_second_derivative(level):
     assert torch.equal(second == 0, first == 0)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 40), min_size=2, max_size=3).map(tuple),

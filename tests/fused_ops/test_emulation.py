@@ -52,6 +52,7 @@ def needs_a_compiler():
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_process(tmp_path, fault):
     done = subprocess.run([sys.executable, "-c", RUN, str(library(tmp_path, *FAULTS[fault]))], capture_output=True, text=True, check=False)

@@ -64,6 +64,7 @@ class Waits(BaseException):
     """What no reader catches."""
 
 
+@pytest.mark.slow
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     """No reader reads a pipe into which nobody writes: a folder that somebody sends may hold one. Refused, or passed over where there need be
     no such file."""

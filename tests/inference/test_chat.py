@@ -139,6 +139,7 @@ def test_an_answer_that_is_cut_off_is_told_beside_it(model: Path, capsys: pytest
     assert "; cut off by --max-new-tokens 1: 3 of 3\n" in capsys.readouterr().err, "whatever the batches"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

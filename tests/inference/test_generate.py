@@ -86,6 +86,7 @@ def test_cached_logits_are_the_training_forwards(name: str, dtype: str) -> None:
             assert ((logits[row].double() - reference).norm() / reference.norm()) < tolerance
 
 
+@pytest.mark.slow
 def test_room_grows() -> None:
     stage = loaded(LLAMA)
     new = generate(Pipeline.of([stage]), [[5, 6, 7]], 300, GREEDY)[0]

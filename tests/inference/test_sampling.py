@@ -40,6 +40,7 @@ def test_top_p(mass: float) -> None:
     assert torch.equal(within_mass(logits(3), mass), processors.TopPLogitsWarper(mass)(None, logits(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -54,6 +54,7 @@ def is_adapter(name: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_trains_the_adapters_of_one_process(
     layout: str, alone: dict[str, Outcome], bases: dict[str, Path], corpus: Path, tmp_path: Path

@@ -55,6 +55,7 @@ def tokens() -> Tensor:
     return torch.randint(1003, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_peft_gives_the_same_logits(trained: tuple[str, Path, Path]) -> None:
     family, base, checkpoint = trained
     plain = their_base(base)
@@ -168,6 +169,7 @@ def share_one_a(model: Any) -> None:
             module.k_proj.lora_A["default"].weight = module.v_proj.lora_A["default"].weight = one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_steps_equal_those_of_peft(family: str, corpus: Path, tmp_path: Path) -> None:
     """The same start, the same batches: losses, norms and adapters after four steps."""

@@ -115,6 +115,7 @@ def test_only_adapters_cost_gradients_and_optimizer_state(layout: str, base: Pat
         assert "in adapters of rank 3, alpha 6, on qkv output up down" in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_a_model_of_no_family_is_saved_without_peft(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     numbers = ["--precision", "fp32", "--global-batch-size", "2", "--train-iters", "1", "--seq-length", "12", *data_flags(corpus, tmp_path)]
     shape = ["--position-embedding", "alibi", "--norm", "rmsnorm"]
@@ -125,6 +126,7 @@ def test_a_model_of_no_family_is_saved_without_peft(corpus: Path, tmp_path: Path
         assert len(adapters.entries) == 2 * 4 * 4 and not (adapters.path / "peft").exists()
 
 
+@pytest.mark.slow
 def test_a_base_that_is_trained_on_stays_what_it_was(corpus: Path, tmp_path: Path) -> None:
     """Of a folder of checkpoints the adapters belong to the one that was its newest when they began."""
     plain = [*MODEL, "--precision", "fp32", "--global-batch-size", "2", "--seq-length", "12", *data_flags(corpus, tmp_path)]

@@ -63,6 +63,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_faults_08_and_28_layout_equals_one_process(size: int) -> None:
     """Vocabulary 1003 is no multiple of any size; padded rows get no part of anything."""

@@ -38,6 +38,7 @@ def by_hand(rank: int, size: int, models: list[ModelConfig], sequence_parallel: 
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, True)])
 def test_two_stages_equal_one(size: int, sequence_parallel: bool) -> None:
     models = list(MODELS.values())

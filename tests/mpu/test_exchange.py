@@ -94,6 +94,7 @@ def many(rank: int, size: int, seed: int, jitter: bool) -> int:
     return done + len(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitter", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_any_order_of_sizes_and_waits(size, jitter):
@@ -169,6 +170,7 @@ def at_different_places(rank: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_wait_depends_on_no_later_deed_of_another():
     run_ranks(2, at_different_places)
 
@@ -274,6 +276,7 @@ def lonely(rank: int, store: str, how: str, seconds: float, report) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "seconds", "words"), [("dies", 60.0, "has ended"), ("leaves", 60.0, "has ended"), ("sleeps", 1.0, "for 1 s")]
 )

@@ -181,6 +181,7 @@ def muted_on_rank(rank: int, size: int, flags: list[str]) -> list[tuple[float, f
     return [(record.loss, record.grad_norm) for record in recorder.records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True, scope="module")
 def test_a_rank_without_anything_to_learn(folder: Path, data: list[Path], tmp_path: Path) -> None:
     """Rank 1 of dp 2 has the odd samples: its micro-batches add nothing, and nothing is divided by its zero tokens."""
@@ -203,6 +204,7 @@ def test_a_resume_is_bitwise(folder: Path, data: list[Path], tmp_path: Path) -> 
     assert worst(Outcome([*first.records, *second.records], second.losses, second.weights), whole) == dict.fromkeys(worst(whole, whole), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True, scope="module")
 def test_a_resume_on_other_conversations_is_refused(folder: Path, data: list[Path], tmp_path: Path) -> None:
     """A line more, and every sample after the checkpoint would be another."""

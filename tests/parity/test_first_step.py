@@ -62,6 +62,7 @@ def test_on_every_level(level: str, precision: str, model: str, exact, corpus: P
     compare(first_step(tmp_path_factory.getbasetemp(), corpus, model, precision), exact(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_on_the_emulated_cuda_kernels(precision: str, exact, corpus: Path, tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setenv("MEGAZERO_FUSED", EMULATED)

@@ -195,6 +195,7 @@ def test_a_history_goes_on_on_another_layout_and_in_another_length(corpus: Path,
     assert distance(rest, Outcome(whole.records[3:], {}, {})) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["off", "current", "delayed"])
 @pytest.mark.parametrize("after", ["off", "current", "delayed"])
 def test_any_scaling_opens_any_others_checkpoint(before: str, after: str, corpus: Path, tmp_path: Path) -> None:
@@ -230,6 +231,7 @@ class Spoiled:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_an_infinity_skips_the_step_and_leaves_the_history(scaling: str, corpus: Path, tmp_path: Path) -> None:
     """A saturating cast would turn it into 448, and train on."""
@@ -241,6 +243,7 @@ def test_an_infinity_skips_the_step_and_leaves_the_history(scaling: str, corpus:
     assert scaling == "current" or not torch.equal(states[2]["history"], states[3]["history"])
 
 
+@pytest.mark.slow
 def test_an_overflow_of_fp16_reaches_the_loss_scale(corpus: Path, tmp_path: Path) -> None:
     for more in SCALINGS.values():
         job, recorder = job_on_rank(

@@ -40,6 +40,7 @@ def step(flags: list[str]) -> tuple[StepRecord, str, int]:
     return record, overview(job.run, job.grid, "words", "from scratch", []), counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_the_hardware_computes_what_is_said(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAZERO_FUSED", "reference")  # what a kernel multiplies is not seen
     data, model = data_flags(corpus, tmp_path / "cache"), by_hand(3 * LAYERS)

@@ -105,6 +105,7 @@ def test_any_precision_opens_any_other(written: str, read: str, tolerance: float
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
 
 
+@pytest.mark.slow
 def test_fp16_after_bf16_begins_at_its_own_scale(corpus: Path, tmp_path: Path) -> None:
     """It went on from bf16's scale, which is 1: small gradients were lost for thousands of steps."""
     base = [word for word in flags_for(corpus, tmp_path) if word not in ("--precision", "fp64")]

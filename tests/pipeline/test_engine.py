@@ -169,24 +169,28 @@ def all_cases(every: bool = False, tied: bool = False) -> list[tuple]:
     return [(name, virtual, m, every, tied) for name in SCHEDULES for virtual in virtuals(name, 1, 2, 3) for m in (1, 2, 3, 4, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
 def test_every_schedule_gives_the_gradients_of_plain_autograd(pp):
     cases = all_cases()
     compare(run_ranks(pp, body, pp, cases), cases, pp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_tied_weights_and_reduction_at_every_micro_batch(pp):
     cases = [(name, virtual, 3, True, True) for name in SCHEDULES for virtual in virtuals(name, 1, 2)]
     compare(run_ranks(pp, body, pp, cases), cases, pp)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_who_gets_ahead():
     cases = [("1f1b", 1, 7, False, False), ("interleaved", 2, 7, False, False), ("gpipe", 3, 5, False, False)]
     cases += [("zb-h1", 1, 7, False, False), ("zb-v", 2, 7, False, False)]
     compare(run_ranks(3, body, 3, cases, True), cases, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_messages_matched_by_order_alone(pp):
     cases = [
@@ -203,6 +207,7 @@ def scale_body(rank: int, pp: int, counts: list[int]) -> list[tuple]:
     return [run_case(grid, channels, "1f1b", 1, split_batch(16, m), False, False, False) for m in counts]
 
 
+@pytest.mark.slow
 def test_fault_09_gradients_do_not_depend_on_stages_or_accumulation():
     """The same 16 samples in 1, 4 or 16 micro-batches over 1, 2 or 4 stages."""
     loss, wanted = sequential(split_batch(16, 1), FACTOR)
@@ -234,6 +239,7 @@ def label_body(rank: int, pp: int, virtual: int, swap: bool) -> dict[str, float]
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "virtual"), [(2, 2), (3, 1)])
 def test_fault_20_every_output_meets_its_own_labels_and_every_rank_knows_the_loss(pp, virtual):
     right, _ = sequential([micro_batch(i) for i in range(5)], 1.0)

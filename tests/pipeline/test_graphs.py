@@ -114,6 +114,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_replays_are_the_eager_engine(name: str, corpus: Path, tmp_path: Path) -> None:
     count, more = CASES[name]
@@ -138,6 +139,7 @@ def test_a_growing_batch_captures_what_it_comes_to_need(corpus: Path, tmp_path: 
     assert graphed[2][: WARM_UP + len(grown)] == ["aside"] * WARM_UP + grown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [["--zero-stage", "1"], ["--zero-stage", "0", "--no-overlap"]], ids=["zero1", "zero0"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_where_gradients_travel_the_first_and_the_last_run_as_ever(count: int, layout: list[str], corpus: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def check(name: str, p: int, m: int, v: int) -> None:
     assert set(forward.peak_activations) == {1}
 
 
+@pytest.mark.slow
 def test_sampled_sizes(seed):
     for name, p, m, v in sizes(150, seed):
         check(name, p, m, v)
@@ -54,6 +55,7 @@ def test_every_size():
         check(name, p, m, v)
 
 
+@pytest.mark.slow
 def test_the_order_in_which_stages_get_to_run_does_not_matter():
     source = random.Random(2)
     for name, p, m, v in sizes(60):

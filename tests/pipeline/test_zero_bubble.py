@@ -43,6 +43,7 @@ def check(name: str, p: int, m: int) -> None:
     assert set(simulate(evaluation, uniform_times(p * v)).peak_activations) == {1}
 
 
+@pytest.mark.slow
 def test_sampled_sizes(seed):
     for size in random.Random(seed).sample(SIZES, 150):
         check(*size)
@@ -54,6 +55,7 @@ def test_every_size():
         check(*size)
 
 
+@pytest.mark.slow
 def test_the_order_in_which_stages_get_to_run_does_not_matter():
     source = random.Random(2)
     for name, p, m in source.sample(SIZES, 40):
@@ -77,6 +79,7 @@ def published() -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
+@pytest.mark.slow
 @needs_reference
 def test_bubbles_at_the_published_profiles():
     """1F1B's is the published one; the others are below it, in the memory of 1F1B's first stage: p whole stages' activations."""

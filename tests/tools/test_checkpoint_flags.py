@@ -88,6 +88,7 @@ def test_the_doctor_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.slow
 def test_the_harness_helps() -> None:
     """What our model takes, and lm_eval's own help."""
     pytest.importorskip("lm_eval")

@@ -92,6 +92,7 @@ def test_prompts_that_are_no_text() -> None:
             encoded([prompt], build_tokenizer("byte", None), ModelConfig(vocab_size=300), first=None, eod_id=None)
 
 
+@pytest.mark.slow
 def test_nobody_reads(model: Path) -> None:
     """`| head -1`: the rest is not written, and nothing complains."""
     command = [sys.executable, TOOL, "--load", str(model), "--tokenizer", "byte", "--prompt", "a", "--num-samples", "40", "--json"]
@@ -104,6 +105,7 @@ def test_nobody_reads(model: Path) -> None:
         assert process.wait(280) == 141 and "Traceback" not in complaints and "Broken" not in complaints
 
 
+@pytest.mark.slow
 def test_a_conversation_through_a_pipe(model: Path) -> None:
     """A single continuation is streamed; it ends before a stop string that lies over two tokens."""
     ids = expected(model, Sampling(temperature=0), 12)
@@ -129,6 +131,7 @@ def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path, capsys: pytest.Ca
         assert ("--prefix-id 1 does" in capsys.readouterr().err) is told, (family, words)
 
 
+@pytest.mark.slow
 def test_a_wrong_command_line_is_told_once() -> None:
     done = run("--load", "nowhere", "--tp", "2", "--top-p", "2", "--stop", "")
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
@@ -198,6 +201,7 @@ class Typist:
         return self.process.wait(240)
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_stops_an_answer_and_not_the_program(model: Path) -> None:
     """Prompts go on for ever without it. What is typed meanwhile comes next; the terminal is left as it was."""
     words = [

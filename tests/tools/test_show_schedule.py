@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "show_schedule.py"
 
 
@@ -14,6 +16,7 @@ def show(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_bloom_log() -> None:
     lines = [json.loads(line) for line in show("--preset", "bloom-176b", "--iterations", "1,100,12695,31214").stdout.splitlines()]
     assert [set(line) for line in lines] == [{"iteration", "consumed_samples", "lr", "global_batch_size"}] * 4
@@ -23,6 +26,7 @@ def test_the_bloom_log() -> None:
     assert lines[1]["lr"] == 6e-5 * 19_008 / 183_105, "at full precision"
 
 
+@pytest.mark.slow
 def test_any_flags() -> None:
     words = (
         "--iterations=2-3 --tp 4 --pp 12 --train-samples 80 --global-batch-size 8 --lr 0.5 --lr-decay-style linear --lr-warmup-samples 16"
@@ -34,6 +38,7 @@ def test_any_flags() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_2_and_one_message() -> None:
     result = show("--iterations", "0", "--lr", "fast", "--sed", "3")
     assert result.returncode == 2 and result.stdout == ""

@@ -45,6 +45,7 @@ def cases(bucket_size: int) -> list[Case]:
     return [replace(base, zero_stage=stage, precision=precision) for precision in PRECISIONS for stage in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_size", [80, 100_000])
 def test_bytes_are_those_of_the_arithmetic(bucket_size: int) -> None:
     for found in run_ranks(N, measure, cases(bucket_size)):
@@ -63,6 +64,7 @@ def test_bytes_are_those_of_the_arithmetic(bucket_size: int) -> None:
             assert exact <= sum(held.values()) <= exact + (p + g + k) * padding
 
 
+@pytest.mark.slow
 def test_dtypes_are_those_claimed() -> None:
     for case, got in zip(cases(80), run_ranks(N, measure, cases(80))[0], strict=True):
         wide = torch.float64 if case.precision == "fp64" else torch.float32
@@ -72,6 +74,7 @@ def test_dtypes_are_those_claimed() -> None:
         assert ("master" in got["dtypes"]) == (case.precision == "bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_size", [80, 100_000])
 def test_traffic_is_that_of_the_arithmetic(bucket_size: int) -> None:
     """Stage 0 2gP; 1 (g+p)P; 2 (m*g+p)P, of m micro-batches; nothing else travels over dp."""
@@ -89,6 +92,7 @@ def test_traffic_is_that_of_the_arithmetic(bucket_size: int) -> None:
             assert got["traffic"] == expected, case
 
 
+@pytest.mark.slow
 def test_zero_2_keeps_a_few_buckets_of_whole_gradients() -> None:
     """During a backward with overlap; the toy's parameters all arrive in reverse order. None are kept by the other stages."""
     for case, got in zip(cases(80), run_ranks(N, measure, cases(80))[0], strict=True):

@@ -59,6 +59,7 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
     return norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [Axes(), Axes(tp=2), Axes(tp=4), Axes(pp=2), Axes(dp=4), ALL_AXES, Axes(pp=2, tp=3)], ids=str)
 def test_fault_04_05_06_each_element_counts_once_in_the_norm(axes: Axes) -> None:
     """MLM#7227, #7452, DS#5411, TT#596, #649: tied, replicated, sharded and partial parameters, all stages and chunks."""
@@ -68,6 +69,7 @@ def test_fault_04_05_06_each_element_counts_once_in_the_norm(axes: Axes) -> None
         torch.testing.assert_close(found, [math.sqrt(elements)] * len(cases), rtol=1e-14, atol=0.0)
 
 
+@pytest.mark.slow
 def test_fault_07_the_norm_of_bf16_does_not_depend_on_the_partition() -> None:
     """TT#4135: 1.4453 and 1.4508. One sample a micro-batch, so that the 16-bit gradients are the same on all layouts."""
     norms = []
@@ -196,6 +198,7 @@ def overflow(rank: int, here: Rank, victims: list[int], bad: float) -> list[dict
     return results
 
 
+@pytest.mark.slow
 def test_fault_15_one_ranks_overflow_skips_the_step_on_all() -> None:
     """DS#7568, #7580, #8035: on a rank of each axis; the scale halves once, no bit of the state changes."""
     victims = [0, 1, 2, 4, 7]
@@ -219,6 +222,7 @@ def uneven(rank: int, cases: list[Case]) -> list[bool]:
     return good
 
 
+@pytest.mark.slow
 def test_fault_19_forward_waits_for_the_parameters_it_reads() -> None:
     cases = [Case(Axes(dp=3), stage, precision="fp32", bucket_size=size) for stage in (1, 2) for size in (1, 60, 10_000)]
     assert run_ranks(3, uneven, cases) == [[True] * len(cases)] * 3
@@ -320,6 +324,7 @@ def masters(rank: int, cases: list[Case]) -> list[list[Piece]]:
     return [build(case, grid).values() for case in cases]
 
 
+@pytest.mark.slow
 def test_initial_weights_are_the_same_on_every_layout() -> None:
     """And 16-bit parameters are the rounded fp32 ones, which the master keeps."""
     expected = reference(Case(steps=0))["weights"]

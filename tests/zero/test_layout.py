@@ -107,6 +107,7 @@ def _fragments(rank: int, cases: list[Case]) -> list[list[tuple[str, int, int]]]
     return [[(f.place.name, f.start, f.stop) for f in build(case, grid).optimizer.fragments()] for case in cases]
 
 
+@pytest.mark.slow
 def test_owned_pieces_are_the_fragments_of_the_rank() -> None:
     """What rank 0 writes into a manifest about others is what they hold, at every ZeRO stage."""
     axes = Axes(pp=2, dp=2, tp=2)

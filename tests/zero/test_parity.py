@@ -59,10 +59,12 @@ def test_virtual_stages(axes: Axes) -> None:
     check(axes, [Case(axes, stage, accumulation=3, virtual_stages=2) for stage in STAGES])
 
 
+@pytest.mark.slow
 def test_zero_2_reduces_once_where_the_schedule_says_so() -> None:
     check(Axes(dp=3), [Case(Axes(dp=3), 2, accumulation=3, reduce_every=False)])
 
 
+@pytest.mark.slow
 def test_other_optimizers() -> None:
     axes = Axes(dp=2)
     check(axes, [Case(axes, stage, optimizer=optimizer) for stage, optimizer in product(STAGES, ("adam", "sgd"))])
@@ -92,6 +94,7 @@ def test_fault_19_overlap_changes_no_bit(carrier: str) -> None:
                 assert torch.equal(piece.values, counterpart.values), (case, piece.place.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, 4])
 def test_fault_19_unused_memory_is_poisoned(dp: int) -> None:
     """DS#5268: NaN in bucket tails, spare buffers and last step's gradients never leaks."""
