@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-CONTAINER = Path("/sys/fs/cgroup")
-"""Where a container finds its own limits (cgroup v2)."""
+from megazero.limits import limits
 
 _T = 1e12
 
@@ -164,16 +163,17 @@ def host_memory_is_short() -> bool:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that a program can still have: of the machine, or of the container where that has less; None where the kernel does not say."""
-    found = [left for left in (_machine_bytes("MemAvailable"), _container_bytes()) if left is not None]
+    """Memory that a program can still have: of the machine, or of a control group where that has less; None where the kernel does not say."""
+    left = [_machine_bytes("MemAvailable"), *(_left_of(limit) for limit in limits("memory.max"))]
+    found = [number for number in left if number is not None]
     return min(found) if found else None
 
 
-def _container_bytes() -> int | None:
-    """What a container's limit leaves, at least 0; its page cache is given up when memory is asked for. None without a limit."""
+def _left_of(file: Path) -> int | None:
+    """What a group's limit leaves, at least 0; its page cache is given up when memory is asked for. None without a limit."""
     try:
-        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = (line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        limit, used = (int((file.parent / name).read_text()) for name in (file.name, "memory.current"))
+        lines = (line.split() for line in (file.parent / "memory.stat").read_text().splitlines())
         cached = sum(int(value) for name, value in lines if name in ("active_file", "inactive_file"))
     except (OSError, ValueError):  # no such file, or no limit ("max")
         return None

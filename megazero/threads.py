@@ -7,13 +7,14 @@ says whether somebody has.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from megazero.limits import limits
 
 VARIABLE = "OMP_NUM_THREADS"
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of ranks and of what they start, and not in torchrun's own."""
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""A container's share of the processors' time: microseconds, or "max", of each period of so many microseconds."""
 
 
 def share(ranks: int) -> int:
@@ -68,9 +69,9 @@ def _siblings(processor: int) -> str:
 
 
 def _quota(count: int) -> int:
-    """So many cores, or those that a container's share of the time comes to."""
-    try:
-        limit, period = QUOTA.read_text().split()
-        return max(1, min(count, int(limit) // int(period)))
-    except (OSError, ValueError):  # no such file, or no limit ("max")
-        return count
+    """So many cores, or those that a control group's share of the time comes to: microseconds of each period of so many microseconds."""
+    for file in limits("cpu.max"):
+        with suppress(OSError, ValueError):  # no limit ("max")
+            limit, period = file.read_text().split()
+            count = max(1, min(count, int(limit) // int(period)))
+    return count

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero import threads
+from megazero import limits, threads
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,7 +45,7 @@ def test_a_containers_share_of_the_time_counts(
     limit: str, of_sixteen: int, of_two: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpu.max").write_text(limit)
-    monkeypatch.setattr(threads, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(limits, "ROOT", tmp_path)
     assert (threads._quota(16), threads._quota(2)) == (of_sixteen, of_two)
 
 
