@@ -26,8 +26,8 @@ from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.watchdog import die_with_parent
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
-WAIT_FOR_OTHERS = 5.0
-"""Seconds within which a launcher that stops a run has told all its ranks."""
+WAIT_FOR_OTHERS = 60.0
+"""Seconds within which all ranks that a launcher stops have said that they were told: each imports torch first, on a host where all do so."""
 WRONG = "megazero/configuration"
 """In the launcher's store once rank 0 has told what is wrong with the configuration; with a rank behind it, once that rank knows."""
 RANK_0_SAYS = "the configuration is wrong; rank 0 says how"

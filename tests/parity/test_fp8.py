@@ -59,7 +59,7 @@ def plain() -> Callable[[tuple[str, ...]], Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(strength=1)
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_loss_is_near_that_of_16_bits(
@@ -132,7 +132,7 @@ def train_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepReco
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(strength=1)
+@pytest.mark.sampled(cases=4)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_one_process(name: str, scaling: str, corpus: Path, tmp_path: Path) -> None:
