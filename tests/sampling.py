@@ -15,10 +15,14 @@ from typing import NamedTuple
 
 import pytest
 
-from fused_ops.native.library import EMULATED
+from fused_ops.native.compile import LEVELS
+from fused_ops.native.library import EMULATED, level
 
 STRENGTHS = {"check": (1, 0), "test": (2, 1)}
 """Of a sampled test, and of the cases on emulated CUDA kernels of any test, which are slow. Beyond these depths is `all`."""
+
+OF_LEVELS = ("level", "cpu_level")
+"""Parameters that choose an instruction set of the CPU's kernels."""
 
 Case = dict[str, str]
 """Values by the names of parameters, as text."""
@@ -66,7 +70,8 @@ def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytes
             share = _share(item, depth)
             if share is not None:
                 grids.setdefault((item.nodeid.partition("[")[0], share), []).append(item)
-    out = {id(item) for item in items if not _belongs(item, depth)}
+    left = levels_left_out(depth, seed, list(LEVELS), level())
+    out = {id(item) for item in items if not _belongs(item, depth, left)}
     for (name, share), grid in grids.items():
         cases = [{key: repr(value) for key, value in item.callspec.params.items()} for item in grid]
         kept = set(_drawn(share, cases, random.Random(f"{seed} {name}")))
@@ -74,8 +79,25 @@ def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytes
     return [item for item in items if id(item) not in out], [item for item in items if id(item) in out]
 
 
-def _belongs(item: pytest.Item, depth: str) -> bool:
-    """Whether the test itself, whatever its case, is for this depth."""
+def levels_left_out(depth: str, seed: int, levels: Sequence[str], own: str) -> set[str]:
+    """Instruction sets whose kernels do not run: of those below the processor's own all but one in `make test`, and all in `make check`.
+
+    levels: all there are, the best first. A library on torch's headers takes half a minute to compile for each.
+    """
+    lower = list(levels)[list(levels).index(own) + 1 :]
+    if depth == "all" or not lower:
+        return set()
+    return {*lower} - ({random.Random(f"{seed} level").choice(lower)} if depth == "test" else set())
+
+
+def _belongs(item: pytest.Item, depth: str, left_out: set[str]) -> bool:
+    """Whether the test itself, whatever its other parameters, is for this depth."""
+    if (
+        isinstance(item, pytest.Function)
+        and hasattr(item, "callspec")
+        and left_out & {item.callspec.params.get(name) for name in OF_LEVELS}
+    ):
+        return False
     if depth == "check" and item.get_closest_marker("slow"):
         return item.get_closest_marker("lint") is not None
     return depth == "all" or item.get_closest_marker("exhaustive") is None

@@ -13,7 +13,7 @@ import pytest
 
 from tests.costs import Costs
 from tests.ranks import run_ranks
-from tests.sampling import sample, thinned
+from tests.sampling import levels_left_out, sample, thinned
 from tests.skips import SkipsAreFailures, in_ci
 
 pytest_plugins = "pytester"
@@ -71,7 +71,7 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
         def test_lint(): ...
         test_all, test_some = on(grid, test_all), on([*grid, pytest.mark.sampled], test_some)
         test_two = on([grid[0], grid[2], pytest.mark.sampled(cases=2)], test_two)
-        test_level = on([grid[0], pytest.mark.parametrize("level", ["avx2", "emulated"])], test_level)
+        test_level = on([grid[0], pytest.mark.parametrize("level", ["reference", "emulated"])], test_level)
         """
     )
 
@@ -86,6 +86,14 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
     assert counts("all") == {"test_all": 12, "test_some": 12, "test_two": 6, "test_level": 2, "emulated": 2} | once
     assert counts("test") == {"test_all": 12, "test_some": 6, "test_two": 2, "test_level": 2, "emulated": 2} | once
     assert counts("check") == {"test_all": 12, "test_some": 3, "test_two": 2, "test_level": 2, "test_plain": 1, "test_lint": 1}
+
+
+def test_one_lower_level_of_kernels_runs_beside_the_processors_own() -> None:
+    levels = ["best", "good", "fair", "plain"]
+    drawn = [levels_left_out("test", seed, levels, "good") for seed in range(20)]
+    assert {frozenset(left) for left in drawn} == {frozenset({"fair"}), frozenset({"plain"})}
+    assert levels_left_out("check", 0, levels, "good") == {"fair", "plain"}
+    assert levels_left_out("all", 0, levels, "good") == levels_left_out("test", 0, levels, "plain") == set()
 
 
 @pytest.mark.parametrize(("variable", "meant"), [("true", True), ("1", True), ("", False), ("false", False)])

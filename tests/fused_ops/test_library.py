@@ -12,7 +12,7 @@ from fused_ops.native.compile import LEVELS, CompileError, cpu_target
 
 
 @pytest.mark.parametrize(
-    ("capability", "flags", "level"),
+    ("capability", "flags", "expected"),
     [
         ("AVX512", {"avx512f", "avx512_bf16"}, "avx512_bf16"),
         ("AVX512", {"avx512f"}, "avx512"),
@@ -22,10 +22,10 @@ from fused_ops.native.compile import LEVELS, CompileError, cpu_target
         ("SVE256", set(), "generic"),
     ],
 )
-def test_the_level_of_a_processor(monkeypatch, capability, flags, level):
+def test_the_level_of_a_processor(monkeypatch, capability, flags, expected):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(library, "processor_flags", lambda: frozenset(flags))
-    assert library.level() == level
+    assert library.level() == expected
 
 
 def test_levels_are_choices():
