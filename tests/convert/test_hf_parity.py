@@ -42,9 +42,10 @@ def test_one_process(name: str, theirs: Theirs) -> None:
     check(name, found, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
-    [(2, [(2, 1), (1, 2)]), (3, [(1, 3)]), (4, [(4, 1), (2, 2)]), (6, [(2, 3)]), pytest.param(12, [(4, 3)], marks=pytest.mark.slow)],
+    [(2, [(2, 1), (1, 2)]), (3, [(1, 3)]), (4, [(4, 1), (2, 2)]), (6, [(2, 3)]), (12, [(4, 3)])],
 )
 def test_layouts(ranks: int, layouts: list[tuple[int, int]], theirs: Theirs) -> None:
     names = {tp: [name for name, case in CASES.items() if tp in case.tps] for tp, _ in layouts}

@@ -157,6 +157,7 @@ def in_eager(mixed: Tensor, groups: int, repeats: int, d: int, *, scale: float, 
 SHAPES = [(1, 1, 1, 1, 8), (50, 2, 3, 2, 20), (130, 1, 6, 1, 16), (257, 2, 1, 3, 8), (256, 1, 5, 1, 8)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", [0, 1, 40, 300])
 @pytest.mark.parametrize("sloped", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)

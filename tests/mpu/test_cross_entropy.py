@@ -46,6 +46,7 @@ def local(rank: int, logits: Tensor, labels: Tensor, width: int, size: int, e: f
     return loss.detach(), leaf.grad, dict(group.traffic)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("z", [0.0, 1e-2])
 @pytest.mark.parametrize("e", [0.0, 0.1])
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def gradient_error(rank: int, size: int, name: str) -> float:
     return worst
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fault_22_gradients_equal_finite_differences(name, size):

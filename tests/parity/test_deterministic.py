@@ -45,6 +45,7 @@ def meets_a_race(rank: int, flags: list[str]) -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_what_depends_on_timing_is_refused(corpus: Path, tmp_path: Path) -> None:
     """No op of ours on a CPU does, so the flag shows in what torch does to one that would."""
     flags = [*MODEL, *NUMBERS, *data_flags(corpus, tmp_path / "cache")]

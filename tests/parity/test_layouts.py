@@ -16,7 +16,7 @@ TOLERANCE = 1e-9
 COUNT = 24
 
 
-@pytest.mark.layouts(check=2, test=COUNT, all=150, salt=0)
+@pytest.mark.layouts(check=1, test=COUNT, all=150, salt=0)
 def test_layout_equals_one_process(case: Case, flags_of: Callable[[Model, str, list[str]], list[str]], reference: Reference) -> None:
     found = train(case.ranks, [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()])
     differences = worst(found, reference(case.model, STEPS))
