@@ -19,6 +19,6 @@ def limits(name: str) -> Iterator[Path]:
     own = Path(next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), ""))
     if ".." in own.parts:  # the group lies outside what is mounted here
         own = Path()
-    for folder in (own, *own.parents) if own.parts else (own,):
+    for folder in (own, *own.parents):
         if (file := ROOT / folder / name).is_file():
             yield file

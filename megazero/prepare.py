@@ -24,7 +24,7 @@ from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 from megazero.epochs import epochs_told, with_samples
 from megazero.optim.progress import Progress
-from megazero.presence import look
+from megazero.presence import look, starts_at
 from megazero.requirements import unfit
 
 DEFAULT_TOKENIZER = "gpt2"
@@ -128,10 +128,7 @@ def samples_asked(run: Run, found: Found | None) -> int:
 
 def samples_used(run: Run, found: Found | None) -> int:
     """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been others, and its own."""
-    steps = Progress(run.schedule)
-    if found is None or run.checkpoint.finetune:
-        return steps.consumed_at_end()
-    return steps.consumed_at_end(*(int(found.progress[key]) for key in ("iteration", "consumed_samples")))
+    return Progress(run.schedule).consumed_at_end(*starts_at(run, found))
 
 
 def validation_samples(run: Run) -> int:

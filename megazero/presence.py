@@ -78,6 +78,13 @@ def other_run(run: Run, found: Found, world_size: int) -> list[str]:
     return [f"{found.path}: {problem}" for problem in comparison.problems]
 
 
+def starts_at(run: Run, found: Found | None) -> tuple[int, int]:
+    """(iteration, consumed samples) that the run starts from."""
+    if found is None or run.checkpoint.finetune:
+        return 0, 0
+    return int(found.progress["iteration"]), int(found.progress["consumed_samples"])
+
+
 def in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
     """That a run which starts at this iteration will come to checkpoints that are there already: another run's, or its own from before it went back."""
     later = [] if cfg.save is None else [path for number, path in listing(Path(cfg.save)) if number > iteration]

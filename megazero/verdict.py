@@ -10,7 +10,7 @@ from megazero.config.schema import Run
 from megazero.data.corpus import VOCAB_SIZE
 from megazero.model.count import parameters
 from megazero.overview import schedule_lines, stage_bytes
-from megazero.presence import in_the_way, look
+from megazero.presence import in_the_way, look, starts_at
 from megazero.requirements import unfit
 from megazero.telemetry import banner
 from megazero.telemetry.units import count
@@ -37,8 +37,7 @@ def _verdict(asked: Asked, ranks: int) -> str:
     else:
         present = look(run, ranks)
         run, problems = present.run, [*problems, *present.problems]
-        iteration = 0 if present.found is None or run.checkpoint.finetune else int(present.found.progress["iteration"])
-        notes += in_the_way(run.checkpoint, iteration)
+        notes += in_the_way(run.checkpoint, starts_at(run, present.found)[0])
         left.append(_unread(run))
     if problems:
         raise ConfigError(problems)

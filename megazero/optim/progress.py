@@ -60,12 +60,12 @@ class Progress:
         size, full = self.batches.size, self.batches.full
         while size(consumed) < full and not self.finished(iterations, consumed):
             iterations, consumed = iterations + 1, consumed + size(consumed)
-        if self.finished(iterations, consumed):
-            return consumed
         if self.config.train_samples is not None:
-            return consumed + (self.config.train_samples - consumed) // full * full
-        assert self.config.train_iters is not None, "a run with an end"
-        return consumed + (self.config.train_iters - iterations) * full
+            left = (self.config.train_samples - consumed) // full
+        else:
+            assert self.config.train_iters is not None, "a run with an end"
+            left = self.config.train_iters - iterations
+        return consumed + max(0, left) * full
 
     @property
     def total_iterations(self) -> int | None:

@@ -6,6 +6,8 @@ import math
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megazero.config.parse import parse_run
 from megazero.config.schema import ScheduleConfig
@@ -161,3 +163,21 @@ def test_a_decay_needs_a_length() -> None:
     with pytest.raises(ValueError, match="--lr-warmup-fraction"):
         LearningRate(ScheduleConfig(lr_decay_style="constant", lr_warmup_fraction=0.1))
     assert LearningRate(ScheduleConfig(lr_decay_style="constant")).at(10**6, 10**9) == 1e-3
+
+
+@given(
+    full=st.sampled_from([4, 8, 12]),
+    ramp=st.none() | st.integers(1, 60),
+    length=st.tuples(st.booleans(), st.integers(1, 300)),
+    done=st.tuples(st.integers(0, 320), st.integers(0, 320)),
+)
+def test_samples_at_the_end_are_those_of_the_last_step(
+    full: int, ramp: int | None, length: tuple[bool, int], done: tuple[int, int]
+) -> None:
+    """From any state, on the run's own path or off it, before its end or beyond."""
+    by_samples, number = length
+    ends = {"train_samples": number, "train_iters": None} if by_samples else {"train_iters": number}
+    rampup = (4, 4, ramp) if ramp is not None and full > 4 else None
+    progress = Progress(ScheduleConfig(global_batch_size=full, rampup_batch_size=rampup, lr=1e-3, **ends))
+    consumed = [done[1], *(step.consumed_samples for step in progress.steps(*done))]
+    assert progress.consumed_at_end(*done) == consumed[-1]
