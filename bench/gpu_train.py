@@ -18,7 +18,8 @@ from bench.card import smi
 from bench.harness import Contestant, Unavailable
 from bench.workload import Entry, Workload
 from megazero import allocator
-from megazero.telemetry.flops import model_flops, standard_shape
+from megazero.config.schema import ModelConfig
+from megazero.telemetry.flops import model_flops
 
 GPT = Workload("GPT 1.3B", layers=24, hidden=2048, heads=16, sequence=2048, vocabulary=50304, threads=4, device="cuda")
 BLOOM = Workload("BLOOM 1b1", layers=24, hidden=1536, heads=16, sequence=2048, vocabulary=250880, threads=4, device="cuda")
@@ -97,7 +98,14 @@ def rehearsed(runner: Runner) -> Runner:
 
 def flops_of(work: Workload, samples: int) -> int:
     """72*B*s*L*h^2 * (1 + s/(6h) + V/(12*L*h)): the model's, with the whole square of attention."""
-    return model_flops(standard_shape(work.layers, work.hidden, work.vocabulary, work.sequence), samples)
+    model = ModelConfig(
+        num_layers=work.layers,
+        hidden_size=work.hidden,
+        num_attention_heads=work.heads,
+        vocab_size=work.vocabulary,
+        seq_length=work.sequence,
+    )
+    return model_flops(model, samples)
 
 
 class Started:

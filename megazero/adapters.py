@@ -10,7 +10,6 @@ from pathlib import Path
 from megazero.checkpoint.agreement import agree
 from megazero.checkpoint.manager import Found
 from megazero.checkpoint.reader import read_manifest
-from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.convert.lora.peft import names_for, write_adapters
@@ -21,7 +20,7 @@ from megazero.convert.stages import fill
 from megazero.init_from import opened_alike
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import place_of
-from megazero.telemetry.flops import ModelShape, adapter_flops, model_flops, recomputed_flops, shape_of
+from megazero.telemetry.flops import adapter_flops, model_flops, recomputed_flops
 from megazero.zero.frozen import FrozenParameters
 
 PEFT = "peft"
@@ -62,18 +61,12 @@ def trained_parameters(run: Run) -> int:
 
 def step_flops(run: Run) -> int:
     """What the mathematics of a training step of this run needs for one sample."""
-    shape = _shape(run)
-    return model_flops(shape, 1) if run.lora.lora_rank is None else adapter_flops(shape, 1, trained_parameters(run))
+    return model_flops(run.model, 1) if run.lora.lora_rank is None else adapter_flops(run.model, 1, trained_parameters(run))
 
 
 def flops_again(run: Run) -> int:
     """What recompute adds to that."""
-    return recomputed_flops(_shape(run), 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)
-
-
-def _shape(run: Run) -> ModelShape:
-    assert run.model.vocab_size is not None
-    return shape_of(run.model, run.model.vocab_size, ffn_width(run.model), query_groups(run.model), head_dim(run.model))
+    return recomputed_flops(run.model, 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:

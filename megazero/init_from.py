@@ -15,19 +15,18 @@ from torch import Tensor
 from megazero.checkpoint.agreement import agree, share, together
 from megazero.checkpoint.format import span_of
 from megazero.checkpoint.reshard import rectangles
+from megazero.config.inventory import TABLES
 from megazero.config.level import Level
 from megazero.config.shape import shape_settings
 from megazero.convert.registry import open_source
 from megazero.convert.report import Report
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
-from megazero.model.embedding import WORD_EMBEDDING
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import Box, Place
 from megazero.reading import about
 from megazero.zero.optimizer import Fragment, ShardedOptimizer
 
-TABLES = (f"{WORD_EMBEDDING}.weight", "head.weight")
 """What has a row per token."""
 SHOWN = 3
 """Keys that the banner names."""

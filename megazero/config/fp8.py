@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.derive import ffn_width, head_dim, query_groups
+from megazero.config.inventory import GATE, block, linears
 from megazero.config.schema import ModelConfig, Run
 
 MULTIPLE = 16
@@ -35,15 +35,14 @@ class Layer:
 
 def block_layers(model: ModelConfig, tp: int) -> tuple[Layer, ...]:
     """The linear layers of a block."""
-    heads, groups, size = model.num_attention_heads, query_groups(model), head_dim(model)
-    hidden, width = model.hidden_size, ffn_width(model) // tp
-    entrance = Layer("mlp.gate", 2 * width, hidden) if model.activation == "swiglu" else Layer("mlp.up", width, hidden)
-    return (
-        Layer("attention.qkv", (heads + 2 * groups) * size // tp, hidden),
-        Layer("attention.output", hidden, heads * size // tp),
-        entrance,
-        Layer("mlp.down", hidden, width),
-    )
+    found: list[Layer] = []
+    for linear in linears(model):
+        n, k = linear.on_rank(tp)
+        if found and found[-1].name == GATE:
+            found[-1] = Layer(GATE, found[-1].n + n, k)
+        else:
+            found.append(Layer(linear.name, n, k))
+    return tuple(found)
 
 
 def fp8_layers(run: Run) -> tuple[str, ...]:
@@ -51,7 +50,7 @@ def fp8_layers(run: Run) -> tuple[str, ...]:
     if run.optimizer.fp8 == "off":
         return ()
     names = [layer.name for layer in block_layers(run.model, run.parallel.tp) if layer.fits]
-    return tuple(f"blocks.{number}.{name}" for number in range(run.model.num_layers) for name in names)
+    return tuple(f"{block(number)}.{name}" for number in range(run.model.num_layers) for name in names)
 
 
 def exceptions(run: Run) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from megazero.config.inventory import TP_AXIS, linears
 from megazero.config.schema import LoraConfig, ModelConfig
 
-TARGETS = ("qkv", "output", "gate", "up", "down")
+TARGETS = tuple(name.rpartition(".")[2] for name in TP_AXIS)
 """Linear layers of a block, by the last part of their names."""
 
 
 def layers_of(model: ModelConfig) -> tuple[str, ...]:
     """Those that this model's blocks have."""
-    return tuple(name for name in TARGETS if name != "gate" or model.activation == "swiglu")
+    return tuple(linear.name.rpartition(".")[2] for linear in linears(model))
 
 
 def adapted(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
+from megazero.config.inventory import TABLES
 from megazero.convert.hf.config import CONFIG, GENERATION, NAMED_IDS, ids_of, read_json
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
 
@@ -62,7 +63,7 @@ class Trimmed(_Changed):
         if lost:
             listed, most = ", ".join(f"{what} {token}" for what, token in lost), max(token for _, token in lost)
             raise ConversionError(f"--vocab-size {vocabulary} leaves out tokens that the model names: {listed}; nearest: {most + 1}")
-        self.names = [name for name in ("embedding.word.weight", "head.weight") if name in source.entries]
+        self.names = [name for name in TABLES if name in source.entries]
         shorter = {name: Entry((vocabulary, *source.entries[name].shape[1:]), source.entries[name].columns) for name in self.names}
         run = replace(source.run, model=replace(source.model, vocab_size=vocabulary))
         super().__init__(source, run=run, entries={**source.entries, **shorter})

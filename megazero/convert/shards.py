@@ -5,35 +5,16 @@ All of them split the same matrices along the same axes. Padding of the vocabula
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megazero.config.inventory import tp_axis
 from megazero.convert.report import Disagreement, Report
 from megazero.convert.source import ConversionError
 
-SPLIT: Mapping[str, int] = {
-    "embedding.word.weight": 0,
-    "attention.qkv.weight": 0,
-    "attention.qkv.bias": 0,
-    "attention.output.weight": 1,
-    "mlp.gate.weight": 0,
-    "mlp.gate.bias": 0,
-    "mlp.up.weight": 0,
-    "mlp.up.bias": 0,
-    "mlp.down.weight": 1,
-    "head.weight": 0,
-}
-"""Last words of one of our names -> the axis that tensor-parallel ranks divide. What is not here they hold alike."""
-
-
 _BLOCK = 1 << 22
-
-
-def split_axis(name: str) -> int | None:
-    """The axis along which tp ranks divide one of our tensors; None: each has a replica."""
-    return SPLIT.get(name.split(".", 2)[2] if name.startswith("blocks.") else name)
 
 
 def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, rows: int | None = None) -> Tensor:
@@ -79,7 +60,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def cut(name: str, whole: Tensor, ranks: int) -> list[Tensor]:
     """The pieces that tp ranks hold of one of our tensors (already padded), views in rank order. Raises ConversionError."""
-    axis = split_axis(name)
+    axis = tp_axis(name)
     if axis is None:
         return [whole] * ranks
     if whole.shape[axis] % ranks:

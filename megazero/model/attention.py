@@ -18,11 +18,11 @@ from fused_ops.attention.cached import cached_attention, keep
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
 from megazero.batch import MicroBatch
-from megazero.config.derive import attention_bias, head_dim, query_groups
+from megazero.config.derive import head_dim, query_groups
+from megazero.config.inventory import OUTPUT, QKV
 from megazero.model.dropout import AttentionDropout
 from megazero.model.layout import ModelLayout
 from megazero.model.position import AlibiSlopes, RotaryAngles
-from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class Attention(nn.Module):
@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
-        model, tp, name = layout.model, layout.tp, f"blocks.{number}.attention"
+        model, tp = layout.model, layout.tp
         groups, size = query_groups(model), head_dim(model)
         if model.num_attention_heads % groups or groups % tp.size:
             raise ValueError(
@@ -38,11 +38,7 @@ class Attention(nn.Module):
             )
         self.number = number
         self.groups, self.repeats, self.size = groups // tp.size, model.num_attention_heads // groups, size
-        bias = attention_bias(model)
-        rows = groups * (self.repeats + 2) * size
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", model.hidden_size, rows, tp, bias=bias, std=layout.std, **layout.linear)
-        width = model.num_attention_heads * size
-        self.output = RowParallelLinear(f"{name}.output", width, model.hidden_size, tp, bias=bias, std=layout.output_std, **layout.linear)
+        self.qkv, self.output = layout.column(number, QKV), layout.row(number, OUTPUT)
         self.slopes = AlibiSlopes(model.num_attention_heads, tp.index, tp.size) if model.position_embedding == "alibi" else None
         self.angles = RotaryAngles(size, model.rotary_base) if model.position_embedding == "rotary" else None
         self.dropout = AttentionDropout(number, layout)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fused_ops.compiled import compiled_bodies
 from megazero.batch import MicroBatch
+from megazero.config.inventory import ATTENTION_NORM, MLP_NORM, block
 from megazero.model.attention import Attention
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
@@ -18,11 +19,10 @@ class Block(nn.Module):
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
         self.compile_ops = layout.compile
-        name = f"blocks.{number}"
-        self.attention_norm = layout.norm(f"{name}.attention_norm")
+        self.attention_norm = layout.norm(f"{block(number)}.{ATTENTION_NORM}")
         self.attention = Attention(number, layout)
         self.attention_dropout = HiddenDropout(number, Site.ATTENTION_OUTPUT, layout)
-        self.mlp_norm = layout.norm(f"{name}.mlp_norm")
+        self.mlp_norm = layout.norm(f"{block(number)}.{MLP_NORM}")
         self.mlp = Mlp(number, layout)
         self.mlp_dropout = HiddenDropout(number, Site.MLP_OUTPUT, layout)
 

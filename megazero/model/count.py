@@ -1,10 +1,10 @@
-"""How many parameters a model has: stored sizes, without vocabulary padding, as formulas of the configuration."""
+"""How many parameters the layers of a model have: stored sizes, without vocabulary padding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, position_rows, query_groups
+from megazero.config.inventory import WORDS, block_shapes, elements, embedding_shapes, head_shapes
 from megazero.config.schema import ModelConfig
 
 
@@ -33,21 +33,11 @@ class LayerCounts:
 
 def parameters_per_layer(model: ModelConfig) -> LayerCounts:
     """The counts of a model whose vocabulary is known. BLOOM: L (12 h^2 + 13 h) + V h + 4 h in all."""
-    assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
-    hidden, width = model.hidden_size, ffn_width(model)
-    norm = hidden if model.norm == "rmsnorm" else 2 * hidden
-    words = model.vocab_size * hidden
-    queries = model.num_attention_heads * head_dim(model)
-    qkv = queries + 2 * query_groups(model) * head_dim(model)
-    attention = hidden * qkv + queries * hidden + attention_bias(model) * (qkv + hidden)
-    entrances = 2 if model.activation == "swiglu" else 1
-    mlp = entrances * hidden * width + width * hidden + mlp_bias(model) * (entrances * width + hidden)
-    positions = position_rows(model) * hidden if model.position_embedding == "learned" else 0
     return LayerCounts(
-        embedding=words + positions + (norm if model.embedding_layernorm else 0),
-        block=2 * norm + attention + mlp,
-        head=norm + (words if model.untie_embeddings_and_output_weights else 0),
-        output=words,
+        embedding=elements(embedding_shapes(model)),
+        block=elements(block_shapes(model)),
+        head=elements(head_shapes(model)),
+        output=elements({WORDS: embedding_shapes(model)[WORDS]}),
         num_layers=model.num_layers,
     )
 

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from fused_ops.embedding import embedding
 from megazero.batch import MicroBatch, Past
 from megazero.config.derive import padded_vocab, position_rows
+from megazero.config.inventory import EMBEDDING_NORM, POSITIONS, WORDS
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
 from megazero.mpu.place import Kind, Parameter, shard
-
-WORD_EMBEDDING = "embedding.word"
 
 
 class Embedding(nn.Module):
@@ -30,7 +29,7 @@ class Embedding(nn.Module):
         assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
         self.layout = layout
         self.word = VocabParallelEmbedding(
-            WORD_EMBEDDING,
+            WORDS.removesuffix(".weight"),
             model.vocab_size,
             model.hidden_size,
             padded_vocab(model, tp.size),
@@ -40,7 +39,7 @@ class Embedding(nn.Module):
             **layout.placed,
         )
         self.position = LearnedPositions(layout) if model.position_embedding == "learned" else None
-        self.norm = layout.norm("embedding.norm") if model.embedding_layernorm else None
+        self.norm = layout.norm(EMBEDDING_NORM) if model.embedding_layernorm else None
         self.dropout = HiddenDropout(0, Site.EMBEDDING, layout)
 
     def forward(self, batch: MicroBatch) -> Tensor:
@@ -63,7 +62,7 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.layout = layout
         place = shard(
-            "embedding.position.weight",
+            POSITIONS,
             (position_rows(layout.model), layout.model.hidden_size),
             Kind.EMBEDDING,
             std=layout.std,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fused_ops.linear import linear
 from megazero.batch import MicroBatch
 from megazero.config.derive import padded_vocab
-from megazero.model.embedding import WORD_EMBEDDING
+from megazero.config.inventory import FINAL_NORM, HEAD, WORDS
 from megazero.model.layout import ModelLayout
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
@@ -28,7 +28,7 @@ class Head(nn.Module):
     def __init__(self, layout: ModelLayout, *, shared: Parameter | None, tied_copy: bool) -> None:
         super().__init__()
         self.layout = layout
-        self.norm = layout.norm("head.norm")
+        self.norm = layout.norm(FINAL_NORM)
         self._logits = LogitsMemory()
         self.weight = shared if shared is not None else self._own_weight(tied_copy)
 
@@ -36,7 +36,7 @@ class Head(nn.Module):
         model, tp = self.layout.model, self.layout.tp
         assert model.vocab_size is not None
         place = shard(
-            f"{WORD_EMBEDDING}.weight" if tied_copy else "head.weight",
+            WORDS if tied_copy else HEAD,
             (model.vocab_size, model.hidden_size),
             Kind.EMBEDDING,
             dim=0,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from fused_ops.attention.rule import NOTHING_TRIED, Offer
+from megazero.config.inventory import Linear, block, linears
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
+from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megazero.mpu.lora import LowRank
 from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.random import sequence_offset
@@ -75,6 +78,24 @@ class ModelLayout:
     def linear(self) -> dict[str, Any]:
         """What every linear layer of a block is told beside that."""
         return self.placed | {"fp8": self.fp8, "lora": self.lora}
+
+    def column(self, number: int, name: str) -> ColumnParallelLinear:
+        """A linear layer of block `number` whose outputs tp ranks share out."""
+        entry = self._linears[name]
+        assert entry.tp_axis == 0
+        name = f"{block(number)}.{name}"
+        return ColumnParallelLinear(name, entry.inputs, entry.outputs, self.tp, bias=entry.bias, std=self.std, **self.linear)
+
+    def row(self, number: int, name: str) -> RowParallelLinear:
+        """A linear layer of block `number` whose inputs tp ranks share out; it writes into the residual stream."""
+        entry = self._linears[name]
+        assert entry.tp_axis == 1
+        name = f"{block(number)}.{name}"
+        return RowParallelLinear(name, entry.inputs, entry.outputs, self.tp, bias=entry.bias, std=self.output_std, **self.linear)
+
+    @cached_property
+    def _linears(self) -> dict[str, Linear]:
+        return {linear.name: linear for linear in linears(self.model)}
 
     def recomputes_block(self, number: int) -> bool:
         """Whether the block with this global number is recomputed in backward as a whole."""

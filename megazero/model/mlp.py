@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from fused_ops.activation import ACTIVATIONS
 from fused_ops.swiglu import swiglu
-from megazero.config.derive import ffn_width, mlp_bias
+from megazero.config.inventory import DOWN, GATE, UP
 from megazero.model.layout import ModelLayout
-from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair
+from megazero.mpu.layers import column_parallel_pair
 
 
 class Mlp(nn.Module):
@@ -16,18 +16,10 @@ class Mlp(nn.Module):
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
-        model, name = layout.model, f"blocks.{number}.mlp"
-        width, bias = ffn_width(model), mlp_bias(model)
-
-        def entrance(which: str) -> ColumnParallelLinear:
-            return ColumnParallelLinear(f"{name}.{which}", model.hidden_size, width, layout.tp, bias=bias, std=layout.std, **layout.linear)
-
-        self.gate = entrance("gate") if model.activation == "swiglu" else None
-        self.up = entrance("up")
-        self.down = RowParallelLinear(
-            f"{name}.down", width, model.hidden_size, layout.tp, bias=bias, std=layout.output_std, **layout.linear
-        )
-        self.activation = model.activation
+        self.activation = layout.model.activation
+        self.gate = layout.column(number, GATE) if self.activation == "swiglu" else None
+        self.up = layout.column(number, UP)
+        self.down = layout.row(number, DOWN)
 
     def forward(self, hidden: Tensor, samples: Tensor | None = None) -> Tensor:
         """samples: int64 [b], numbers of the samples, for the dropout of adapters."""

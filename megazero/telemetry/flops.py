@@ -12,80 +12,41 @@ model's operations; what is recomputed is work of the hardware only (Korthikanti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from megazero.config.derive import head_dim
+from megazero.config.inventory import WORDS, elements, embedding_shapes, linears
 from megazero.config.schema import ModelConfig
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that count.
-
-    layers L, hidden h, attention_width n*d of the queries, key_value_width g*d of keys (values alike), ffn f,
-    ffn_matrices 2 (up, down) or 3 (with a gate), vocabulary V (real, without padding), sequence s.
-    """
-
-    layers: int
-    hidden: int
-    attention_width: int
-    key_value_width: int
-    ffn: int
-    ffn_matrices: int
-    vocabulary: int
-    sequence: int
-
-
-def standard_shape(layers: int, hidden: int, vocabulary: int, sequence: int) -> ModelShape:
-    """GPT-2, GPT-3 and BLOOM: ffn 4h, as many key-value heads as query heads."""
-    return ModelShape(layers, hidden, hidden, hidden, 4 * hidden, 2, vocabulary, sequence)
-
-
-def shape_of(model: ModelConfig, vocabulary: int, ffn: int, query_groups: int, head_dim: int) -> ModelShape:
-    """The shape of a configured model, its derived sizes given."""
-    return ModelShape(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        attention_width=model.num_attention_heads * head_dim,
-        key_value_width=query_groups * head_dim,
-        ffn=ffn,
-        ffn_matrices=3 if model.activation == "swiglu" else 2,
-        vocabulary=vocabulary,
-        sequence=model.seq_length,
-    )
-
-
-def attention_core_flops(shape: ModelShape) -> int:
+def attention_core_flops(model: ModelConfig) -> int:
     """Forward of one sample through one block's scores and weighted values."""
-    return 4 * shape.sequence * shape.sequence * shape.attention_width
+    return 4 * model.seq_length * model.seq_length * model.num_attention_heads * head_dim(model)
 
 
-def block_flops(shape: ModelShape) -> int:
+def block_flops(model: ModelConfig) -> int:
     """Forward of one sample through one block."""
-    projections = 2 * shape.attention_width + 2 * shape.key_value_width
-    weights = shape.hidden * (projections + shape.ffn_matrices * shape.ffn)
-    return 2 * shape.sequence * weights + attention_core_flops(shape)
+    return 2 * model.seq_length * sum(linear.weights for linear in linears(model)) + attention_core_flops(model)
 
 
-def head_flops(shape: ModelShape) -> int:
-    """Forward of one sample through the head's product with the vocabulary."""
-    return 2 * shape.sequence * shape.hidden * shape.vocabulary
+def head_flops(model: ModelConfig) -> int:
+    """Forward of one sample through the head's product with the vocabulary, without its padding."""
+    return 2 * model.seq_length * elements({WORDS: embedding_shapes(model)[WORDS]})
 
 
-def model_flops(shape: ModelShape, samples: int) -> int:
+def model_flops(model: ModelConfig, samples: int) -> int:
     """What the mathematics of one training step needs: forward once, backward twice."""
-    return 3 * samples * (shape.layers * block_flops(shape) + head_flops(shape))
+    return 3 * samples * (model.num_layers * block_flops(model) + head_flops(model))
 
 
-def adapter_flops(shape: ModelShape, samples: int, adapters: int) -> int:
+def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
     """The same where only low-rank adapters of so many parameters in all are trained: a frozen weight's product has a backward for its
     input alone. (Counted as if there were one before the first adapter too.)
     """
-    cores = shape.layers * attention_core_flops(shape)
-    weights = shape.layers * block_flops(shape) - cores + head_flops(shape)
-    return samples * (2 * weights + 3 * cores + 6 * shape.sequence * adapters)
+    cores = model.num_layers * attention_core_flops(model)
+    weights = model.num_layers * block_flops(model) - cores + head_flops(model)
+    return samples * (2 * weights + 3 * cores + 6 * model.seq_length * adapters)
 
 
-def recomputed_flops(shape: ModelShape, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
+def recomputed_flops(model: ModelConfig, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
     """What one training step computes a second time, beside what its mathematics needs; both together are the hardware's operations.
 
     recompute: none; selective runs every attention core once more; full runs every `recompute_num_layers`-th block
@@ -93,8 +54,8 @@ def recomputed_flops(shape: ModelShape, samples: int, recompute: str, recompute_
     """
     again = {
         "none": 0,
-        "selective": shape.layers * attention_core_flops(shape),
-        "full": -(-shape.layers // recompute_num_layers) * block_flops(shape),
+        "selective": model.num_layers * attention_core_flops(model),
+        "full": -(-model.num_layers // recompute_num_layers) * block_flops(model),
     }
     if recompute not in again:
         raise ValueError(f"--recompute-granularity {recompute}: choose none, selective or full")

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megazero.config.inventory import tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.megatron.registered import FORMAT, open_megatron
 from megazero.convert.registry import format_table, recognise
-from megazero.convert.shards import split_axis
 from megazero.convert.source import ConversionError, places
 from megazero.data.progress import silent
 from tests.convert.megatron_files import padded, save_megatron
@@ -289,4 +289,4 @@ def test_the_table_of_axes_is_what_our_layers_do(model):
     whole, half = places(model), places(model, 2, 1)
     for name, place in half.items():
         differing = [axis for axis, ((a, b), n) in enumerate(zip(place.box, whole[name].shape, strict=True)) if b - a != n]
-        assert differing == [axis for axis in [split_axis(name)] if axis is not None], name
+        assert differing == [axis for axis in [tp_axis(name)] if axis is not None], name

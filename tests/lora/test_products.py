@@ -16,7 +16,7 @@ from megazero.model.stage import build_stage, initialise, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.lora import low_rank
 from megazero.mpu.place import place_of
-from megazero.telemetry.flops import adapter_flops, model_flops, shape_of
+from megazero.telemetry.flops import adapter_flops, model_flops
 
 SHAPE = ModelConfig(
     num_layers=3, hidden_size=24, num_attention_heads=6, num_query_groups=2, activation="swiglu", vocab_size=60, seq_length=16
@@ -34,10 +34,9 @@ def test_products_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:
         stage(None, MicroBatch(ids, ids, None, torch.arange(2))).backward()
-    shape = shape_of(MODEL, 60, ffn_width(MODEL), query_groups(MODEL), head_dim(MODEL))
     trained = sum(place.shape[0] * place.shape[1] for place in places(MODEL, adapters=lora).values()) if lora.lora_rank else 0
-    expected = adapter_flops(shape, 2, trained) if lora.lora_rank else model_flops(shape, 2)
-    assert counter.get_total_flops() == expected - 2 * not_needed(lora, shape.sequence)
+    expected = adapter_flops(MODEL, 2, trained) if lora.lora_rank else model_flops(MODEL, 2)
+    assert counter.get_total_flops() == expected - 2 * not_needed(lora, MODEL.seq_length)
     assert all(
         (parameter.grad is None) == (lora.lora_rank is not None and ".lora_" not in place_of(parameter).name)
         for parameter in stage.parameters()

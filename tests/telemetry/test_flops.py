@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ModelConfig
-from megazero.telemetry.flops import ModelShape, model_flops, recomputed_flops, shape_of, standard_shape, teraflops_per_rank
+from megazero.telemetry.flops import model_flops, recomputed_flops, teraflops_per_rank
 
-BLOOM = standard_shape(layers=70, hidden=14336, vocabulary=250880, sequence=2048)
+BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_attention_heads=112, vocab_size=250880, seq_length=2048)
 
 
 def test_blooms_log_line() -> None:
@@ -21,35 +21,41 @@ def test_blooms_log_line() -> None:
     ("layers", "hidden", "vocabulary", "sequence", "samples"),
     [(70, 14336, 250880, 2048, 2048), (12, 768, 50257, 1024, 3), (1, 64, 1003, 7, 1)],
 )
-def test_standard_shape_is_the_published_formula(layers: int, hidden: int, vocabulary: int, sequence: int, samples: int) -> None:
-    shape = standard_shape(layers, hidden, vocabulary, sequence)
+def test_a_standard_model_has_the_published_formula(layers: int, hidden: int, vocabulary: int, sequence: int, samples: int) -> None:
+    model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=4, vocab_size=vocabulary, seq_length=sequence)
     common = samples * sequence * layers * hidden**2
     attention = sequence / (6 * hidden)
     head = vocabulary / (layers * hidden)
-    assert model_flops(shape, samples) == pytest.approx(72 * common * (1 + attention + head / 12), rel=1e-15)
-    hardware = model_flops(shape, samples) + recomputed_flops(shape, samples, "full")
+    assert model_flops(model, samples) == pytest.approx(72 * common * (1 + attention + head / 12), rel=1e-15)
+    hardware = model_flops(model, samples) + recomputed_flops(model, samples, "full")
     assert hardware == pytest.approx(96 * common * (1 + attention + head / 16), rel=1e-15)
-    assert recomputed_flops(shape, samples, "none") == 0
-    assert recomputed_flops(shape, samples, "selective") == samples * layers * 4 * sequence**2 * hidden
+    assert recomputed_flops(model, samples, "none") == 0
+    assert recomputed_flops(model, samples, "selective") == samples * layers * 4 * sequence**2 * hidden
 
 
 def test_grouped_query_and_swiglu_product_by_product() -> None:
     model = ModelConfig(
-        num_layers=3, hidden_size=96, num_attention_heads=6, num_query_groups=2, ffn_hidden_size=160, activation="swiglu", seq_length=32
+        num_layers=3,
+        hidden_size=96,
+        num_attention_heads=6,
+        num_query_groups=2,
+        ffn_hidden_size=160,
+        activation="swiglu",
+        seq_length=32,
+        vocab_size=500,
     )
-    shape = shape_of(model, vocabulary=500, ffn=160, query_groups=2, head_dim=16)
     s, h, d = 32, 96, 16
     products = [(s, h, 6 * d), (s, h, 2 * d), (s, h, 2 * d), (s, 6 * d, h)]  # query, key, value, output
     products += [(s, d, s), (s, s, d)] * 6  # scores and weighted values of each head
     products += [(s, h, 160), (s, h, 160), (s, 160, h)]  # gate, up, down
     forward = 3 * sum(2 * a * b * c for a, b, c in products) + 2 * s * h * 500
-    assert model_flops(shape, 5) == 3 * 5 * forward
+    assert model_flops(model, 5) == 3 * 5 * forward
 
 
 def test_every_kth_block_recomputed() -> None:
-    shape = replace(BLOOM, layers=7)
-    block = recomputed_flops(replace(shape, layers=1), 1, "full")
-    assert [recomputed_flops(shape, 1, "full", k) for k in (1, 2, 3, 7, 8)] == [7 * block, 4 * block, 3 * block, block, block]
+    model = replace(BLOOM, num_layers=7)
+    block = recomputed_flops(replace(model, num_layers=1), 1, "full")
+    assert [recomputed_flops(model, 1, "full", k) for k in (1, 2, 3, 7, 8)] == [7 * block, 4 * block, 3 * block, block, block]
 
 
 def test_unknown_recompute_is_refused() -> None:
@@ -57,6 +63,6 @@ def test_unknown_recompute_is_refused() -> None:
         recomputed_flops(BLOOM, 1, "some")
 
 
-def test_relu_with_narrow_ffn() -> None:
-    narrow = ModelShape(layers=2, hidden=8, attention_width=8, key_value_width=8, ffn=16, ffn_matrices=2, vocabulary=10, sequence=4)
-    assert model_flops(narrow, 1) == 3 * (2 * (2 * 4 * (4 * 64 + 2 * 8 * 16) + 4 * 16 * 8) + 2 * 4 * 8 * 10)
+def test_narrow_ffn_and_wide_heads() -> None:
+    narrow = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, kv_channels=8, ffn_hidden_size=16, vocab_size=10, seq_length=4)
+    assert model_flops(narrow, 1) == 3 * (2 * (2 * 4 * (4 * 8 * 16 + 2 * 8 * 16) + 4 * 16 * 16) + 2 * 4 * 8 * 10)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.config.inventory import TABLES, WORDS, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.megatron.names import TIED_COPIES, Theirs, theirs, why_ignored
 from megazero.convert.report import Report
-from megazero.convert.shards import agree, join, split_axis
+from megazero.convert.shards import agree, join
 from megazero.convert.source import ConversionError, places
 
 Ranks = Sequence[Mapping[str, Tensor]]
 """For each tp rank its tensors by their names, layers counted over the whole model."""
-WORD = "embedding.word.weight"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Assembly:
             return torch.zeros(self.places[name].shape, dtype=self.dtype(name, ranks))
         found = self.found[name]
         pieces = [self._piece(rank, found, str(index)) for index, rank in enumerate(values)]
-        rows = self.places[name].shape[0] if name in (WORD, "head.weight") else None
-        return join(found.key, pieces, split_axis(name), self.report, rows)
+        rows = self.places[name].shape[0] if name in TABLES else None
+        return join(found.key, pieces, tp_axis(name), self.report, rows)
 
     def dtype(self, name: str, ranks: Ranks | None = None) -> torch.dtype:
         """What the tensor is stored in."""
@@ -77,7 +77,7 @@ class Assembly:
         key = next((key for key in named.names if all(key in rank for rank in self.ranks)), None)
         if key is None:
             return None
-        tied = name == WORD and not self.model.untie_embeddings_and_output_weights
+        tied = name == WORDS and not self.model.untie_embeddings_and_output_weights
         copies = [copy for copy in TIED_COPIES if tied and all(copy in rank for rank in self.ranks)]
         return Found(key, named.half, copies[0] if copies else None)
 
@@ -93,7 +93,7 @@ class Assembly:
                 yield f"{key} is a weight that a model with these arguments does not have"
 
     def _misfits(self, name: str) -> Iterator[str]:
-        found, axis, wanted = self.found[name], split_axis(name), self.places[name].shape
+        found, axis, wanted = self.found[name], tp_axis(name), self.places[name].shape
         for key in (found.key, found.copy):
             if key is None:
                 continue
@@ -103,6 +103,6 @@ class Assembly:
                 whole[axis] = sum(shape[axis] for shape in shapes if len(shape) > axis)
             if found.half is not None:
                 whole[0] //= 2
-            padded = name in (WORD, "head.weight") and whole[1:] == list(wanted[1:]) and whole[0] >= wanted[0]
+            padded = name in TABLES and whole[1:] == list(wanted[1:]) and whole[0] >= wanted[0]
             if whole != list(wanted) and not padded:
                 yield f"{key} has shape {whole} over {len(shapes)} tensor-parallel ranks, {name} is {list(wanted)}"

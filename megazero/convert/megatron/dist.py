@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
+from megazero.config.inventory import TABLES
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.files.torch_dist import DistributedCheckpoint, fragments, rows_of, unflattened
 from megazero.convert.files.torch_file import read_torch_file
@@ -34,7 +35,6 @@ COMMON, DESCRIPTION = "common.pt", "metadata.json"
 STATES: Mapping[str, tuple[str, ...]] = {WEIGHT: ("fp32_param", "param"), EXP_AVG: ("exp_avg",), EXP_AVG_SQ: ("exp_avg_sq",)}
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param|exp_avg_sq|exp_avg)\.")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
-_VOCABULARY = ("embedding.word.weight", "head.weight")
 _OTHERS: Mapping[str, str] = {
     r"optimizer\..*|chained_\d+\..*": "the optimizer's state in a form that only its own layout can read: not carried over",
     r"rng_state.*": "random numbers here follow from the seed and the position",
@@ -184,7 +184,7 @@ class _Tensors:
         shape = list(found.inside(self.checkpoint.tensors[found.key].shape))
         if found.half is not None and shape:
             shape[0] //= 2
-        padded = name in _VOCABULARY and shape[1:] == list(wanted[1:]) and shape[0] >= wanted[0]
+        padded = name in TABLES and shape[1:] == list(wanted[1:]) and shape[0] >= wanted[0]
         if shape != list(wanted) and not padded:
             yield f"{found.key} has shape {list(self.checkpoint.tensors[found.key].shape)}, {name} is {list(wanted)}"
 

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from megazero.config.derive import padded_vocab
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
+from megazero.config.inventory import TABLES, WORDS, tp_axis
 from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
 from megazero.convert.files.unpickle import record_type
 from megazero.convert.formats import Advance, Wanted
-from megazero.convert.megatron.assembly import WORD
 from megazero.convert.megatron.folders import FILES, TRACKER, iteration_folder, rank_folder
 from megazero.convert.megatron.names import core_name
 from megazero.convert.megatron_args import args_of
-from megazero.convert.shards import cut, split_axis
+from megazero.convert.shards import cut
 from megazero.convert.source import ConversionError, Source
 
 Slot = tuple[str, tuple[str, ...]]
@@ -77,7 +77,7 @@ def _slots(source: Source, stage: int, stages: int) -> Iterator[Slot]:
             key = key.replace(f"layers.{number}.", f"layers.{int(number) - own.start}.", 1)
         found.setdefault(key, []).append(name)
     if stages > 1 and stage == stages - 1 and not model.untie_embeddings_and_output_weights:
-        found["output_layer.weight"] = [WORD]
+        found["output_layer.weight"] = [WORDS]
     for key, made_of in found.items():
         yield key, tuple(made_of)
 
@@ -129,14 +129,14 @@ def _feed(file: TorchFileWriter, whole: Tensor, name: str, rows: int, rank: int,
 
 
 def _rows(source: Source, name: str, tp: int) -> int:
-    return padded_vocab(source.model, tp) if name in (WORD, "head.weight") else source.entries[name].shape[0]
+    return padded_vocab(source.model, tp) if name in TABLES else source.entries[name].shape[0]
 
 
 def _local_shape(source: Source, names: Sequence[str], tp: int) -> tuple[int, ...]:
     """What a tp rank holds of the tensors, one below the other."""
     first = names[0]
     shape = [sum(_rows(source, name, tp) for name in names), *source.entries[first].shape[1:]]
-    axis = split_axis(first)
+    axis = tp_axis(first)
     if axis is not None:
         if shape[axis] % tp:
             raise ConversionError(f"--tp {tp}: {first} of shape {list(source.entries[first].shape)} cannot be divided")

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megazero.config.derive import attention_bias, ffn_width, head_dim, max_positions, mlp_bias, padded_vocab, query_groups
+from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.formats import Wanted
 from megazero.convert.megatron_deepspeed.stages import Plan, Written
-from megazero.convert.megatron_deepspeed.weights import PADDED
-from megazero.convert.shards import split_axis
 from megazero.convert.source import ConversionError, Position
 
 _POSITIONS = {"learned": "learned_absolute", "rotary": "rotary", "alibi": "alibi"}
@@ -103,10 +102,10 @@ def universal_info(planned: Plan) -> dict[str, Any]:
         "universal_checkpoint_version": 0.2,
         "original_vocab_size": planned.model.vocab_size,
         "padded_vocab_size": planned.rows,
-        "vocabulary_parameter_patterns": patterns([written for written in tensors if written.names[0] in PADDED]),
+        "vocabulary_parameter_patterns": patterns([written for written in tensors if written.names[0] in TABLES]),
         "pipeline_replicated_parameter_patterns": patterns(embedding if planned.layers.tied else []),
-        "tp_replicated_parameter_patterns": patterns([written for written in tensors if split_axis(written.names[0]) is None]),
-        "parameter_with_row_parallelism_patterns": patterns([written for written in tensors if split_axis(written.names[0]) == 1]),
+        "tp_replicated_parameter_patterns": patterns([written for written in tensors if tp_axis(written.names[0]) is None]),
+        "parameter_with_row_parallelism_patterns": patterns([written for written in tensors if tp_axis(written.names[0]) == 1]),
         "parameter_with_2_sub_params_cat_dim_0": patterns(gated),
     }
 

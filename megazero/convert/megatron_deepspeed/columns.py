@@ -9,12 +9,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megazero.config.inventory import WORDS, tp_axis
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
-from megazero.convert.megatron_deepspeed.names import WORD, Theirs
+from megazero.convert.megatron_deepspeed.names import Theirs
 from megazero.convert.megatron_deepspeed.weights import Weights, halved, label
 from megazero.convert.megatron_deepspeed.zero import Slice, Zero, pieces_of
 from megazero.convert.report import Report
-from megazero.convert.shards import agree, join, split_axis
+from megazero.convert.shards import agree, join
 from megazero.convert.source import ConversionError
 
 Held = Mapping[tuple[int, str], tuple[int, list[Slice]]]
@@ -42,7 +43,7 @@ class Columns:
 
     def read(self, name: str, column: str) -> Tensor:
         """A global tensor of one column, vocabulary padding cut off. Memory: the tensor, and where columns are split as much again."""
-        where, axis = self.weights.theirs[name], split_axis(name)
+        where, axis = self.weights.theirs[name], tp_axis(name)
         key = f"{label(where)} {column}"
         if axis == 0 and where.half is None:
             slices = [piece for t in range(self.tp) for piece in self._slices(*self.held[t][where.layer, where.key], column)]
@@ -84,7 +85,7 @@ class Columns:
 
     def _copies(self, name: str, where: Theirs) -> list[list[tuple[int, list[Slice]]]]:
         """The tied table's copies on other stages, which are trained with it. (The rest of a tied embedding is idle there.)"""
-        if name != WORD or not self.weights.layers.tied:
+        if name != WORDS or not self.weights.layers.tied:
             return []
         parameter = self.weights.layers.parameter(where.layer, where.key)
         first = self.held[0][where.layer, where.key][0] // self.tp

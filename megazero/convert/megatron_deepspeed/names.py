@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megazero.config.inventory import WORDS
 from megazero.config.schema import ModelConfig
 from megazero.convert.source import ConversionError, places
 
 TIED = "tied_modules.embed."
 """What stands before a parameter of the tied embedding in the optimizer's files, which know no layer for it."""
-WORD = "embedding.word.weight"
 
 _EMBEDDING: Mapping[str, str] = {
     "embedding.word.weight": "word_embeddings.weight",
@@ -86,14 +86,14 @@ def bloom_layers(model: ModelConfig) -> Layers:
 def found_layers(keys: Mapping[int, tuple[str, ...]], where: str) -> Layers:
     """The layers of a checkpoint by the keys in their files. Raises ConversionError where it is no GPT or BLOOM."""
     order = sorted(keys)
-    embedding = [n for n in order if _EMBEDDING[WORD] in keys[n]]
+    embedding = [n for n in order if _EMBEDDING[WORDS] in keys[n]]
     blocks = [n for n in order if _QKV in keys[n]]
     behind = [n for n in order if blocks and n > blocks[-1]]
     final = [n for n in behind if "weight" in keys[n]]
     head = [n for n in behind if n not in final[:1] and ({"lm_head.weight", "weight"} & set(keys[n]))]
     problems = []
     if len(embedding) != 1:
-        problems.append(f"{len(embedding)} layers have {_EMBEDDING[WORD]}, one is expected")
+        problems.append(f"{len(embedding)} layers have {_EMBEDDING[WORDS]}, one is expected")
     if not blocks:
         problems.append(f"no layer has {_QKV}")
     elif blocks != list(range(blocks[0], blocks[-1] + 1)):

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megazero.convert.megatron_deepspeed.weights import PADDED
+from megazero.config.inventory import TABLES
 from megazero.convert.shards import cut
 
 
 def rank_pieces(name: str, whole: Tensor, tp: int, rows: int) -> list[list[Tensor]]:
     """What each tp rank has of a global tensor, as pieces that follow each other; zeros for the vocabulary's padding."""
-    if name not in PADDED:
+    if name not in TABLES:
         return [[piece] for piece in cut(name, whole, tp)]
     size = rows // tp
     return [list(_table_rows(whole, t * size, (t + 1) * size)) for t in range(tp)]

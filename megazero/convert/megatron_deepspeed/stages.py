@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.config.derive import padded_vocab
+from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.formats import Wanted
 from megazero.convert.megatron_deepspeed.names import Layers, Theirs, bloom_layers, theirs
-from megazero.convert.megatron_deepspeed.weights import PADDED
-from megazero.convert.shards import split_axis
 from megazero.convert.source import ConversionError, places
 from megazero.mpu.place import Place
 
@@ -80,9 +79,9 @@ def plan(model: ModelConfig, wanted: Wanted) -> Plan:
 
 def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -> tuple[int, ...]:
     shape = list(everything[names[0]].shape)
-    if names[0] in PADDED:
+    if names[0] in TABLES:
         shape[0] = rows
-    axis = split_axis(names[0])
+    axis = tp_axis(names[0])
     if axis is not None:
         shape[axis] //= tp
     shape[0] *= len(names)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.megatron_deepspeed.names import Layers, Theirs, theirs, why_ignored
 from megazero.convert.report import Report
-from megazero.convert.shards import join, split_axis
+from megazero.convert.shards import join
 from megazero.convert.source import ConversionError, places
 
-PADDED = ("embedding.word.weight", "head.weight")
 """Tables whose last rows pad the vocabulary."""
 
 
@@ -63,11 +63,11 @@ class Weights:
         """One of our global tensors, vocabulary padding cut off."""
         where = self.theirs[name]
         pieces = [halved(self.files[path][where.key], where) for path in self.listing.layers[where.layer]]
-        return join(label(where), pieces, split_axis(name), self.report, self.rows(name))
+        return join(label(where), pieces, tp_axis(name), self.report, self.rows(name))
 
     def beside(self, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Parts of another column's global tensor, each with what the layer files hold for it; views, unless replicas differ."""
-        where, axis = self.theirs[name], split_axis(name)
+        where, axis = self.theirs[name], tp_axis(name)
         if axis is None:
             return [(whole, self.read(name))]
         pieces = [halved(self.files[path][where.key], where) for path in self.listing.layers[where.layer]]
@@ -85,7 +85,7 @@ class Weights:
 
     def rows(self, name: str) -> int | None:
         """Rows that are not padding, of a table that may have such."""
-        return self.shapes[name][0] if name in PADDED else None
+        return self.shapes[name][0] if name in TABLES else None
 
     def _missing(self) -> list[str]:
         return [f"{label(where)} is missing" for where in self.theirs.values() if where.key not in self.stored[where.layer][0]]
@@ -106,7 +106,7 @@ class Weights:
         return problems
 
     def _misfit(self, name: str) -> str:
-        where, wanted, axis = self.theirs[name], self.shapes[name], split_axis(name)
+        where, wanted, axis = self.theirs[name], self.shapes[name], tp_axis(name)
         shapes = [list(rank[where.key].shape) for rank in self.stored[where.layer]]
         dtypes = dict.fromkeys(str(rank[where.key].dtype) for rank in self.stored[where.layer])
         if len(dtypes) > 1:
@@ -117,7 +117,7 @@ class Weights:
                 whole[axis] = sum(shape[axis] for shape in shapes)
             if where.half is not None:
                 whole[0] //= 2
-        padded = name in PADDED and whole[1:] == list(wanted[1:]) and whole[0] >= wanted[0]
+        padded = name in TABLES and whole[1:] == list(wanted[1:]) and whole[0] >= wanted[0]
         if (whole == list(wanted) or padded) and all(shape == shapes[0] for shape in shapes):
             return ""
         kind = "different shapes" if any(shape != shapes[0] for shape in shapes) else f"shape {whole} over {len(shapes)} tp ranks"

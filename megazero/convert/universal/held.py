@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.dtypes import PRECISION_OF
+from megazero.config.inventory import TABLES
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.megatron_deepspeed.names import Theirs, why_ignored
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
@@ -98,7 +99,7 @@ class Held:
         shape = list(found.shape)
         if where.half is not None:
             shape[0] //= 2
-        padded = name in ("embedding.word.weight", "head.weight") and shape[1:] == list(wanted[1:]) and shape[0] >= wanted[0]
+        padded = name in TABLES and shape[1:] == list(wanted[1:]) and shape[0] >= wanted[0]
         if shape != list(wanted) and not padded:
             yield f"{self.named.names[where.layer, where.key]} has shape {list(found.shape)}, {name} is {list(wanted)}"
 

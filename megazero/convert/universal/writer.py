@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import OptimizerConfig
 from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
@@ -16,7 +17,6 @@ from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.formats import Advance, Wanted
 from megazero.convert.megatron_deepspeed.arguments import arguments
 from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
-from megazero.convert.shards import split_axis
 from megazero.convert.source import Source
 from megazero.convert.universal.folders import LATEST, MODEL_STATES, OPTIMIZER, STATES, STEP, ZERO
 from megazero.convert.universal.names import written_names
@@ -25,7 +25,6 @@ DS_VERSION = "0.19.8"
 """The DeepSpeed whose reading of these files is tested. It refuses files that name none."""
 UNIVERSAL_VERSION = 0.2
 """What the parameters' dictionaries below need: sub-parameters. From 0.4 on, shard widths are expected where shapes are uneven."""
-PADDED = ("embedding.word.weight", "head.weight")
 
 
 def write_universal(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
@@ -67,12 +66,12 @@ def _parameter(source: Source, made_of: Sequence[str]) -> dict[str, Any]:
     first = made_of[0]
     rows = sum(source.entries[name].shape[0] for name in made_of)
     content: dict[str, Any] = {"param": Hollow((rows, *source.entries[first].shape[1:]), torch.float32)}
-    axis = split_axis(first)
+    axis = tp_axis(first)
     if axis is not None:
         content["cat_dim"] = axis
     if len(made_of) > 1:
         content["param_n_sub_params"] = len(made_of)
-    if first in PADDED:
+    if first in TABLES:
         content["vocab_tensor"] = True
     return content
 
@@ -138,9 +137,9 @@ def _patterns(source: Source) -> dict[str, list[str]]:
     """Which parameters are treated in which way, as regular expressions."""
     names = written_names(source.model)
     escaped = {key: key.replace(".", r"\.") + "$" for key in names}
-    kinds = {key: split_axis(made_of[0]) for key, made_of in names.items()}
+    kinds = {key: tp_axis(made_of[0]) for key, made_of in names.items()}
     return {
-        "vocabulary_parameter_patterns": [escaped[key] for key, made_of in names.items() if made_of[0] in PADDED],
+        "vocabulary_parameter_patterns": [escaped[key] for key, made_of in names.items() if made_of[0] in TABLES],
         "tp_replicated_parameter_patterns": [escaped[key] for key, axis in kinds.items() if axis is None],
         "parameter_with_row_parallelism_patterns": [escaped[key] for key, axis in kinds.items() if axis == 1],
         "parameter_with_2_sub_params_cat_dim_0": [escaped[key] for key, made_of in names.items() if len(made_of) == 2],

@@ -1,0 +1,124 @@
+"""What a model is made of: its parameters, by global name, as formulas of the configuration.
+
+Layers, counts, operations, FP8, adapters and conversions read this list: a further matrix, norm or table is one entry. A block's parameters
+are "blocks.3.attention.qkv.weight"; within the block they are called by what follows the number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, position_rows, query_groups
+from megazero.config.schema import ModelConfig
+
+WORDS, POSITIONS, HEAD = "embedding.word.weight", "embedding.position.weight", "head.weight"
+TABLES = (WORDS, HEAD)
+"""Tables with a row for each token. In memory rows are added until tp divides them: they come last and are never stored."""
+EMBEDDING_NORM, FINAL_NORM = "embedding.norm", "head.norm"
+ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
+QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down"
+
+TP_AXIS: Mapping[str, int] = {QKV: 0, OUTPUT: 1, GATE: 0, UP: 0, DOWN: 1}
+"""Linear layers of a block, in its order, and the axis of the weight [outputs, inputs] that tp ranks divide: 0 is column-parallel, 1 row-parallel."""
+
+
+def block(number: int | str) -> str:
+    """The global name of a block."""
+    return f"blocks.{number}"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of every block: its name there, and its weight [outputs, inputs] on all tp ranks together."""
+
+    name: str
+    outputs: int
+    inputs: int
+    bias: bool
+
+    @property
+    def tp_axis(self) -> int:
+        """As `TP_AXIS` has it. What is row-parallel writes into the residual stream."""
+        return TP_AXIS[self.name]
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight."""
+        return self.outputs * self.inputs
+
+    def on_rank(self, tp: int) -> tuple[int, int]:
+        """(outputs, inputs) of one of tp ranks."""
+        return (self.outputs // tp, self.inputs) if self.tp_axis == 0 else (self.outputs, self.inputs // tp)
+
+
+def linears(model: ModelConfig) -> tuple[Linear, ...]:
+    """The linear layers of a block. Query, key and value are one; gate and up of a gated feed-forward part are two."""
+    hidden, width, size = model.hidden_size, ffn_width(model), head_dim(model)
+    queries, pairs = model.num_attention_heads * size, 2 * query_groups(model) * size
+    of_attention, of_mlp = attention_bias(model), mlp_bias(model)
+    found = [Linear(QKV, queries + pairs, hidden, of_attention), Linear(OUTPUT, hidden, queries, of_attention)]
+    found += [Linear(GATE, width, hidden, of_mlp)] if model.activation == "swiglu" else []
+    return (*found, Linear(UP, width, hidden, of_mlp), Linear(DOWN, hidden, width, of_mlp))
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""Parameters by name, each with its global shape, without rows that a vocabulary is padded with."""
+
+
+def block_shapes(model: ModelConfig) -> Shapes:
+    """Of one block, by their names there."""
+    found = _norm(model, ATTENTION_NORM) | _norm(model, MLP_NORM)
+    for linear in linears(model):
+        found[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
+        if linear.bias:
+            found[f"{linear.name}.bias"] = (linear.outputs,)
+    return found
+
+
+def embedding_shapes(model: ModelConfig) -> Shapes:
+    """Of the first layer, whose vocabulary is known."""
+    found: Shapes = {WORDS: _table(model)}
+    if model.position_embedding == "learned":
+        found[POSITIONS] = (position_rows(model), model.hidden_size)
+    return found | (_norm(model, EMBEDDING_NORM) if model.embedding_layernorm else {})
+
+
+def head_shapes(model: ModelConfig) -> Shapes:
+    """Of the last layer; a tied output weight is the embedding's."""
+    untied: Shapes = {HEAD: _table(model)} if model.untie_embeddings_and_output_weights else {}
+    return _norm(model, FINAL_NORM) | untied
+
+
+def elements(shapes: Shapes) -> int:
+    """Of all these parameters together."""
+    return sum(map(math.prod, shapes.values()))
+
+
+def shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the whole model, by global names, in its order; a tied embedding once."""
+    yield from embedding_shapes(model).items()
+    for number in range(model.num_layers):
+        yield from ((f"{block(number)}.{name}", shape) for name, shape in block_shapes(model).items())
+    yield from head_shapes(model).items()
+
+
+def tp_axis(name: str) -> int | None:
+    """The axis along which tp ranks divide the parameter of this global name; None: each rank has all of it."""
+    if name in TABLES:
+        return 0
+    within = name.split(".", 2)[2] if name.startswith(block("")) else ""
+    layer, _, part = within.rpartition(".")
+    axis = TP_AXIS.get(layer)
+    return axis if part == "weight" or axis == 0 else None
+
+
+def _table(model: ModelConfig) -> tuple[int, int]:
+    assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
+    return model.vocab_size, model.hidden_size
+
+
+def _norm(model: ModelConfig, name: str) -> Shapes:
+    parts = ("weight",) if model.norm == "rmsnorm" else ("weight", "bias")
+    return {f"{name}.{part}": (model.hidden_size,) for part in parts}
