@@ -17,7 +17,8 @@ from megazero.config.fp8 import fp8_layers
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.model.count import parameters_per_layer
-from megazero.model.stage import Stage, StageSpec, build_stage
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, StageSpec
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Axes, Group, ProcessGrid
@@ -91,6 +92,22 @@ def _stages_of(
     run: Run, pp_index: int, tp: Group, device: torch.device, attention: Offer = NOTHING_TRIED, fp8: Fp8 | None = None
 ) -> list[Stage]:
     stages: list[Stage] = []
+    layout = ModelLayout(
+        run.model,
+        tp,
+        compute_dtype(run.optimizer.precision),
+        device=device,
+        sequence_parallel=run.parallel.sequence_parallel,
+        recompute=run.parallel.recompute_granularity,
+        recompute_num_layers=run.parallel.recompute_num_layers,
+        seed=run.data.seed,
+        label_smoothing=run.optimizer.label_smoothing,
+        z_loss=run.optimizer.z_loss,
+        compile=run.parallel.compile,
+        attention=attention,
+        fp8=fp8,
+        lora=low_rank(run.lora, run.model, run.data.seed),
+    )
     specs, chunks = stage_specs(run), chunks_of(run)
     tied = not run.model.untie_embeddings_and_output_weights
     together = chunks.last_stage == 0
@@ -98,27 +115,8 @@ def _stages_of(
     for number in chunks.of(pp_index):
         spec = specs[number]
         first = stages[0].embedding if tied and together and spec.has_head and stages else None
-        stages.append(
-            build_stage(
-                run.model,
-                run.optimizer.precision,
-                spec,
-                tp=tp,
-                sequence_parallel=run.parallel.sequence_parallel,
-                recompute=run.parallel.recompute_granularity,
-                recompute_num_layers=run.parallel.recompute_num_layers,
-                seed=run.data.seed,
-                label_smoothing=run.optimizer.label_smoothing,
-                z_loss=run.optimizer.z_loss,
-                compile=run.parallel.compile,
-                attention=attention,
-                fp8=fp8,
-                lora=low_rank(run.lora, run.model, run.data.seed),
-                device=device,
-                tied_across_stages=tied and not together,
-                shared_embedding=None if first is None else first.word,
-            )
-        )
+        shared = None if first is None else first.word
+        stages.append(Stage(layout, spec, tied_across_stages=tied and not together, shared_embedding=shared))
     return stages
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megazero.config.schema import LoraConfig, ModelConfig, Run
 from megazero.convert.report import Report
-from megazero.model.stage import build_stage, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
 from megazero.mpu.lora import low_rank
 from megazero.mpu.place import Box, Place, place_of
@@ -118,7 +119,7 @@ def places(model: ModelConfig, tp: int = 1, tp_index: int = 0, *, adapters: Lora
     """
     group = Group(tuple(range(tp)), tp_index, None)
     lora = None if adapters is None else low_rank(adapters, model)
-    stage = build_stage(model, "fp32", whole_model(model), tp=group, lora=lora, device="meta")
+    stage = Stage(ModelLayout(model, group, torch.float32, lora=lora, device=torch.device("meta")), whole_model(model))
     found = (place_of(parameter) for unit in stage.units() for parameter in unit.parameters() if parameter.requires_grad)
     return {place.name: place for place in found}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from megazero.mpu.lora import LowRank
 from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.random import sequence_offset
 
+CPU = torch.device("cpu")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -26,6 +27,7 @@ RECOMPUTE = ("none", "selective", "full")
 class ModelLayout:
     """The model and how this rank holds it; an argument of every layer's constructor.
 
+    dtype                of parameters, activations and messages between stages
     tp                   tensor-parallel group; only its ranks and index are read while building
     sequence_parallel    activations outside the tensor-parallel regions are sharded along s
     recompute            none, selective (the attention core), full (whole blocks)
@@ -41,7 +43,8 @@ class ModelLayout:
     model: ModelConfig
     tp: Group
     dtype: torch.dtype
-    device: torch.device
+    _: KW_ONLY
+    device: torch.device = CPU
     sequence_parallel: bool = False
     recompute: str = "none"
     recompute_num_layers: int = 1

@@ -8,18 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_ops.attention.rule import NOTHING_TRIED, Offer
 from megazero.batch import MicroBatch
-from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.model.block import Block
 from megazero.model.embedding import Embedding
 from megazero.model.head import Head
 from megazero.model.layout import ModelLayout
-from megazero.mpu.fp8 import Fp8
-from megazero.mpu.grid import Group
 from megazero.mpu.layers import VocabParallelEmbedding
-from megazero.mpu.lora import LowRank, freeze_all_but_adapters
+from megazero.mpu.lora import freeze_all_but_adapters
 from megazero.mpu.place import Parameter, place_of
 from megazero.mpu.random import initialise as initialise_parameter
 
@@ -39,7 +35,9 @@ def whole_model(model: ModelConfig) -> StageSpec:
 
 
 class Stage(nn.Module):
-    """Embedding, blocks and head, as far as they are here. Parameters are named as in the whole model.
+    """Embedding, blocks and head, as far as they are here. Parameters are named as in the whole model, and have no values yet.
+
+    Construction communicates nothing: any rank's stage can be built anywhere, on the device "meta" without memory.
 
     tied_across_stages: embedding and head share one weight and lie on different pipeline ranks.
     shared_embedding: the embedding of another chunk of this rank, for a tied head.
@@ -102,46 +100,6 @@ class Stage(nn.Module):
             else:
                 hidden = block(hidden, batch)
         return hidden
-
-
-def build_stage(
-    model: ModelConfig,
-    precision: str,
-    spec: StageSpec,
-    *,
-    tp: Group,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-    recompute_num_layers: int = 1,
-    seed: int = 1234,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    compile: bool = False,
-    attention: Offer = NOTHING_TRIED,
-    fp8: Fp8 | None = None,
-    lora: LowRank | None = None,
-    device: torch.device | str = "cpu",
-    tied_across_stages: bool = False,
-    shared_embedding: VocabParallelEmbedding | None = None,
-) -> Stage:
-    """A stage with uninitialised parameters. Communicates nothing: any rank's stage can be built anywhere, on "meta" without memory."""
-    layout = ModelLayout(
-        model,
-        tp,
-        compute_dtype(precision),
-        torch.device(device),
-        sequence_parallel,
-        recompute,
-        recompute_num_layers,
-        seed,
-        label_smoothing,
-        z_loss,
-        compile,
-        attention,
-        fp8,
-        lora,
-    )
-    return Stage(layout, spec, tied_across_stages=tied_across_stages, shared_embedding=shared_embedding)
 
 
 def initialise(stage: Stage, seed: int) -> None:

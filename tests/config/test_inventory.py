@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megazero.config.inventory import linears, shapes, tp_axis
 from megazero.config.schema import ModelConfig
-from megazero.model.stage import build_stage, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
 from megazero.mpu.place import place_of
 
@@ -36,7 +38,7 @@ MODELS = {
 def test_modules_hold_what_is_listed(name: str, tp: int) -> None:
     """Names in their order, global shapes, and what tp divides, by the places that the modules were built with."""
     model = MODELS[name]
-    stage = build_stage(model, "fp32", whole_model(model), tp=Group(tuple(range(tp)), tp - 1, None), device="meta")
+    stage = Stage(ModelLayout(model, Group(tuple(range(tp)), tp - 1, None), torch.float32, device=torch.device("meta")), whole_model(model))
     places = [place_of(parameter) for parameter in stage.parameters()]
     listed = dict(shapes(model))
     assert {place.name: place.shape for place in places} == listed and len(places) == len(listed)
@@ -52,7 +54,7 @@ def test_modules_hold_what_is_listed(name: str, tp: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_linear_layers_have_their_weights_on_a_rank(name: str) -> None:
     model = MODELS[name]
-    stage = build_stage(model, "fp32", whole_model(model), tp=Group((0, 1), 1, None), device="meta")
+    stage = Stage(ModelLayout(model, Group((0, 1), 1, None), torch.float32, device=torch.device("meta")), whole_model(model))
     held = {key: tuple(value.shape) for key, value in stage.blocks["1"].named_parameters()}
     found = linears(model)
     assert [layer.name for layer in found] == [key.removesuffix(".weight") for key in held if key.endswith("weight") and "norm" not in key]

@@ -23,7 +23,8 @@ from megazero.convert.stages import fill_stages
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.data.train_bpe import train_bpe
-from megazero.model.stage import build_stage, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo
 from tests.convert.hf_models import CASES, saved
 from tests.convert.sources import made
@@ -134,7 +135,7 @@ OWN = FRESH | {
 def test_a_model_of_our_own_in_transformers(name: str, tmp_path: Path) -> None:
     """Logits in float64 of what transformers makes of the folder are those of the stage."""
     source = written(OWN[name], tmp_path / "x", data=DataConfig(eod_id=4))
-    stage = build_stage(source.model, "fp64", whole_model(source.model), tp=solo())
+    stage = Stage(ModelLayout(source.model, solo(), torch.float64), whole_model(source.model))
     fill_stages([stage], source)
     ids = torch.randint(0, 90, (2, 20), generator=torch.Generator().manual_seed(3))
     with in_float64(), torch.no_grad():

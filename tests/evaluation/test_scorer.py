@@ -17,7 +17,8 @@ from megazero.data.indexed import DataError
 from megazero.evaluation import losses
 from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import Window
-from megazero.model.stage import build_stage, initialise, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import single_process_grid, solo
 from tests.evaluation.models import VOCABULARY, model, ragged, run_of, scorer_on, scores_on_rank
 from tests.ranks import run_ranks
@@ -41,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def reference(shape: ModelConfig, windows: list[Window]) -> list[tuple[float, bool]]:
     """One window after the other, without padding, from the whole logits."""
-    stage = build_stage(shape, "fp64", whole_model(shape), tp=solo())
+    stage = Stage(ModelLayout(shape, solo(), torch.float64), whole_model(shape))
     initialise(stage, 5)
     stage.eval()
     found = []
@@ -58,7 +59,7 @@ def reference(shape: ModelConfig, windows: list[Window]) -> list[tuple[float, bo
 
 def likely(shape: ModelConfig, count: int) -> list[Window]:
     """Windows whose scored tokens are the likeliest ones, as `reference` finds them: greedy must be told from nearly greedy."""
-    stage = build_stage(shape, "fp64", whole_model(shape), tp=solo())
+    stage = Stage(ModelLayout(shape, solo(), torch.float64), whole_model(shape))
     initialise(stage, 5)
     stage.eval()
     start = torch.arange(count, dtype=torch.int64)[:, None] + 3

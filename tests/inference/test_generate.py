@@ -11,12 +11,14 @@ from torch import Tensor
 
 from megazero.batch import MicroBatch
 from megazero.config.derive import max_positions
+from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.model.stage import Stage, StageSpec, build_stage
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, StageSpec
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.grid import Axes, build_grid
 from tests.model.cases import BLOOM, GPT, LLAMA, MODELS, SWIGLU_BIASES, load, stage_of, weights_of
@@ -32,7 +34,7 @@ def loaded(model: ModelConfig, dtype: str = "fp64") -> Stage:
     load(stage, weights_of(model))
     if dtype == "fp64":
         return stage
-    narrow = build_stage(model, dtype, stage.spec, tp=stage.layout.tp)
+    narrow = Stage(ModelLayout(model, stage.layout.tp, compute_dtype(dtype)), stage.spec)
     narrow.load_state_dict(stage.state_dict())
     return narrow
 
@@ -156,12 +158,9 @@ def on_grid(
             tied, together = not model.untie_embeddings_and_output_weights, chunk_map.last_stage == 0
             first = mine[0].embedding if tied and together and spec.has_head and mine else None
             mine.append(
-                build_stage(
-                    model,
-                    "fp64",
+                Stage(
+                    ModelLayout(model, grid.tp, torch.float64, sequence_parallel=sequence_parallel),
                     spec,
-                    tp=grid.tp,
-                    sequence_parallel=sequence_parallel,
                     tied_across_stages=tied and not together,
                     shared_embedding=None if first is None else first.word,
                 )

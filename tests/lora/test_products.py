@@ -12,7 +12,8 @@ from megazero.batch import MicroBatch
 from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.convert.source import places
-from megazero.model.stage import build_stage, initialise, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.lora import low_rank
 from megazero.mpu.place import place_of
@@ -29,7 +30,7 @@ CHANGES = {"all layers": LoraConfig(3), "the last of a block": LoraConfig(5, lor
 def test_products_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAZERO_FUSED", "reference")  # what a kernel multiplies is not seen
     lora = CHANGES[name]
-    stage = build_stage(MODEL, "fp64", whole_model(MODEL), tp=solo(), lora=low_rank(lora, MODEL))
+    stage = Stage(ModelLayout(MODEL, solo(), torch.float64, lora=low_rank(lora, MODEL)), whole_model(MODEL))
     initialise(stage, 1)
     ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:

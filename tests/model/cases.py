@@ -12,7 +12,8 @@ from torch import Tensor
 from megazero.batch import MicroBatch
 from megazero.config.schema import ModelConfig
 from megazero.convert.stages import fill
-from megazero.model.stage import Stage, build_stage, initialise, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import Group, solo
 from megazero.mpu.place import place_of
 from tests.places import assemble, values_of
@@ -51,7 +52,7 @@ MODELS = {"bloom": BLOOM, "documents": BLOOM_DOCUMENTS, "gpt": GPT, "llama": LLA
 
 def stage_of(model: ModelConfig, tp: Group | None = None, **arguments: Any) -> Stage:
     """The whole model in float64."""
-    return build_stage(model, "fp64", whole_model(model), tp=tp or solo(), **arguments)
+    return Stage(ModelLayout(model, tp or solo(), torch.float64, **arguments), whole_model(model))
 
 
 def weights_of(model: ModelConfig, seed: int = 7) -> dict[str, Tensor]:

@@ -7,10 +7,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from megazero.config.schema import ModelConfig
 from megazero.model.count import parameters, parameters_per_layer
-from megazero.model.stage import build_stage, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.place import place_of
 
@@ -58,7 +60,7 @@ def test_heads_of_their_own_width_offset_positions_and_biases_apart(activation: 
     assert parameters(base) == plain + 2 * 24
     for attention, mlp, off in product((None, True, False), (None, True, False), (True, False)):
         model = replace(base, num_query_groups=3, kv_channels=10, attention_bias=attention, mlp_bias=mlp, disable_bias_linear=off)
-        stage = build_stage(model, "fp32", whole_model(model), tp=solo(), device="meta")
+        stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
         shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
         assert shapes["embedding.position.weight"] == (9, 24)
         assert shapes["blocks.0.attention.qkv.weight"] == (120, 24) and shapes["blocks.0.attention.output.weight"] == (24, 60)
@@ -80,7 +82,7 @@ def test_counts_are_those_of_a_built_model(position: str, norm: str, activation:
     for values, groups, width in product(product((False, True), repeat=3), (None, 2), (None, 30)):
         flags: dict[str, Any] = dict(zip(FLAGS, values, strict=True))
         model = replace(base, num_query_groups=groups, ffn_hidden_size=width, **flags)
-        stage = build_stage(model, "fp32", whole_model(model), tp=solo(), device="meta")
+        stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
         counts = parameters_per_layer(model)
         built = [sum({place_of(p).name: place_of(p).stored_numel for p in unit.parameters()}.values()) for unit in stage.units()]
         shared = 0 if model.untie_embeddings_and_output_weights else counts.output

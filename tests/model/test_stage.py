@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig
-from megazero.model.stage import Stage, StageSpec, build_stage, initialise
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, StageSpec, initialise
 from megazero.mpu.grid import Axes, Group, build_grid
 from megazero.mpu.place import place_of
 from tests.model.cases import BLOOM, GPT, LLAMA, MODELS, PLAIN, batch_of, load, stage_of, weights_of
@@ -16,10 +19,11 @@ from tests.places import Piece, assemble, gradients_of, values_of, worst_differe
 from tests.ranks import run_ranks
 
 
-def two_stages(model: ModelConfig, tp: Group, **arguments: object) -> list[Stage]:
+def two_stages(model: ModelConfig, tp: Group, **arguments: Any) -> list[Stage]:
     across = not model.untie_embeddings_and_output_weights
     specs = (StageSpec(range(1), True, False), StageSpec(range(1, model.num_layers), False, True))
-    return [build_stage(model, "fp64", spec, tp=tp, tied_across_stages=across, **arguments) for spec in specs]  # type: ignore[arg-type]
+    layout = ModelLayout(model, tp, torch.float64, **arguments)
+    return [Stage(layout, spec, tied_across_stages=across) for spec in specs]
 
 
 def by_hand(rank: int, size: int, models: list[ModelConfig], sequence_parallel: bool) -> list[tuple[torch.Tensor, list[Piece]]]:
@@ -76,15 +80,15 @@ def test_tied_places() -> None:
 
 
 def test_tied_head_in_another_chunk_of_the_rank() -> None:
-    tp = Group((0,), 0, None)
-    first = build_stage(BLOOM, "fp64", StageSpec(range(2), True, False), tp=tp)
+    tied, untied = (ModelLayout(model, Group((0,), 0, None), torch.float64) for model in (BLOOM, PLAIN))
+    first = Stage(tied, StageSpec(range(2), True, False))
     assert first.embedding is not None
-    last = build_stage(BLOOM, "fp64", StageSpec(range(2, 3), False, True), tp=tp, shared_embedding=first.embedding.word)
+    last = Stage(tied, StageSpec(range(2, 3), False, True), shared_embedding=first.embedding.word)
     assert last.head is not None and last.head.weight is first.embedding.word.weight
     with pytest.raises(ValueError, match="tied head needs the embedding"):
-        build_stage(BLOOM, "fp64", StageSpec(range(2, 3), False, True), tp=tp)
+        Stage(tied, StageSpec(range(2, 3), False, True))
     with pytest.raises(ValueError, match="untied"):
-        build_stage(PLAIN, "fp64", StageSpec(range(2, 3), False, True), tp=tp, tied_across_stages=True)
+        Stage(untied, StageSpec(range(2, 3), False, True), tied_across_stages=True)
 
 
 def start(rank: int, size: int, models: list[ModelConfig], seed: int) -> list[list[Piece]]:
@@ -195,7 +199,7 @@ def test_too_long_for_learned_positions() -> None:
 def test_dtype_of_the_loss(precision: str, dtype: torch.dtype) -> None:
     """fp32 for 16-bit models; close to float64 at the precision's own accuracy; gradients have the parameters' dtype."""
     for model in (BLOOM, SWIGLU):
-        stage = build_stage(model, precision, StageSpec(range(3), True, True), tp=Group((0,), 0, None))
+        stage = Stage(ModelLayout(model, Group((0,), 0, None), compute_dtype(precision)), StageSpec(range(3), True, True))
         load(stage, weights_of(model))
         loss = stage(None, batch_of(model))
         loss.backward()

@@ -18,7 +18,8 @@ from megazero.batch import MicroBatch
 from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.families import from_transformers, to_transformers
-from megazero.model.stage import Stage, build_stage, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.place import place_of
 from tests.parity.float64 import in_float64
@@ -181,7 +182,7 @@ def theirs_of(case: Case, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, 
 
 
 def our_stage(case: Case, state: dict[str, Tensor]) -> Stage:
-    stage = build_stage(case.model, "fp64", whole_model(case.model), tp=solo())
+    stage = Stage(ModelLayout(case.model, solo(), torch.float64), whole_model(case.model))
     load_transformers_state(stage, case.family, state)
     return stage
 

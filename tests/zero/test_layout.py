@@ -4,9 +4,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.stage import build_stage, whole_model
+from megazero.model.layout import ModelLayout
+from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Axes, Group, build_grid, solo
 from megazero.mpu.place import Kind, Place, place_of, shard
 from megazero.zero.layout import owned_pieces, pack
@@ -145,7 +147,7 @@ def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
         (gpt, {"embedding.position.weight"}, set()),
         (bloom, set(), {"embedding.norm.weight", "embedding.norm.bias"}),
     ):
-        stage = build_stage(model, "fp32", whole_model(model), tp=solo(), device="meta")
+        stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
         places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
         found: tuple[set[str], set[str]] = set(), set()
         for bucket in pack(places, 1, 100):
@@ -170,7 +172,7 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
     layouts = []
     for index in range(tp):
         group = Group(tuple(range(tp)), index, None)
-        stage = build_stage(model, "fp32", whole_model(model), tp=group, sequence_parallel=True, device="meta")
+        stage = Stage(ModelLayout(model, group, torch.float32, device=torch.device("meta"), sequence_parallel=True), whole_model(model))
         places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
         layouts.append([[(e.place.name, e.offset, e.place.tp_partial) for e in bucket.entries] for bucket in pack(places, 4, 2000)])
     assert all(layout == layouts[0] for layout in layouts)
