@@ -3,20 +3,20 @@
 
 import sys
 
-from megazero.start import start_process
+from megazero.train.start import start_process
 
 if __name__ == "__main__":
     signals = start_process(sys.argv)
 
 from megazero.config.parse import ask
 from megazero.data.progress import silent, to_stderr
-from megazero.init_from import model_level
-from megazero.job import build_job
 from megazero.launch import Environment, exit_status, launch, leave
-from megazero.prepare import prepare
-from megazero.presence import absences
 from megazero.telemetry.watchdog import StopSignals
-from megazero.verdict import answer
+from megazero.train.init_from import model_level
+from megazero.train.job import build_job
+from megazero.train.prepare import prepare
+from megazero.train.presence import absences
+from megazero.train.verdict import answer
 
 
 def main(arguments: list[str], environment: Environment, signals: StopSignals | None = None) -> None:

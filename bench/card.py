@@ -19,14 +19,14 @@ def why_not() -> str | None:
         return f"{sys.executable} cannot import torch ({error}); name a Python that has it: make PYTHON=/path/to/python ..."
     if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < OLDEST_TORCH:
         return f"torch {torch.__version__} of {sys.executable} is older than {'.'.join(map(str, OLDEST_TORCH))}"
-    from megazero.device import cuda_available
+    from megazero.system.device import cuda_available
 
     return None if cuda_available() else f"torch {torch.__version__} finds no NVIDIA GPU on this machine"
 
 
 def facts() -> dict[str, str | int | float]:
     """The card, its driver and the versions that decide how fast it is. Only where `why_not` is None."""
-    from megazero import device as devices
+    from megazero.system import device as devices
 
     libraries = {name: version(f"nvidia-{name}") for name in ("cublas", "cudnn", "nccl")}
     found = {"driver": driver(), **{f"nvidia-{name}": text for name, text in libraries.items() if text}, "triton": version("triton")}

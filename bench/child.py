@@ -62,7 +62,7 @@ class Rank:
 
     def turn(self, count: int) -> dict[str, Any]:
         """Seconds of `count` steps together, from a device that has nothing to do until it has nothing to do again."""
-        from megazero import device as devices
+        from megazero.system import device as devices
 
         assert self.step is not None
         device = devices.resolve(self.work.device, 0)
@@ -75,7 +75,7 @@ class Rank:
 
     def device_memory(self) -> dict[str, Any]:
         """Most GiB that tensors held on the card since the process began; on a CPU its resident set."""
-        from megazero import device as devices
+        from megazero.system import device as devices
 
         return {"peak_gib": devices.peak_memory_bytes(devices.resolve(self.work.device, 0)) / (1 << 30)}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.workload import TUNED, Entry, Workload
-from megazero import allocator
+from megazero.system import allocator
 
 W1 = Workload("W1")
 W2 = replace(W1, name="W2", vocabulary=50304)

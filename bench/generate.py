@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench import results
-from megazero.allocator import restart_with_settings
+from megazero.convert.loading import load
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.loading import load
+from megazero.system.allocator import restart_with_settings
 
 HEADINGS = ("model", "parameters", "dtype", "batch", "tokens/s", "transformers", "times faster")
 

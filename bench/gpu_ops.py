@@ -29,8 +29,8 @@ from torch import Tensor
 
 from bench.case import BothWays, Case, Sizes
 from bench.op_cases import CASES
-from megazero import device as devices
-from megazero.streams import Stopwatch
+from megazero.system import device as devices
+from megazero.system.streams import Stopwatch
 
 FLUSHED = 1 << 30
 """Bytes that are read before a timed part: 20 times the cache of an H100, and a third of a millisecond for the host to run ahead."""

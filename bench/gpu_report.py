@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bench import results
-from megazero.device import card_peak_flops
+from megazero.system.device import card_peak_flops
 
 BANDWIDTH, MFU, EAGER, COMPILED, FP8 = 0.85, 0.50, 1.5, 1.15, 1.25
 H100 = 989e12

@@ -17,8 +17,8 @@ from typing import Any
 from bench.card import smi
 from bench.harness import Contestant, Unavailable
 from bench.workload import Entry, Workload
-from megazero import allocator
 from megazero.config.schema import ModelConfig
+from megazero.system import allocator
 from megazero.telemetry.flops import model_flops
 
 GPT = Workload("GPT 1.3B", layers=24, hidden=2048, heads=16, sequence=2048, vocabulary=50304, threads=4, device="cuda")

@@ -28,7 +28,7 @@ from torch import Tensor
 from bench import results
 from bench.case import Case, Sizes
 from bench.op_cases import CASES
-from megazero.allocator import restart_with_settings
+from megazero.system.allocator import restart_with_settings
 
 
 @dataclass(frozen=True)

@@ -11,5 +11,5 @@ __all__ = ["load"]
 def __getattr__(name: str) -> Any:
     """`megazero.load`, found when it is asked for: the ground that all rooms stand on imports none of them."""
     if name == "load":
-        return import_module("megazero.loading").load
+        return import_module("megazero.convert.loading").load
     raise AttributeError(f"module 'megazero' has no attribute {name!r}")

@@ -30,7 +30,7 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import chunk_map, is_breadth_first, stage_schedule
-from megazero.streams import GraphCapture
+from megazero.system.streams import GraphCapture
 from megazero.zero.frozen import places_by_unit
 
 

@@ -24,10 +24,10 @@ from fused_ops.attention.rule import choose
 from fused_ops.attention.trial import Wanted, find_offer
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
-from megazero import allocator
-from megazero import device as devices
 from megazero.mpu.shared_memory import lacking
-from megazero.requirements import PACKAGES
+from megazero.system import allocator
+from megazero.system import device as devices
+from megazero.train.requirements import PACKAGES
 
 OLDEST_TORCH = (2, 11)
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -20,6 +20,7 @@ from pathlib import Path
 from megazero.config.level import ConfigError
 from megazero.config.schema import ParallelConfig
 from megazero.convert.hf.config import read_json
+from megazero.convert.loading import open_on
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError, Source
 from megazero.data.indexed import DataError
@@ -29,7 +30,6 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.evaluation.harness import HarnessModel, Tokens
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, exit_status, launch, leave
-from megazero.loading import open_on
 from megazero.mpu.grid import ProcessGrid
 
 # Behind the adapter, whose import says what to install where lm_eval is missing.

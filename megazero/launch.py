@@ -17,12 +17,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megazero import device as devices
-from megazero import threads
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.grid import Axes, ProcessGrid, build_grid, stream_options
 from megazero.mpu.shared_memory import PeerError
+from megazero.system import device as devices
+from megazero.system import threads
 from megazero.telemetry.watchdog import die_with_parent
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 2

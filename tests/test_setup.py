@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fused_ops.native.compile import compiler
-from megazero.device import cuda_available
+from megazero.system.device import cuda_available
 
 ROOT = Path(__file__).resolve().parents[1]
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it

@@ -11,16 +11,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megazero.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
+from megazero.cli.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.convert.changed import Trimmed
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError
+from megazero.convert.verification import verify
 from megazero.data.progress import to_stderr
 from megazero.data.tool import run
-from megazero.verification import verify
 
 
 def parser() -> argparse.ArgumentParser:

@@ -28,8 +28,17 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megazero.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
+from megazero.cli.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
+from megazero.cli.model_flags import (
+    add_layout_flags,
+    add_tokenizer_flags,
+    not_positive,
+    parallel_of,
+    problems,
+    tokenizer_named,
+)
 from megazero.config.level import ConfigError
+from megazero.convert.loading import Opened, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import Reader
@@ -39,15 +48,6 @@ from megazero.evaluation.documents import Document, indexed_documents, text_docu
 from megazero.evaluation.perplexity import Cut, Totals, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, exit_status, launch, leave
-from megazero.loading import Opened, open_model
-from megazero.model_flags import (
-    add_layout_flags,
-    add_tokenizer_flags,
-    not_positive,
-    parallel_of,
-    problems,
-    tokenizer_named,
-)
 from megazero.mpu.grid import ProcessGrid
 
 

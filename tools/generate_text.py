@@ -30,8 +30,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megazero.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
+from megazero.cli.checkpoint_flags import add_checkpoint_flags, checkpoint_of, checkpoint_problems
+from megazero.cli.model_flags import (
+    add_layout_flags,
+    add_tokenizer_flags,
+    not_positive,
+    parallel_of,
+    problems,
+    tokenizer_named,
+)
 from megazero.config.level import ConfigError
+from megazero.convert.loading import Opened, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
@@ -47,15 +56,6 @@ from megazero.inference.share import shared
 from megazero.inference.talk import Manner, Prompt, Talk
 from megazero.inference.text import IdTokenizer
 from megazero.launch import Environment, exit_status, launch, leave
-from megazero.loading import Opened, open_model
-from megazero.model_flags import (
-    add_layout_flags,
-    add_tokenizer_flags,
-    not_positive,
-    parallel_of,
-    problems,
-    tokenizer_named,
-)
 from megazero.mpu.grid import ProcessGrid
 
 MOST_TOKENS = 128

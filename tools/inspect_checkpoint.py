@@ -25,13 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.checkpoint.format import CheckpointError
-from megazero.checkpoint_flags import add_checkpoint_flags, named_checkpoints
+from megazero.cli.checkpoint_flags import add_checkpoint_flags, named_checkpoints
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
-from megazero.convert.registry import not_there
-from megazero.data.progress import Progress, to_stderr
-from megazero.data.tool import cores, reader_left
-from megazero.inspection import (
+from megazero.convert.inspection import (
     Inspected,
     Record,
     checkpoints_in,
@@ -44,6 +41,9 @@ from megazero.inspection import (
     open_merged,
     tensor_statistics,
 )
+from megazero.convert.registry import not_there
+from megazero.data.progress import Progress, to_stderr
+from megazero.data.tool import cores, reader_left
 from megazero.telemetry.banner import pairs, table
 from megazero.telemetry.units import count, size
 

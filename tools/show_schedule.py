@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
-from megazero.init_from import model_level
 from megazero.optim.progress import Progress
+from megazero.train.init_from import model_level
 
 FLAG = "--iterations"
 

@@ -14,10 +14,10 @@ from megazero.config.parse import parse_run
 from megazero.data.indexed import dtype_for
 from megazero.data.progress import silent
 from megazero.data.writer import PairWriter
-from megazero.job import Job, build_job
 from megazero.launch import Environment, launch
-from megazero.prepare import prepare
 from megazero.telemetry.record import StepValues
+from megazero.train.job import Job, build_job
+from megazero.train.prepare import prepare
 
 
 def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:

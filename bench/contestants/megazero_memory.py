@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
-from megazero.job import Job
+from megazero.train.job import Job
 
 MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 

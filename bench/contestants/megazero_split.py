@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
-from megazero.job import Job
 from megazero.mpu.collectives import Pending
 from megazero.mpu.p2p import Channels
+from megazero.train.job import Job
 
 PARTS = ("forward", "backward", "loss", "optimizer", "communication", "other")
 

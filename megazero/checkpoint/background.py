@@ -19,7 +19,7 @@ import torch
 from megazero.checkpoint.format import Fragment, columns_of
 from megazero.checkpoint.saving import Saved
 from megazero.checkpoint.shares import Values, values
-from megazero.streams import HostCopies
+from megazero.system.streams import HostCopies
 
 NICE = 10
 """Steps down for the thread: what it takes of a core that training wants is a tenth of what it would."""

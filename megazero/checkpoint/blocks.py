@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import Damaged
-from megazero.reading import BOUNDS, Unreadable, open_file, parse_json, shown
+from megazero.system.reading import BOUNDS, Unreadable, open_file, parse_json, shown
 
 BLOCK_BYTES = 8 * 1024 * 1024
 """Memory that a writer or reader needs beside the state; also what is read at least of a fragment that is needed in part."""

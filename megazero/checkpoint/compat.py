@@ -19,7 +19,7 @@ from megazero.config.schema import ModelConfig, Run
 from megazero.config.shape import SHAPE
 from megazero.config.validate import out_of_range
 from megazero.optim.lr_schedule import LearningRate
-from megazero.reading import shown
+from megazero.system.reading import shown
 
 _Value = Callable[[Run], Any]
 

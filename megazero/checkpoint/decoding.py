@@ -10,8 +10,8 @@ from typing import Any
 from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import COLUMNS, MANIFEST, VERSION, Damaged, Manifest, StoredFile, StoredTensor, seal
 from megazero.checkpoint.reshard import Span
-from megazero.names import is_bare
-from megazero.reading import BOUNDS, parse_json, raised_as, shown
+from megazero.system.names import is_bare
+from megazero.system.reading import BOUNDS, parse_json, raised_as, shown
 
 
 def decode(raw: bytes) -> Manifest:

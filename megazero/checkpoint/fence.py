@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from megazero.durable import replace_file
 from megazero.mpu.collectives import broadcast
 from megazero.mpu.grid import Group
+from megazero.system.durable import replace_file
 
 
 class FenceLost(RuntimeError):

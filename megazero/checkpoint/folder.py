@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import MANIFEST, Damaged
-from megazero.durable import replace_file, sync_folder
-from megazero.reading import BOUNDS, Unreadable, read_bytes
+from megazero.system.durable import replace_file, sync_folder
+from megazero.system.reading import BOUNDS, Unreadable, read_bytes
 
 LATEST = "latest"
 TOKEN = "run_token"

@@ -19,7 +19,7 @@ from megazero.checkpoint.decoding import decode
 from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, Held, Manifest, columns_of, key_of, span_of
 from megazero.checkpoint.open_files import OpenFiles, check_header
 from megazero.checkpoint.reshard import Overlap, Span, overlaps
-from megazero.reading import BOUNDS, Unreadable, read_bytes
+from megazero.system.reading import BOUNDS, Unreadable, read_bytes
 
 THREADS = 2
 """That read and check blocks; sha256 is what takes the time."""

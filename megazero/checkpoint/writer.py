@@ -22,7 +22,7 @@ from megazero.checkpoint.format import (
     key_of,
     span_of,
 )
-from megazero.durable import sync_folder
+from megazero.system.durable import sync_folder
 
 
 def write_fragments(folder: Path, index: int, count: int, fragments: Iterable[Fragment], block_bytes: int = BLOCK_BYTES) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.level import SIBLINGS, Level
 from megazero.config.options import did_you_mean, run_options
-from megazero.reading import BOUNDS, Unreadable, read_json, shown
+from megazero.system.reading import BOUNDS, Unreadable, read_json, shown
 
 
 @dataclass

@@ -13,7 +13,7 @@ from megazero.config.level import Level
 from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.yaml_file import load_yaml
-from megazero.reading import Unreadable, shown
+from megazero.system.reading import Unreadable, shown
 
 RUN_FILE = "run.yaml"
 """Where a run keeps itself, in the folder of its checkpoints."""

@@ -19,7 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config.schema import Run
 from megazero.config.vocabulary import choice_elsewhere, flag_elsewhere
-from megazero.reading import shown
+from megazero.system.reading import shown
 
 _WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 

@@ -18,7 +18,7 @@ from megazero.config.effects import EFFECT_CHECKS
 from megazero.config.facts import Facts
 from megazero.config.options import run_options
 from megazero.config.schema import Run
-from megazero.reading import BOUNDS, shown
+from megazero.system.reading import BOUNDS, shown
 
 
 @dataclass(frozen=True)

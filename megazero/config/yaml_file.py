@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megazero.reading import BOUNDS, Unreadable, read_text
+from megazero.system.reading import BOUNDS, Unreadable, read_text
 
 
 class _Loader(yaml.SafeLoader):

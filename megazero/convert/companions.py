@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megazero.names import stays_inside
+from megazero.system.names import stays_inside
 
 FOLDER = "model_files"
 

@@ -15,7 +15,7 @@ from megazero.convert.formats import Format, Wanted
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.data.progress import Progress, Report, clock
-from megazero.durable import sync_folder
+from megazero.system.durable import sync_folder
 
 SPARE = 1.02
 """What a target may need beyond the bytes of its tensors: headers, pickles, padding."""

@@ -15,7 +15,7 @@ from megazero.config.schema import ModelConfig, OptimizerConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.files.unpickle import Record
 from megazero.convert.source import ConversionError
-from megazero.reading import shown
+from megazero.system.reading import shown
 
 Args = Mapping[str, Any]
 

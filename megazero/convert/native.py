@@ -30,7 +30,7 @@ from megazero.convert.companions import companions, contents_of, write_companion
 from megazero.convert.formats import Advance, Format, Wanted
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Box, Place
-from megazero.reading import about
+from megazero.system.reading import about
 
 FILE_BYTES = 4 << 30
 """A fragment file is closed once it holds so much."""

@@ -17,7 +17,7 @@ from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DEEPSPEED
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
-from megazero.reading import BOUNDS, Unreadable
+from megazero.system.reading import BOUNDS, Unreadable
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megazero.convert.source import ConversionError
-from megazero.names import is_bare
-from megazero.reading import BOUNDS, open_file, raised_as
+from megazero.system.names import is_bare
+from megazero.system.reading import BOUNDS, open_file, raised_as
 
 
 def word_in(tracker: Path) -> str:

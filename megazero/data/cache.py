@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from megazero.data.progress import Report, clock
 from megazero.data.stored import DataError, FileArray, OpenFile
-from megazero.durable import sync_folder
-from megazero.reading import BOUNDS, Unreadable, read_object
+from megazero.system.durable import sync_folder
+from megazero.system.reading import BOUNDS, Unreadable, read_object
 from megazero.telemetry.units import size
 
 FORMAT = 1

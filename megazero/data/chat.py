@@ -22,7 +22,7 @@ from megazero.data.special import CUT, SpecialTokens, named_tokens
 from megazero.data.template_process import TemplateProcess
 from megazero.data.template_program import CLOSE, OPEN
 from megazero.data.tokenizer import Tokenizer
-from megazero.reading import BOUNDS, raised_as, read_object, read_text
+from megazero.system.reading import BOUNDS, raised_as, read_object, read_text
 
 HERE = "\ufdd3"
 """A mark of our own, such a character as `special.CUT` is: where a message is to be gone on with."""

@@ -27,7 +27,7 @@ from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
 from megazero.data.records import in_one_shape
 from megazero.data.tokenizer import Tokenizer
-from megazero.reading import parse_json, raised_as, shown
+from megazero.system.reading import parse_json, raised_as, shown
 
 AT_ONCE = 512
 """Lines that are tokenized together, on all cores."""

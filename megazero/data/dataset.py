@@ -10,13 +10,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero import device as devices
 from megazero.data.blend import blend_index, wanted
 from megazero.data.cache import Arrays, cached_arrays
 from megazero.data.facts import identity
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import Plan, build_orders, plan
 from megazero.data.progress import Report, silent
+from megazero.system import device as devices
 
 LARGE = 1 << 22
 ORDER_BYTES = 16, 12

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
 from megazero.data.utf8 import seems, skip_mark
-from megazero.reading import BOUNDS, kind, listed, open_file, parse_json, raised_as
+from megazero.system.reading import BOUNDS, kind, listed, open_file, parse_json, raised_as
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 PACKED = (".gz", ".zst")

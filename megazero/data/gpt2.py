@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.data.indexed import DataError
-from megazero.reading import BOUNDS, raised_as, read_json, read_text, shown
+from megazero.system.reading import BOUNDS, raised_as, read_json, read_text, shown
 
 END_OF_TEXT = "<|endoftext|>"
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

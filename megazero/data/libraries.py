@@ -12,7 +12,7 @@ from typing import Any
 
 from megazero.data.indexed import DataError
 from megazero.data.special import CUT, SpecialTokens
-from megazero.reading import BOUNDS, parse_json, raised_as, read_bytes, read_text, shown
+from megazero.system.reading import BOUNDS, parse_json, raised_as, read_bytes, read_text, shown
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token for a byte of text that has none."""

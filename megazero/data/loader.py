@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megazero.batch import MicroBatch
 from megazero.data.dataset import PackedSample, Samples
 from megazero.data.indexed import DataError
-from megazero.streams import SideCopies
+from megazero.model.batch import MicroBatch
+from megazero.system.streams import SideCopies
 
 TRAVELS = ("tokens", "labels", "loss_mask", "samples", "documents", "positions")
 """The tensors of a micro-batch that the data brings."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megazero.data.stored import DataError
 from megazero.data.tokenizer import ListedTokenizer
-from megazero.reading import BOUNDS, read_object
+from megazero.system.reading import BOUNDS, read_object
 
 FORMAT = 1
 SPOKEN = 1 << 15

@@ -15,7 +15,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.reading import open_file, raised_as
+from megazero.system.reading import open_file, raised_as
 
 
 class DataError(ValueError):

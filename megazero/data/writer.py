@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megazero.data.indexed import BLOCK, CODES, HEADER, MAGIC, DataError, IndexedDataset, pair
 from megazero.data.made_with import MadeWith, common, path_of
-from megazero.durable import sync_folder
+from megazero.system.durable import sync_folder
 
 LONGEST = 2**31 - 1
 

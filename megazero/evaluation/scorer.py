@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megazero.batch import MicroBatch
 from megazero.config.derive import max_positions, pipeline_schedule
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig, Run
 from megazero.data.indexed import DataError
 from megazero.evaluation.losses import token_losses
 from megazero.evaluation.windows import Window
+from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import ProcessGrid

@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.data.indexed import DataError
 from megazero.inference.sampling import Sampling
-from megazero.reading import shown
+from megazero.system.reading import shown
 
 DRAWN = ("temperature", "top_k", "top_p")
 """What only counts where tokens are drawn."""

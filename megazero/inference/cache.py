@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megazero.batch import Past
+from megazero.model.batch import Past
 from megazero.model.block import Block
 from megazero.model.stage import Stage
 

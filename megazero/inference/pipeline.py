@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.batch import MicroBatch, Past
+from megazero.model.batch import MicroBatch, Past
 from megazero.model.stage import Stage
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.collectives import broadcast

@@ -10,7 +10,7 @@ from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
-from megazero.reading import BOUNDS, Unreadable, about, parse_json, raised_as, read_text
+from megazero.system.reading import BOUNDS, Unreadable, about, parse_json, raised_as, read_text
 
 STANDARD_INPUT = "-"
 

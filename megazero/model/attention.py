@@ -17,9 +17,9 @@ from fused_ops.attention import causal_attention
 from fused_ops.attention.cached import cached_attention, keep
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
-from megazero.batch import MicroBatch
 from megazero.config.derive import head_dim, query_groups
 from megazero.config.inventory import OUTPUT, QKV
+from megazero.model.batch import MicroBatch
 from megazero.model.dropout import AttentionDropout
 from megazero.model.layout import ModelLayout
 from megazero.model.position import AlibiSlopes, RotaryAngles

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fused_ops.compiled import compiled_bodies
-from megazero.batch import MicroBatch
 from megazero.config.inventory import ATTENTION_NORM, MLP_NORM, block
 from megazero.model.attention import Attention
+from megazero.model.batch import MicroBatch
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
 from megazero.model.mlp import Mlp

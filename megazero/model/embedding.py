@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fused_ops.embedding import embedding
-from megazero.batch import MicroBatch, Past
 from megazero.config.derive import padded_vocab, position_rows
 from megazero.config.inventory import EMBEDDING_NORM, POSITIONS, WORDS
+from megazero.model.batch import MicroBatch, Past
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fused_ops.linear import linear
-from megazero.batch import MicroBatch
 from megazero.config.derive import padded_vocab
 from megazero.config.inventory import FINAL_NORM, HEAD, WORDS
+from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence

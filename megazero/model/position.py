@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_ops.rotary import rotary_tables
 from fused_ops.softmax import alibi_slopes
-from megazero.batch import Past
+from megazero.model.batch import Past
 
 
 class AlibiSlopes:

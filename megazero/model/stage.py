@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.batch import MicroBatch
 from megazero.config.schema import ModelConfig
+from megazero.model.batch import MicroBatch
 from megazero.model.block import Block
 from megazero.model.embedding import Embedding
 from megazero.model.head import Head

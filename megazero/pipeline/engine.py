@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megazero.batch import MicroBatch
+from megazero.model.batch import MicroBatch
 from megazero.mpu.collectives import Pending
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels, Tag

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megazero.batch import MicroBatch
+from megazero.model.batch import MicroBatch
 from megazero.pipeline.engine import GradientSink, PipelineEngine, Step
 from megazero.pipeline.instruction import Instruction
 

@@ -16,7 +16,7 @@ from bench import gpu, gpu_ops, gpu_report, gpu_train
 from bench.case import Sizes
 from bench.harness import Unavailable
 from bench.op_cases import CASES
-from megazero.device import card_peak_flops
+from megazero.system.device import card_peak_flops
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,8 +22,8 @@ from megazero.checkpoint.format import columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import background_group, build_grid
-from megazero.saves import Saves
-from megazero.streams import HostCopies
+from megazero.system.streams import HostCopies
+from megazero.train.saves import Saves
 from tests.checkpoint.fakes import Layout
 from tests.checkpoint.runs import FakeState, names, open_run, resumed_at, values_at
 from tests.ranks import run_ranks

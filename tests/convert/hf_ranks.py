@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megazero.convert.loading import open_model
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.loading import open_model
 from megazero.mpu.grid import Axes, build_grid
 
 Answer = tuple[Tensor | None, list[list[int]]]

@@ -13,8 +13,8 @@ from megazero.config.parse import parse_run
 from megazero.convert.formats import Wanted
 from megazero.convert.native import write_native
 from megazero.convert.registry import open_source
-from megazero.init_from import model_level
 from megazero.telemetry.record import StepRecord
+from megazero.train.init_from import model_level
 from tests.convert.bloom_files import Layout, save_bloom
 from tests.parity.training import Recorder, data_flags, job_on_rank, train
 from tests.ranks import run_ranks

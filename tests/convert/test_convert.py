@@ -16,8 +16,8 @@ from megazero.convert.formats import Wanted
 from megazero.convert.native import FORMAT, open_native
 from megazero.convert.report import Disagreement, Report
 from megazero.convert.source import ConversionError
+from megazero.convert.verification import verify
 from megazero.data.progress import silent
-from megazero.verification import verify
 from tests.convert.sources import Made, made
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megazero.batch import MicroBatch
 from megazero.config.schema import DataConfig, ModelConfig
 from megazero.convert.formats import Wanted
 from megazero.convert.hf.writer import write_hf
@@ -23,6 +22,7 @@ from megazero.convert.stages import fill_stages
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.data.train_bpe import train_bpe
+from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo

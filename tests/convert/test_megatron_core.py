@@ -11,10 +11,10 @@ import torch
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
+from megazero.convert.loading import model_of
 from megazero.convert.megatron.registered import FORMAT, open_megatron
 from megazero.convert.source import Source
 from megazero.data.progress import silent
-from megazero.loading import model_of
 from tests.convert.megatron_core import ids_of, load_and_tell, open_ours, train_and_save
 from tests.convert.sources import made
 from tests.convert.test_megatron import GPT, LLAMA, same

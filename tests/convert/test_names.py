@@ -23,6 +23,7 @@ from megazero.convert.formats import Wanted
 from megazero.convert.hf.files import weight_files
 from megazero.convert.hf.writer import write_hf
 from megazero.convert.megatron_deepspeed.folders import checkpoint_folder as deepspeed_folder
+from megazero.convert.model_files import model_files
 from megazero.convert.native import write_native
 from megazero.convert.registry import format_table
 from megazero.convert.source import ConversionError
@@ -30,8 +31,7 @@ from megazero.convert.universal.consolidated import _told_by
 from megazero.convert.universal.folders import checkpoint_folder as universal_folder
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
-from megazero.model_files import model_files
-from megazero.names import is_bare
+from megazero.system.names import is_bare
 from tests.convert.sources import BLOOM, made
 
 SECRET = "the key to everything"

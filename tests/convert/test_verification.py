@@ -14,8 +14,8 @@ from torch import Tensor
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.registry import format_table, open_source
+from megazero.convert.verification import Verdict, verify
 from megazero.data.progress import silent
-from megazero.verification import Verdict, verify
 from tests.convert.hf_models import CASES, saved
 from tests.convert.sources import made
 

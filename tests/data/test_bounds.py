@@ -19,7 +19,7 @@ from megazero.data.preprocess import Reader, raw_batches, text_of
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
 from megazero.inference.prompts import read_prompts
-from megazero.reading import BOUNDS
+from megazero.system.reading import BOUNDS
 
 zstandard = pytest.importorskip("zstandard")
 BOMB = 400 << 20

@@ -27,10 +27,10 @@ import torch.distributed as dist
 import pretrain_gpt
 from megazero.checkpoint import blocks, folder, saving
 from megazero.launch import Environment, exit_status, leave
-from megazero.saves import Saves
 from megazero.telemetry import watchdog
 from megazero.telemetry.console import outlive_the_console
-from megazero.trainer import Trainer
+from megazero.train.saves import Saves
+from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
 
 

@@ -23,18 +23,18 @@ from torch import Tensor, nn
 import fused_ops.attention
 import fused_ops.compiled
 from fused_ops.attention.rule import Case, Choice, Offer
-from megazero import threads
-from megazero.batch import MicroBatch
 from megazero.checkpoint.manager import find
 from megazero.config.parse import ConfigError, ask
 from megazero.data.progress import silent
-from megazero.init_from import model_level
-from megazero.job import Job, build_job
 from megazero.launch import Environment, launch
+from megazero.model.batch import MicroBatch
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import place_of
-from megazero.prepare import prepare
+from megazero.system import threads
 from megazero.telemetry.record import StepRecord
+from megazero.train.init_from import model_level
+from megazero.train.job import Job, build_job
+from megazero.train.prepare import prepare
 from megazero.zero.placement import Column
 from tests.ranks import be_deterministic
 
@@ -132,9 +132,9 @@ def _on_a_machine_without_card(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     """The same on every machine: no card, no compiler at work, and a world that is there already (tests/ranks.py)."""
     patch.setenv("MEGAZERO_FUSED", "auto")
     patch.setenv(threads.VARIABLE, "1")  # models are so small that a second thread only waits
-    patch.setattr("megazero.device.cuda_available", lambda: False)
+    patch.setattr("megazero.system.device.cuda_available", lambda: False)
     patch.setattr(dist, "is_backend_available", lambda backend: backend == "gloo")
-    patch.setattr("megazero.requirements.try_compiler", lambda kind: None)
+    patch.setattr("megazero.train.requirements.try_compiler", lambda kind: None)
     patch.setattr("megazero.launch.die_with_parent", lambda: None)
     patch.setattr(dist, "destroy_process_group", lambda: None)
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.batch import MicroBatch
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
 from megazero.evaluation import losses
 from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import Window
+from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import single_process_grid, solo

@@ -22,6 +22,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.convert.files.torch_dist import DistributedCheckpoint
 from megazero.convert.hf.config import ends_of_generation
+from megazero.convert.inspection import open_for_inspection
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError
 from megazero.data.cache import FACTS, cached_arrays
@@ -35,7 +36,6 @@ from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
 from megazero.data.writer import PairWriter
 from megazero.inference.prompts import read_prompts
-from megazero.inspection import open_for_inspection
 from tests.data.chats import CHATML, HEADERS, INSTRUCT, PLAIN, chat, write_tokenizer
 from tests.fuzz import folders
 

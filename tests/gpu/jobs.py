@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megazero import device as devices
 from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.job import Job, build_job
 from megazero.mpu.grid import ProcessGrid, build_grid
-from megazero.prepare import prepare
+from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
+from megazero.train.job import Job, build_job
+from megazero.train.prepare import prepare
 from tests.parity.training import Recorder, data_flags
 from tests.places import values_of
 

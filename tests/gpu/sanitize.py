@@ -34,7 +34,7 @@ from fused_ops.norm import sum_of_squares
 from fused_ops.rotary import apply_rotary, rotary_tables
 from fused_ops.softmax import scaled_causal_alibi_softmax
 from fused_ops.swiglu import swiglu
-from megazero import device as devices
+from megazero.system import device as devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (7, 264, 1023, 4104)

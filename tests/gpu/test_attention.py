@@ -23,7 +23,7 @@ from fused_ops.attention.rule import Body, Choice, choose
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
 from fused_ops.attention.trial import Wanted, find_offer
 from fused_ops.softmax import alibi_slopes
-from megazero.device import cuda_available
+from megazero.system.device import cuda_available
 from tests.e2e.command import metrics, relative, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine")]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fused_ops import fp8
-from megazero.device import cuda_available
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine
-from megazero.streams import raise_on_synchronisation
+from megazero.system.device import cuda_available
+from megazero.system.streams import raise_on_synchronisation
 from tests.e2e.command import metrics, run
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 

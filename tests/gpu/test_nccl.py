@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megazero import device as devices
 from megazero.mpu import collectives
 from megazero.mpu.grid import Axes, Coordinates, Group, ProcessGrid, solo, stream_options
-from megazero.streams import raise_on_synchronisation
+from megazero.system import device as devices
+from megazero.system.streams import raise_on_synchronisation
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 
 pytestmark = [

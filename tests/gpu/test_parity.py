@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from megazero import device as devices
 from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.job import build_job
 from megazero.mpu.grid import build_grid
-from megazero.prepare import prepare
+from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
+from megazero.train.job import build_job
+from megazero.train.prepare import prepare
 from tests.parity.layouts import draw
 from tests.parity.training import Outcome, Recorder, data_flags, train, worst
 from tests.places import Piece, assemble, values_of

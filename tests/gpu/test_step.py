@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from fused_ops import linear
 from fused_ops.linear import add_weight_gradient
-from megazero import device as devices
 from megazero.data.loader import TrainLoader
-from megazero.streams import raise_on_synchronisation
+from megazero.system import device as devices
+from megazero.system.streams import raise_on_synchronisation
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 
 pytestmark = [

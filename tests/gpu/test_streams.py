@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megazero import device as devices
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
+from megazero.system import device as devices
 from tests.gpu.jobs import flags_of, job_on_card
 from tests.gpu.test_nccl import one_rank
 

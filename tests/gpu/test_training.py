@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.device import cuda_available
+from megazero.system.device import cuda_available
 from tests.e2e.command import metrics, relative, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine")]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import megazero.loading
+import megazero.convert.loading
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import chat_tokens
@@ -191,7 +191,7 @@ def test_an_answer_in_a_program(template: str, model: Path, tmp_path: Path) -> N
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / file).symlink_to(model / file)
     write_tokenizer(tmp_path, template)
-    opened = megazero.loading.load(tmp_path, precision="fp64")
+    opened = megazero.convert.loading.load(tmp_path, precision="fp64")
     ends = (0, 0 if template is INSTRUCT else END)
     for turns in ([of_user(LINES[0])], [of_user(LINES[1]), {"role": "assistant", "content": "x"}, of_user(LINES[2])]):
         assert opened.chat(turns, LENGTH) == their_answer(tmp_path, turns, ends)[1]
@@ -202,13 +202,13 @@ def test_an_answer_in_a_program(template: str, model: Path, tmp_path: Path) -> N
 def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     folder_of(tmp_path, None)
     with pytest.raises(DataError, match="has no chat template"):
-        megazero.loading.load(tmp_path).chat([of_user("x")])
+        megazero.convert.loading.load(tmp_path).chat([of_user("x")])
     args = tool.parser().parse_args(["--load", str(tmp_path), "--chat", "--prompt", "x"])
     with pytest.raises(DataError, match=r"--chat: .* has no chat template"):
         tool.talk_on(args, single_process_grid())
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="leads to no tokenizer"):
-        megazero.loading.load(tmp_path).chat([of_user("x")])
+        megazero.convert.loading.load(tmp_path).chat([of_user("x")])
 
 
 def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

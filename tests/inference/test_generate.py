@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.batch import MicroBatch
 from megazero.config.derive import max_positions
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig
@@ -17,6 +16,7 @@ from megazero.inference.cache import KeyValueCache
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
+from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec
 from megazero.mpu.chunks import ChunkMap

@@ -15,12 +15,12 @@ import torch
 import megazero
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
+from megazero.convert.loading import open_model
 from megazero.convert.registry import format_table, open_source
 from megazero.data.progress import silent
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.loading import open_model
 from megazero.mpu.grid import Axes, build_grid
 from tests.ranks import run_ranks
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.batch import MicroBatch
 from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.convert.source import places
+from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import solo

@@ -12,8 +12,8 @@ from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
-from megazero.init_from import model_level
-from megazero.overview import overview, stage_bytes
+from megazero.train.init_from import model_level
+from megazero.train.overview import overview, stage_bytes
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 

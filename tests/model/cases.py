@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.batch import MicroBatch
 from megazero.config.schema import ModelConfig
 from megazero.convert.stages import fill
+from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import Group, solo

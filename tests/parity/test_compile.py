@@ -15,8 +15,8 @@ from torch import Tensor
 from fused_ops.native.compile import CompileError, compiler
 from megazero.config.parse import ConfigError, parse_run
 from megazero.data.progress import silent
-from megazero.prepare import prepare
 from megazero.telemetry.record import StepRecord
+from megazero.train.prepare import prepare
 from tests.parity.training import data_flags, job_on_rank
 from tests.places import worst_difference
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.batch import MicroBatch
+from megazero.model.batch import MicroBatch
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.place import Parameter
 from tests.parity.training import Outcome, data_flags, job_on_rank, worst

@@ -138,8 +138,8 @@ def samples_in(flags: list[str]) -> int:
     from megazero.config.parse import parse_run
     from megazero.data.packing import PackedDataset
     from megazero.data.progress import silent
-    from megazero.init_from import model_level
-    from megazero.prepare import prepare
+    from megazero.train.init_from import model_level
+    from megazero.train.prepare import prepare
 
     dataset = prepare(parse_run(flags, 1, model_level), 1, silent).datasets.train
     assert isinstance(dataset, PackedDataset)

@@ -18,8 +18,8 @@ from megazero.checkpoint.format import MANIFEST
 from megazero.config.parse import ConfigError, parse_run
 from megazero.data.progress import silent
 from megazero.mpu import fp8 as module
-from megazero.prepare import prepare
 from megazero.telemetry.record import StepRecord
+from megazero.train.prepare import prepare
 from tests.parity.training import Outcome, data_flags, job_on_rank, train
 from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.overview import overview
 from megazero.telemetry.record import StepRecord
+from megazero.train.overview import overview
 from tests.parity.training import data_flags, job_on_rank
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, BATCH = 3, 24, 12, 1003, 8

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.overview import overview, stage_bytes
+from megazero.train.overview import overview, stage_bytes
 from megazero.zero.placement import Column
 from tests.parity.training import data_flags, job_on_rank
 from tests.ranks import run_ranks

@@ -11,10 +11,10 @@ import pytest
 
 from megazero.build import axes_of
 from megazero.config.parse import parse_run
+from megazero.convert.loading import open_model
 from megazero.evaluation.documents import indexed_documents
 from megazero.evaluation.perplexity import Cut, score_documents
 from megazero.evaluation.scorer import Scorer
-from megazero.loading import open_model
 from megazero.mpu.grid import build_grid
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.batch import MicroBatch
 from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.families import from_transformers, to_transformers
+from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo

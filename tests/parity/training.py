@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.init_from import model_level
-from megazero.job import Job, build_job
 from megazero.mpu.grid import build_grid
-from megazero.prepare import prepare
 from megazero.telemetry.record import StepRecord
+from megazero.train.init_from import model_level
+from megazero.train.job import Job, build_job
+from megazero.train.prepare import prepare
 from tests.places import Piece, assemble, values_of, worst_difference
 from tests.ranks import run_ranks
 

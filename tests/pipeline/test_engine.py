@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.batch import MicroBatch
+from megazero.model.batch import MicroBatch
 from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine

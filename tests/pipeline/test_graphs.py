@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.batch import MicroBatch
+from megazero.model.batch import MicroBatch
 from megazero.mpu.fp8 import Fp8Layer
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine, replayed
 from megazero.telemetry.record import StepRecord

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megazero.batch import MicroBatch
+from megazero.model.batch import MicroBatch
 
 HIDDEN, VOCAB, SEQUENCE, LAYERS = 5, 11, 3, 11
 

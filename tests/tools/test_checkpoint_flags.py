@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import megazero.loading
+import megazero.convert.loading
 from megazero import doctor
-from megazero.checkpoint_flags import checkpoint_of, checkpoint_problems
+from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.config.level import ConfigError
 from megazero.convert.formats import Wanted
 from megazero.convert.native import write_native
@@ -66,7 +66,7 @@ def test_a_name_of_the_hub_gets_its_command(hub: str, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     words = f"{hub}: there is no such checkpoint here; .* hf download {hub} --local-dir models/{hub.rpartition('/')[2]}"
     with pytest.raises(ConversionError, match=words):
-        megazero.loading.load(hub)
+        megazero.convert.loading.load(hub)
     for name in ("generate_text", "evaluate"):
         with pytest.raises(ConfigError, match=words):
             import_module(f"tools.{name}").check(parsed(name, hub), 1)
@@ -74,7 +74,7 @@ def test_a_name_of_the_hub_gets_its_command(hub: str, tmp_path: Path, monkeypatc
     (tmp_path / "runs").mkdir()
     for path in ("runs/mine", "/models/mine", "a/b/c", "../x/y"):
         with pytest.raises(ConversionError, match=f"{path}: there is no such checkpoint$"):
-            megazero.loading.load(path)
+            megazero.convert.loading.load(path)
 
 
 def test_the_doctor_helps(capsys: pytest.CaptureFixture[str]) -> None:

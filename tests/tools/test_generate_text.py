@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-import megazero.loading
+import megazero.convert.loading
 from megazero.config.level import ConfigError
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
@@ -60,7 +60,7 @@ def run(*words: str, text: str = "", ranks: int = 1) -> subprocess.CompletedProc
 
 
 def expected(model: Path, sampling: Sampling, count: int, samples: int = 1) -> list[list[int]]:
-    opened = megazero.loading.load(model)
+    opened = megazero.convert.loading.load(model)
     prompts = [list(prompt.encode()) for prompt in PROMPTS for _ in range(samples)]
     return generate(Pipeline.of([opened.stage]), prompts, count, sampling, vocabulary=257)
 

@@ -14,7 +14,7 @@ from megazero.config.schema import Run
 from megazero.model.stage import Stage
 from megazero.mpu.grid import single_process_grid
 from megazero.mpu.place import Kind
-from megazero.probe import probe_batches
+from megazero.train.probe import probe_batches
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 

@@ -21,8 +21,8 @@ from megazero.convert.files.torch_globals import torch_table
 from megazero.convert.files.unpickle import Record, unpickle
 from megazero.convert.source import ConversionError
 from megazero.mpu.place import Box
-from megazero.names import is_bare
-from megazero.reading import BOUNDS, raised_as, read_bytes, shown
+from megazero.system.names import is_bare
+from megazero.system.reading import BOUNDS, raised_as, read_bytes, shown
 
 METADATA = ".metadata"
 KNOWN = ("torch.distributed.*", "megatron.*", "pathlib.*")

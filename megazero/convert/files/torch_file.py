@@ -22,7 +22,7 @@ from torch import Tensor
 from megazero.convert.files.torch_globals import Storage, StorageKind, torch_table
 from megazero.convert.files.unpickle import unpickle
 from megazero.convert.source import ConversionError
-from megazero.reading import BOUNDS, open_file, raised_as
+from megazero.system.reading import BOUNDS, open_file, raised_as
 
 _LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\nl\xfc")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field

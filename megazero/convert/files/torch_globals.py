@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megazero.convert.files.unpickle import Allowed, Filled, Record, StateDict, record_type
 from megazero.convert.source import ConversionError
-from megazero.reading import BOUNDS
+from megazero.system.reading import BOUNDS
 
 STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,

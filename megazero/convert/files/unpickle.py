@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megazero.convert.source import ConversionError
-from megazero.reading import BOUNDS
+from megazero.system.reading import BOUNDS
 
 _ALWAYS = 1 << 20
 """What calls may be given altogether in any case, beside `BOUNDS.copies` times the pickle's own length."""

@@ -18,7 +18,7 @@ from megazero.convert.hf.families import FAMILIES
 from megazero.convert.hf.tables import Config, Family
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import ConversionError
-from megazero.reading import BOUNDS, raised_as, read_object, shown
+from megazero.system.reading import BOUNDS, raised_as, read_object, shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before

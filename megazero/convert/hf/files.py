@@ -17,8 +17,8 @@ from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import read_json
 from megazero.convert.source import ConversionError
-from megazero.names import is_bare
-from megazero.reading import BOUNDS
+from megazero.system.names import is_bare
+from megazero.system.reading import BOUNDS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -25,7 +25,7 @@ from megazero.convert.hf.files import Stored, safetensors_of
 from megazero.convert.lora.merged import FACTORS, UnboundAdapters
 from megazero.convert.lora.peft import CONFIG, TENSORS, Pair, key_of, names_for, pairs_of_block
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
-from megazero.reading import shown
+from megazero.system.reading import shown
 
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
 _DEMANDS: Mapping[str, tuple[Any, ...]] = {

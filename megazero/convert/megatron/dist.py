@@ -29,7 +29,7 @@ from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Place
-from megazero.reading import shown
+from megazero.system.reading import shown
 
 COMMON, DESCRIPTION = "common.pt", "metadata.json"
 STATES: Mapping[str, tuple[str, ...]] = {WEIGHT: ("fp32_param", "param"), EXP_AVG: ("exp_avg",), EXP_AVG_SQ: ("exp_avg_sq",)}

@@ -1,0 +1,170 @@
+"""A trained model in memory, from a checkpoint of any format: whole in this process, or a rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.build import build_stages, chunks_of
+from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run
+from megazero.convert.hf.config import ends_of_generation, generation_file
+from megazero.convert.layout import layout_problems
+from megazero.convert.registry import open_source
+from megazero.convert.report import Report
+from megazero.convert.source import ConversionError, Source
+from megazero.convert.stages import fill_stages
+from megazero.convert.tokenizers import tokenizer_of
+from megazero.data.indexed import DataError
+from megazero.data.tokenizer import Tokenizer
+from megazero.inference.chat_tokens import ChatTokens
+from megazero.inference.generate import generate
+from megazero.inference.pipeline import Pipeline
+from megazero.inference.prompts import checked
+from megazero.inference.sampling import Sampling
+from megazero.model.batch import MicroBatch
+from megazero.model.stage import Stage
+from megazero.mpu.chunks import ChunkMap
+from megazero.mpu.grid import ProcessGrid, single_process_grid
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """This rank's part of a model, in evaluation mode.
+
+    run        what wrote it, with the layout of this grid
+    stages     the parts of the model that this rank holds
+    chunk_map  which parts of the model they are
+    tokenizer  the model's own, None where the checkpoint leads to none
+    report     what became of the checkpoint's keys
+    ends       tokens at which a generated text ends: the run's end of document, and all that Hugging Face's files beside the model name
+    generation what generation_config.json beside the model says
+    """
+
+    run: Run
+    stages: list[Stage]
+    chunk_map: ChunkMap
+    tokenizer: Tokenizer | None
+    report: Report
+    ends: frozenset[int]
+    generation: Mapping[str, Any]
+
+    def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
+        """The token that ends a document: the run's, else that of the tokenizer which is used; None where neither has one."""
+        known = self.run.data.eod_id
+        return known if known is not None or tokenizer is None else tokenizer.eod_id
+
+
+def open_model(
+    path: str | Path,
+    grid: ProcessGrid,
+    *,
+    precision: str | None = None,
+    format: str | None = None,
+) -> Opened:
+    """The model of a checkpoint of any known format on this rank of the grid, whose dp copies hold the same.
+
+    precision: of the weights and of what is computed; None: what the model was trained in. Communicates nothing: every rank reads what it
+    needs. Raises ConversionError for what cannot be opened, or cannot be split as the grid asks.
+    """
+    with open_source(Path(path).expanduser(), format) as source:
+        return open_on(source, grid, precision)
+
+
+def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> Opened:
+    """As `open_model`, of a source that is open."""
+    run = for_inference(source.run, grid, precision)
+    stages = build_stages(run, grid)
+    fill_stages(stages, source)
+    for stage in stages:
+        stage.eval().requires_grad_(False)
+    assert run.model.vocab_size is not None
+    known = () if run.data.eod_id is None else (run.data.eod_id,)
+    ends = ends_of_generation(source.companions, run.model.vocab_size).union(known)
+    return Opened(run, stages, chunks_of(run), tokenizer_of(source), source.report, ends, generation_file(source.companions))
+
+
+def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:
+    """As `load`, of a source that is open."""
+    return Model(open_on(source, single_process_grid(device), precision))
+
+
+def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> Run:
+    """The run with nothing of its training's layout, split as this grid is. Raises ConversionError where it cannot be."""
+    parallel = ParallelConfig(tp=grid.axes.tp, pp=grid.axes.pp, device=grid.device.type)
+    optimizer = OptimizerConfig(precision=precision or run.optimizer.precision)
+    model = replace(run.model, hidden_dropout=0.0, attention_dropout=0.0)
+    problems = layout_problems(model, tp=grid.axes.tp, pp=grid.axes.pp, dp=grid.axes.dp)
+    if problems:
+        raise ConversionError("the model cannot be opened like this: " + "; ".join(problems))
+    return replace(run, model=model, parallel=parallel, optimizer=optimizer)
+
+
+class Model(nn.Module):
+    """A whole model in one process: what `load` gives. Parameters carry megazero's global names.
+
+    config     its shape
+    run        what is known of the run that wrote it
+    tokenizer  its own, or None
+    report     what became of the checkpoint's keys
+    ends       tokens at which `generate` ends
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__()
+        (self.stage,) = opened.stages
+        self.run, self.tokenizer, self.report, self.ends = opened.run, opened.tokenizer, opened.report, opened.ends
+        self.eval()
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.run.model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [b, s] -> logits [b, s, v] in the model's dtype; position i predicts the token after it."""
+        batch = MicroBatch(ids, ids, None, torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device))
+        return self.stage.logits(None, batch).transpose(0, 1)
+
+    def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
+        """A prompt's ids and those that follow, up to one of `ends`. `megazero.inference` has more: batches, streams, grids."""
+        model = Pipeline.of([self.stage])
+        vocabulary = None if self.tokenizer is None else self.tokenizer.vocab_size
+        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in self.ends, vocabulary=vocabulary)
+        return [*ids, *new]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 512, sampling: Sampling = GREEDY) -> str:
+        """What the model answers to turns of a conversation, {"role": ..., "content": ...} each, by the chat template beside its tokenizer.
+
+        It ends where `generate` does, and with the token that ends a turn there. The answer has no special tokens; what turns spell like
+        one is text. Raises DataError for a model without a chat template, and for turns that it refuses.
+        """
+        tokens = self._chat_tokens
+        ends = self.ends | tokens.ends
+        ids = checked("the conversation", tokens.question(messages), self.config)
+        model = Pipeline.of([self.stage])
+        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in ends, vocabulary=tokens.vocab_size)
+        return tokens.decode(new[:-1] if new and new[-1] in ends else new)
+
+    @cached_property
+    def _chat_tokens(self) -> ChatTokens:
+        """Raises DataError."""
+        if self.tokenizer is None:
+            raise DataError("the checkpoint leads to no tokenizer, and a chat needs one with a chat template")
+        return ChatTokens(self.tokenizer)
+
+
+def load(path: str | Path, *, precision: str | None = None, device: str | torch.device = "cpu", format: str | None = None) -> Model:
+    """The whole model of a checkpoint in this process, in evaluation mode: `megazero.load`.
+
+    path       a folder of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT), Megatron-DeepSpeed, Megatron-LM or a universal checkpoint
+    precision  fp64, fp32, bf16 or fp16; None: what the model was trained in
+    format     where the folder could be taken for another
+    """
+    return Model(open_model(path, single_process_grid(device), precision=precision, format=format))

@@ -1,0 +1,155 @@
+"""Proof that a conversion kept the model: every tensor compared, and where the model fits, what both sides compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.config.derive import max_positions
+from megazero.convert.changed import Rounded
+from megazero.convert.files.safetensors_file import flat_pieces
+from megazero.convert.hf.reader import HfSource
+from megazero.convert.loading import model_of
+from megazero.convert.registry import open_source
+from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
+from megazero.data.progress import Progress, Report
+from megazero.system import device as devices
+
+POSITIONS = 32
+TOLERANCE = 1e-4
+"""Of the largest logit: what two programs may differ by that multiply the same float32 weights in another order."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """lines: what was compared and found, for a person. holds: whether the two are the same model."""
+
+    lines: tuple[str, ...]
+    holds: bool
+
+
+def verify(source: Source, output: Path, format: str, report: Report) -> Verdict:
+    """Compare a source with what was written from it. Memory: two tensors, and the model in float32 where that fits."""
+    with open_source(output, format) as written:
+        tensors = _compare_tensors(source, written, report)
+        if not tensors.holds:
+            return tensors
+        logits = _compare_logits(source, written)
+    return Verdict(tensors.lines + logits.lines, logits.holds)
+
+
+def _compare_tensors(source: Source, written: Source, report: Report) -> Verdict:
+    """Every column that was written against the source, rounded to the dtype in which it was written."""
+    columns = [column for column in source.columns if column in written.columns]
+    progress = Progress(report, "comparing", written.nbytes / 1e9, "GB")
+    unequal, compared = [], 0
+    for name, entry in written.entries.items():
+        for column in columns:
+            if name not in source.entries or not _equal(source.read(name, column), written.read(name, column)):
+                unequal.append(f"{name} {column}")
+            compared += 1
+            progress.reach(progress.done + entry.nbytes(column) / 1e9)
+    missing = [name for name in source.entries if name not in written.entries]
+    if unequal or missing:
+        return Verdict(
+            (f"NOT the same: {len(unequal)} of {compared} tensors differ, {len(missing)} are missing: {(unequal + missing)[:8]}",), False
+        )
+    wrong = [*_contradictions(written), *(_moved(source.position, written.position) if set(MOMENTS) <= set(columns) else ())]
+    if wrong:
+        return Verdict((f"NOT the same: {'; '.join(wrong[:8])}",), False)
+    dtypes = sorted({str(entry.columns[WEIGHT]).removeprefix("torch.") for entry in written.entries.values()})
+    lost = [column for column in source.columns if column not in columns]
+    said = [f"{', '.join(lost)} of the source: not in what was written"] if lost else []
+    return Verdict((f"{compared} tensors bit-equal ({', '.join(columns)}; weights in {', '.join(dtypes)})", *said), True)
+
+
+def _contradictions(written: Source) -> list[str]:
+    """Files that were just written agree with each other: every copy of a tensor is the same one, a 16-bit weight is its master rounded."""
+    report = written.report
+    return [
+        f"{replica.key}: its {replica.copies} copies differ by up to {replica.largest:.3g}" for replica in report.replicas
+    ] + report.apart
+
+
+def _moved(was: Position, found: Position) -> list[str]:
+    """How far the training was, which belongs to the optimizer's moments."""
+    counted = ("iteration", "consumed_samples", "optimizer_steps")
+    pairs = [(name, getattr(was, name), getattr(found, name)) for name in counted]
+    return [f"{name} was {ours}, is {theirs}" for name, ours, theirs in pairs if ours != theirs]
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    pieces = zip(flat_pieces(ours, theirs.dtype), flat_pieces(theirs, theirs.dtype), strict=True)
+    return all(_same_bits(a, b) for a, b in pieces)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _compare_logits(source: Source, written: Source) -> Verdict:
+    needed = 6 * sum(entry.numel for entry in source.entries.values())
+    free = devices.available_memory_bytes()
+    if free is None or needed > free:
+        room = "unknown" if free is None else f"{free / 1e9:.1f} GB"
+        return Verdict((f"logits not compared: the model takes about {needed / 1e9:.1f} GB in float32, free are {room}",), True)
+    dtype = next(iter(written.entries.values())).columns[WEIGHT]
+    ids = _fixed_input(source)
+    foreign, mine = _sides(source, written)
+    ours = _logits(Rounded(mine, dtype), ids)
+    who, outsider = _outsider(foreign)
+    try:
+        theirs = outsider(ids)
+    except Exception as error:
+        if foreign is written:
+            raise
+        who, theirs = f"megazero reading back, as {who} does not open {source.path} ({type(error).__name__})", _logits(source, ids)
+    distance, largest = (ours - theirs).abs().max().item(), ours.abs().max().item()
+    holds = distance <= TOLERANCE * max(largest, 1.0)
+    said = f"logits of {ids.shape[1]} positions differ by at most {distance:.2g} (largest {largest:.2g}; {who} against megazero, float32)"
+    return Verdict((said if holds else f"NOT the same: {said}",), holds)
+
+
+def _sides(source: Source, written: Source) -> tuple[Source, Source]:
+    """Which side another program may compute, and which is ours: what was written; a source only as it lies in its files."""
+    unchanged = isinstance(source, HfSource) and all(
+        source.entries[name].columns[WEIGHT] == entry.columns[WEIGHT] for name, entry in written.entries.items()
+    )
+    return (source, written) if unchanged and written.format != source.format else (written, source)
+
+
+def _fixed_input(source: Source) -> Tensor:
+    """Ids spread over the vocabulary, [1, s]."""
+    model = source.model
+    assert model.vocab_size is not None
+    length = min(POSITIONS, max_positions(model)) if model.position_embedding == "learned" else POSITIONS
+    return (torch.arange(length) * 7919 % model.vocab_size).unsqueeze(0)
+
+
+def _logits(source: Source, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model_of(source, precision="fp32")(ids)
+
+
+def _outsider(side: Source) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """Who computes this side: transformers for its own format where it is installed, else megazero from what it reads there."""
+    if side.format == "hf":
+        try:
+            import transformers
+        except ImportError:
+            return "megazero reading back", lambda ids: _logits(side, ids)
+        path = str(side.path)
+
+        def of_transformers(ids: Tensor) -> Tensor:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+            with torch.no_grad():
+                return model.eval()(ids).logits
+
+        return f"transformers {transformers.__version__}", of_transformers
+    return "megazero reading back", lambda ids: _logits(side, ids)

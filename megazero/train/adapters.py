@@ -1,0 +1,115 @@
+"""A run that trains adapters (--lora-rank): the frozen weights beneath them, the files for PEFT, what a step takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from megazero.checkpoint.agreement import agree
+from megazero.checkpoint.manager import Found
+from megazero.checkpoint.reader import read_manifest
+from megazero.config.level import ConfigError
+from megazero.config.schema import Run
+from megazero.convert.lora.peft import names_for, write_adapters
+from megazero.convert.native import NativeSource
+from megazero.convert.registry import open_source
+from megazero.convert.source import ConversionError, places
+from megazero.convert.stages import fill
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.place import place_of
+from megazero.telemetry.flops import adapter_flops, model_flops, recomputed_flops
+from megazero.train.init_from import opened_alike
+from megazero.zero.frozen import FrozenParameters
+
+PEFT = "peft"
+"""Folder of a checkpoint that PEFT opens."""
+
+
+def with_base(run: Run, found: Found | None) -> Run:
+    """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint of --load says.
+
+    Of a folder of checkpoints it is the one that was the newest when the adapters began: another may be now, which they do not belong to.
+    Raises ConfigError where neither says, where nothing can be opened there, and where --save would overwrite it.
+    """
+    if run.lora.lora_rank is None:
+        return run
+    recorded = None if found is None else found.run.get("checkpoint", {}).get("init_from")
+    base = run.checkpoint.init_from or recorded
+    if base is None:
+        nothing = f"--load {run.checkpoint.load} " + ("has no complete checkpoint" if found is None else "does not say it")
+        raise ConfigError([f"--lora-rank {run.lora.lora_rank}: on which model? {nothing}; name it: --init-from DIR"])
+    path = Path(base).expanduser().absolute()
+    if recorded is not None and Path(recorded).parent.resolve() == path.resolve():
+        path = Path(recorded)
+    try:
+        with open_source(path) as source:
+            itself = source.path
+    except (ConversionError, OSError) as error:
+        raise ConfigError([f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]) from error
+    save = run.checkpoint.save
+    if save is not None and Path(save).expanduser().resolve() in (itself.resolve(), itself.resolve().parent):
+        raise ConfigError([f"--save {save} holds the model that the adapters belong to, {itself}, and would lose it: name another folder"])
+    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(itself)))
+
+
+def trained_parameters(run: Run) -> int:
+    """Of the adapters of the whole model."""
+    return sum(math.prod(place.shape) for place in places(run.model, adapters=run.lora).values())
+
+
+def step_flops(run: Run) -> int:
+    """What the mathematics of a training step of this run needs for one sample."""
+    return model_flops(run.model, 1) if run.lora.lora_rank is None else adapter_flops(run.model, 1, trained_parameters(run))
+
+
+def flops_again(run: Run) -> int:
+    """What recompute adds to that."""
+    return recomputed_flops(run.model, 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)
+
+
+def peft_files(run: Run) -> Callable[[Path], None] | None:
+    """What writes the adapters of a finished checkpoint into its folder once more, as PEFT has them; None without adapters.
+
+    Where no family of Hugging Face's has this model, that is told, and nothing is written. Opens the base. Called by one rank.
+    """
+    base = run.checkpoint.init_from
+    if run.lora.lora_rank is None or base is None or run.checkpoint.save is None:
+        return None
+    with open_source(Path(base)) as source:
+        try:
+            names = names_for(run.model, source)
+        except ConversionError as error:
+            print(f"megazero: checkpoints hold no {PEFT}/, PEFT's form of the adapters: {error}", flush=True)
+            return None
+
+    def write(folder: Path) -> None:
+        (folder / PEFT).mkdir()
+        with NativeSource(folder, read_manifest(folder)) as adapters:
+            write_adapters(adapters, names, base, folder / PEFT)
+
+    return write
+
+
+def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
+    """Fill this rank's frozen parameters from the checkpoint at `path`; called by all ranks.
+
+    Returns the name of its format. Travels: what `opened_alike` sends, and whether all could read. Raises as `init_from.load_weights` does.
+    """
+    failure: Exception | None = None
+    name = ""
+    opened = opened_alike(path, grid)
+    try:
+        with opened as source:
+            name = source.format
+            absent = [wanted for wanted in frozen.by_name if wanted not in source.entries]
+            if absent:
+                raise ConversionError(f"{source.path} does not fit the model: it has no {', '.join(absent[:20])}")
+            for parameter in frozen.by_name.values():
+                place = place_of(parameter)
+                fill(parameter.data, place, source.read(place.name))
+    except Exception as error:
+        failure = error
+    agree(grid.world, grid.device, failure)
+    return name

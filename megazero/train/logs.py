@@ -1,0 +1,87 @@
+"""What a run writes down of its steps, and where: the log, the metrics file, curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megazero.checkpoint.agreement import together
+from megazero.checkpoint.fence import Fence
+from megazero.checkpoint.format import CheckpointError
+from megazero.config.dtypes import compute_dtype
+from megazero.config.level import ConfigError
+from megazero.config.schema import Run
+from megazero.mpu import collectives
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.progress import Progress
+from megazero.system import device as devices
+from megazero.telemetry.logline import LogLines
+from megazero.telemetry.metrics import MetricsFile
+from megazero.telemetry.record import Rates, Sink
+from megazero.telemetry.steplog import StepLog
+from megazero.train.adapters import flops_again, step_flops
+from megazero.train.trainer import Position
+
+
+@contextmanager
+def refused(flag: str) -> Iterator[None]:
+    """What a folder or file answers to the first writing turns out to be: on every rank a mistake in the configuration, not a fault."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        raise ConfigError([f"{flag}: {error}"]) from error
+
+
+def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
+    """The log of a run's steps, told to these sinks. Called by all ranks."""
+    peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
+    rates = Rates(float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(flops_again(run)))
+
+    def peak_memory() -> int:
+        most = torch.tensor([devices.peak_memory_bytes(grid.device)], dtype=torch.float64, device=grid.device)
+        collectives.all_reduce(most, grid.world, "max").wait()
+        return int(most.item())
+
+    return StepLog(sinks, rates, peak_memory, run.trainer.log_interval)
+
+
+def sinks_of(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None) -> list[Sink]:
+    """Rank 0 shows and writes; the others have nothing to say. Called by all ranks, which fail together."""
+    lines, files = _log_lines(run), list[Sink]()
+    places = _told_in(run)
+    if places:
+        with refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
+            together(grid.world, grid.device, (lambda: files.extend(_files(run, position, fence, lines.note))) if grid.rank == 0 else None)
+    # Lines for people last: where their terminal is lost, programs still have their numbers.
+    return [*files, lines] if grid.rank == 0 else []
+
+
+def _log_lines(run: Run) -> LogLines:
+    total = Progress(run.schedule).total_iterations
+    assert total is not None
+    minutes = run.trainer.exit_duration_in_mins
+    return LogLines(
+        total,
+        fp16=run.optimizer.precision == "fp16",
+        interval=run.trainer.log_interval,
+        seconds_to_deadline=None if minutes is None else 60 * minutes,
+    )
+
+
+def _told_in(run: Run) -> dict[str, str]:
+    """Flags that name what the log is written to, and their values."""
+    places = {"--metrics-file": run.trainer.metrics_file, "--tensorboard-dir": run.trainer.tensorboard_dir}
+    return {flag: place for flag, place in places.items() if place}
+
+
+def _files(run: Run, position: Position, fence: Fence | None, tell: Callable[[str], None]) -> list[Sink]:
+    sinks: list[Sink] = []
+    if run.trainer.metrics_file:
+        sinks.append(MetricsFile(run.trainer.metrics_file, fence.check if fence else None, tell))
+    if run.trainer.tensorboard_dir:
+        from megazero.telemetry.tensorboard import TensorBoard
+
+        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1, tell))
+    return sinks

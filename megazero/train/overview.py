@@ -1,0 +1,226 @@
+"""What a run tells before its first step: the layout, the model, memory, schedule, data. Text only; nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fused_ops.attention.rule import Body, choose
+from fused_ops.registry import COMPILED, describe, refused
+from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
+from megazero.config.derive import pipeline_schedule
+from megazero.config.dtypes import compute_dtype, state_dtype
+from megazero.config.dump import RUN_FILE, departures
+from megazero.config.fp8 import exceptions
+from megazero.config.lora import adapted, alpha
+from megazero.config.schema import ModelConfig, Run
+from megazero.model.count import parameters
+from megazero.mpu.grid import Axes, Group, ProcessGrid
+from megazero.pipeline.graphs import replayed
+from megazero.pipeline.schedule import is_breadth_first, make_schedule
+from megazero.pipeline.simulate import Times, simulate
+from megazero.system import allocator, threads
+from megazero.system import device as devices
+from megazero.telemetry import banner
+from megazero.telemetry.units import count
+from megazero.train.adapters import flops_again, step_flops, trained_parameters
+from megazero.zero.layout import pack
+from megazero.zero.placement import Column, Spread, columns, placements
+
+
+def overview(
+    run: Run,
+    grid: ProcessGrid,
+    text: str,
+    start: str,
+    changes: list[tuple[str, object, object]],
+    said: Mapping[str, Mapping[str, Any]] | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The banner of a run on this grid.
+
+    text: what the data is; start: from what it starts; said: what its user said otherwise than the defaults, by section; None: a program made
+    the run, and all of it was said; notes: what its user should know.
+    """
+    axes = grid.axes
+    parts = [
+        (f"megazero: {banner.ranks(axes.tp, axes.pp, axes.dp)}", banner.draw_grid(axes.pp, axes.dp, axes.tp)),
+        ("Model", banner.pairs(_model(run))),
+        (f"Memory of the model state, ZeRO-{run.parallel.zero_stage}", banner.stage_table(stage_bytes(run, axes))),
+        ("Schedule", banner.pairs([*schedule_lines(run, axes), *_communication(run, grid)])),
+        ("Run", banner.pairs([*_training(run, text), ("start", start)])),
+        ("Changed since the checkpoint", banner.changes_table(changes)),
+        ("Ops", _ops(run, grid.device)),
+        ("Other than the defaults", _departures(run, departures(run) if said is None else said)),
+        ("Worth knowing", banner.bullets(notes)),
+    ]
+    return banner.sections(parts)
+
+
+def _ops(run: Run, device: torch.device) -> str:
+    ops = compiled_ops(run, device)
+    attention = choose(wanted_attention(run).case(device), attention_offer(run, device))
+    bodies = describe(device, dtype=compute_dtype(run.optimizer.precision), fp8=run.optimizer.fp8 != "off") | dict.fromkeys(ops, COMPILED)
+    if attention.body is not Body.KERNEL:
+        bodies["attention"] = attention.body.value
+    lines = [("attention", f"{attention.body.value}: {attention.reason}")]
+    if device.type == "cpu" and (why := refused("weight_gradient", compute_dtype(run.optimizer.precision))):
+        lines.append(("weight gradient", f"torch's own: no C++ kernel: {why}"))
+    if run.parallel.compile and not ops:
+        lines.append(("--compile", "changes nothing: its ops have kernels here, which are faster"))
+    return f"{banner.fused_ops_table(bodies)}\n{banner.pairs(lines)}"
+
+
+def _model(run: Run) -> list[tuple[str, str]]:
+    model = run.model
+    head = "untied" if model.untie_embeddings_and_output_weights else "tied"
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, sequence {model.seq_length}"
+    return [
+        ("parameters", f"{count(parameters(run.model))} ({parameters(run.model):,})"),
+        ("shape", f"{shape}, vocabulary {model.vocab_size}"),
+        ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
+        ("precision", f"{run.optimizer.precision}; state and gradients {str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}"),
+        *_fp8(run),
+        *_adapters(run),
+    ]
+
+
+def _heads(model: ModelConfig) -> str:
+    return f"{model.num_attention_heads} heads" + ("" if model.kv_channels is None else f" of {model.kv_channels}")
+
+
+def _adapters(run: Run) -> list[tuple[str, str]]:
+    if run.lora.lora_rank is None:
+        return []
+    trained = trained_parameters(run)
+    layers = " ".join(adapted(run.lora, run.model))
+    words = f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {alpha(run.lora):g}, on {layers}"
+    return [("trained", f"{words}; all else is frozen, and has no gradients and no optimizer state")]
+
+
+def _fp8(run: Run) -> list[tuple[str, str]]:
+    o, left = run.optimizer, exceptions(run)
+    if o.fp8 == "off":
+        return []
+    scaling = "current scaling" if o.fp8 == "current" else f"delayed scaling over {o.fp8_amax_history} steps"
+    words = f"products of the blocks' linear layers in training, {scaling}; copies of weights take 2 bytes each beside the model state"
+    return [("fp8", words), *([(f"still {o.precision}", "; ".join(left))] if left else [])]
+
+
+def stage_bytes(run: Run, axes: Axes) -> list[banner.StageBytes]:
+    """What the first data-parallel rank of each stage holds, by the arithmetic that packs it (buckets in flight apart)."""
+    return [_bytes_of_stage(run, axes, stage) for stage in range(axes.pp)]
+
+
+def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> banner.StageBytes:
+    size, ends = axes.dp * axes.cp, len({0, axes.pp - 1})
+    row = placements(run.parallel.zero_stage)
+    dtypes = columns(compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer)
+    held = dict.fromkeys(Column, 0)
+    parameters = 0
+    for bucket in pack(places_of(run, stage, 0), size, run.parallel.bucket_size, size * ends):
+        parameters += bucket.used
+        sharers = size * ends if bucket.tied else size
+        for column, dtype in dtypes.items():
+            elements = bucket.numel // sharers if row[column].spread is Spread.SHARDED else bucket.numel
+            held[column] += elements * dtype.itemsize
+    frozen = pack(places_of(run, stage, 0, trained=False), 1, run.parallel.bucket_size, 1)
+    parameters += sum(bucket.used for bucket in frozen)
+    held[Column.PARAMETER] += sum(bucket.numel for bucket in frozen) * dtypes[Column.PARAMETER].itemsize
+    specs = stage_specs(run)
+    own = [specs[number] for number in chunks_of(run).of(stage)]
+    embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)
+    words = banner.holds(sum(len(spec.blocks) for spec in own), embedding=embedding, head=head, chunks=len(own))
+    optimizer = held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ]
+    return banner.StageBytes(words, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer)
+
+
+def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
+    """The schedule with its bubble, and what follows from it."""
+    micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
+    name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
+    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), _times(run))
+    widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
+    live = max(report.peak_activations)
+    lines = [("pipeline", banner.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
+    breadth_first = is_breadth_first(name, virtual)
+    traffic = banner.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
+    recompute = f"{run.parallel.recompute_granularity}, {flops_again(run) / step_flops(run):.0%} on top of the model's operations"
+    graphs = banner.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches) if run.parallel.cuda_graphs else ""
+    lines += [("cuda graphs", graphs)] * bool(graphs)
+    return lines + [("gradients", traffic)] * bool(traffic) + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
+
+
+def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
+    """By which way the tensors of each axis travel; nothing where there is only one rank."""
+    ways = [(name, group, False) for name, group in (("tp", grid.tp), ("dp", grid.dp))] + [("pp", grid.pp, True)]
+    words = [f"{name} through {_way(group, messages)}" for name, group, messages in ways if group.handle is not None]
+    if words:
+        # In shared memory nothing moves by itself: a rank carries its tensors between computations.
+        overlapped = run.parallel.overlap and grid.dp.handle is not None and grid.dp.exchange is None
+        words += [word for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("dp overlapped", overlapped)) if on]
+    return [("communication", ", ".join(words))] * bool(words)
+
+
+def _way(group: Group, messages: bool) -> str:
+    return "shared memory" if group.exchange is not None and not messages else dist.get_backend(group.handle)
+
+
+def _times(run: Run) -> Times:
+    """Relative times of the model chunks: the multiplications of their layers, backward twice the forward."""
+    embedding, block, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
+    sizes = chunk_layers(run)
+    last = len(sizes) - 1
+    forward = tuple(max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes))
+    return Times(forward, tuple(2 * seconds for seconds in forward))
+
+
+def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
+    """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands. The device is told above."""
+    shown = [
+        (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items() if name != "device"))
+        for section, fields in said.items()
+    ]
+    save = run.checkpoint.save
+    everything = f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
+    return banner.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
+
+
+def _word(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + " ".join(map(str, value)) + "]"
+    if isinstance(value, str) and (not value or any(letter.isspace() for letter in value)):
+        return repr(value)
+    return "-" if value is None else str(value)
+
+
+def _threads() -> str:
+    number = torch.get_num_threads()
+    said = f"{number} thread{'s' * (number != 1)} a rank"
+    return f"{said}, as {threads.VARIABLE} says" if threads.given() else f"{said} (the host's cores, divided among its ranks)"
+
+
+def _training(run: Run, text: str) -> list[tuple[str, str]]:
+    schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
+    length = f"{schedule.train_iters} iterations" if schedule.train_samples is None else f"{schedule.train_samples:,} samples"
+    if run.trainer.exit_duration_in_mins:
+        length += f" or {run.trainer.exit_duration_in_mins:g} minutes, whichever ends first"
+    batch = f"{schedule.global_batch_size} samples in micro-batches of {schedule.micro_batch_size}"
+    if schedule.rampup_batch_size:
+        start, step, samples = schedule.rampup_batch_size
+        batch = f"{start} samples, {step} more at a time over {samples:,} samples, then {batch}"
+    by = " by NVIDIA apex" * (run.optimizer.optimizer_impl == "apex")
+    rate = f"{schedule.lr:g} to {schedule.min_lr:g}, {schedule.lr_decay_style}"
+    return [
+        ("data", text),
+        ("length", length),
+        ("global batch", batch),
+        ("learning rate", rate),
+        ("optimizer", f"{run.optimizer.optimizer}{by}, weight decay {run.optimizer.weight_decay:g}, clip {run.optimizer.clip_grad:g}"),
+        ("device", devices.name(device) + (f", {_threads()}" if device.type == "cpu" else "")),
+        ("allocator", allocator.describe(device.type)),
+    ]

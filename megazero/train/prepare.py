@@ -1,0 +1,178 @@
+"""What happens before any process group exists: data, tokenizer, and a look at the checkpoint to resume from.
+
+Preparing the default corpus or an index can take minutes. Here nobody waits in a collective meanwhile: one process of
+a file system does the work, the others wait for its file lock. And what is wrong here is still a configuration error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from megazero.build import axes_of, with_vocabulary
+from megazero.checkpoint.compat import Change, compare, run_from
+from megazero.checkpoint.manager import Found
+from megazero.config.level import ConfigError
+from megazero.config.schema import Run
+from megazero.data.build import Datasets, build_datasets, cache_root
+from megazero.data.corpus import default_corpus
+from megazero.data.indexed import DataError
+from megazero.data.instructions import build_instructions
+from megazero.data.progress import Report
+from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.optim.progress import Progress
+from megazero.system import device as devices
+from megazero.train.adapters import with_base
+from megazero.train.epochs import epochs_told, with_samples
+from megazero.train.presence import look, starts_at
+from megazero.train.requirements import unfit
+
+DEFAULT_TOKENIZER = "gpt2"
+DEFAULT_PROMPT = "import os\n\n\ndef "
+"""What the default model is asked to continue: its corpus is Python source."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run with nothing left open, its data, and what it resumes from.
+
+    text     what the data is, in a few words
+    changes  what differs from the run that wrote the checkpoint
+    """
+
+    run: Run
+    datasets: Datasets
+    tokenizer: ListedTokenizer | None
+    text: str
+    found: Found | None
+    changes: tuple[Change, ...]
+
+
+def prepare(run: Run, world_size: int, report: Report) -> Prepared:
+    """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
+    if run.trainer.deterministic:
+        devices.use_deterministic_algorithms()
+    present = look(run, world_size)
+    problems = [*unfit(run), *present.problems]
+    if problems:
+        raise ConfigError(problems)
+    run, tokenizer, found = present.run, present.tokenizer, present.found
+    try:
+        if not (run.data.data_path or run.data.instruction_data):
+            run, tokenizer, text = _with_default_corpus(run, report)
+        else:
+            text = " ".join(run.data.data_path)
+        assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
+        run = with_samples(run, tokenizer, report)
+        datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
+        text = f"{text}; {epochs_told(run, datasets, samples_asked(run, found))}"
+    except (DataError, ImportError) as error:  # a package that only the data show to be needed: jinja2, for chats
+        raise ConfigError([str(error)]) from error
+    changes = _changes(found, run, world_size, datasets)
+    run = with_base(run, found)
+    return Prepared(run, datasets, tokenizer, text, found, changes)
+
+
+def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:
+    """The run with the default corpus and its tokenizer, which are made where they are not there yet."""
+    corpus = default_corpus(cache_root(run.data), report)
+    data = replace(run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path)
+    trainer = run.trainer if run.trainer.sample_prompt is not None else replace(run.trainer, sample_prompt=DEFAULT_PROMPT)
+    tokenizer = build_tokenizer(DEFAULT_TOKENIZER, corpus.tokenizer_path)
+    run = with_vocabulary(replace(run, data=data, trainer=trainer), tokenizer.vocab_size, tokenizer.eod_id)
+    return run, tokenizer, corpus.description
+
+
+def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Datasets, str]]) -> tuple[Datasets, str]:
+    """Datasets for the samples asked for; for those used where a checkpoint's order is theirs, as that of earlier versions is.
+
+    build: datasets of at least so many training samples, and what they are.
+    """
+    asked, used = samples_asked(run, found), samples_used(run, found)
+    made = build(asked)
+    if found is not None and used != asked and not run.checkpoint.finetune and not _same_order(found, made[0]):
+        other = build(used)
+        if _same_order(found, other[0]):
+            return other
+    return made
+
+
+def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
+    """At least `needed` training samples and those of validation, and what they are. That pairs are of this tokenizer `look` has seen."""
+    assert run.model.vocab_size is not None
+    valid = validation_samples(run)
+    if run.data.instruction_data:
+        assert tokenizer is not None, "validated: instruction data has --tokenizer"
+        shape = {"seq_length": run.model.seq_length, "vocab_size": run.model.vocab_size}
+        return build_instructions(run.data, tokenizer, **shape, samples=(needed, valid), report=report)
+    datasets = build_datasets(
+        run.data,
+        seq_length=run.model.seq_length,
+        samples=(needed, 0 if _validates_elsewhere(run) else valid, run.trainer.test_iters * run.schedule.global_batch_size),
+        vocab_size=run.model.vocab_size,
+        named_samples=valid or None,
+        report=report,
+    )
+    if len(datasets.train) == 0:
+        raise DataError(f"--split {run.data.split} leaves no training samples of --seq-length {run.model.seq_length}")
+    if run.trainer.test_iters and len(datasets.test) == 0:
+        raise DataError(f"--test-iters {run.trainer.test_iters}: --split {run.data.split} leaves no test samples")
+    return datasets, text
+
+
+def samples_asked(run: Run, found: Found | None) -> int:
+    """Training samples that the datasets are built for, as Megatron-LM does: --train-samples as given, though what is left of them for
+    no whole batch is never used. Epochs, shares of a blend and with these the order from the first sample on follow from it."""
+    return samples_used(run, found) if run.schedule.train_samples is None else run.schedule.train_samples
+
+
+def samples_used(run: Run, found: Found | None) -> int:
+    """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been others, and its own."""
+    return Progress(run.schedule).consumed_at_end(*starts_at(run, found))
+
+
+def validation_samples(run: Run) -> int:
+    """Samples of one evaluation; each evaluation uses the same ones."""
+    return run.trainer.eval_iters * run.schedule.global_batch_size
+
+
+def _validates_elsewhere(run: Run) -> bool:
+    """Whether named sets are all that the run validates on: --split leaves its own validation nothing."""
+    shares = [float(share) for share in run.data.split.split(",")]
+    return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
+
+
+def _changes(found: Found | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:
+    if found is None:
+        return ()
+    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
+    problems = [*comparison.problems, *_other_order(run, found, datasets)]
+    if problems:
+        raise ConfigError([f"{found.path}: {problem}" for problem in problems])
+    return comparison.changes
+
+
+def _same_order(found: Found, datasets: Datasets) -> bool:
+    """Whether samples come as they did for the checkpoint; true where it does not say (conversations, before they were counted)."""
+    then = found.progress.get("data_plans")
+    return not then or then == [list(plan) for plan in datasets.train.plans]
+
+
+def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
+    """A run of another length may need other epochs, and these are shuffled together: the order changes from the first sample on. That of
+    conversations changes when there are others in the files."""
+    then, now = found.progress.get("data_plans") or [], [list(plan) for plan in datasets.train.plans]
+    if run.checkpoint.finetune or run.checkpoint.override_data or _same_order(found, datasets):
+        return []
+    if run.data.instruction_data != run_from(found.run).data.instruction_data:
+        return []  # which is an error of its own
+    if run.data.instruction_data:
+        return [
+            f"--instruction-data {' '.join(run.data.instruction_data)} holds other conversations than when the checkpoint was written ({then[0][0]:,}"
+            f" samples an epoch then, {now[0][0]:,} now), so samples would be repeated and left out; to go on all the same: --override-data"
+        ]
+    epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
+    return [
+        f"--train-iters, --train-samples or other batches: {samples_asked(run, found):,} samples take {epochs[1]} epochs of the data in another"
+        f" order than the checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: --override-data"
+    ]

@@ -1,0 +1,78 @@
+"""A probe: the loss of one fixed batch, stored with a checkpoint and computed again after loading it.
+
+A resharding mistake that leaves every tensor with plausible values shows here before the first step, not in a curve
+that is a little worse (BLOOM's loss grew with the number of pipeline stages after a resharding; nothing failed).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megazero.config.schema import Run
+from megazero.model.batch import MicroBatch
+from megazero.mpu import collectives
+from megazero.mpu.grid import ProcessGrid
+from megazero.pipeline.engine import PipelineEngine
+
+SAMPLES, SAMPLES_ASYNC = 2, 1
+"""In a probe; fewer where a step waits for little else of a save than this."""
+TOLERANCE = {"fp64": 1e-8, "fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+"""Largest relative difference, by the narrower of the precisions that saved and loaded: rounding, by other layouts too."""
+
+
+def probe_batches(run: Run, device: torch.device, samples: int = SAMPLES) -> list[MicroBatch]:
+    """Micro-batches of one sample, tokens from a linear congruence: the same for every layout and data set."""
+    length, vocabulary = run.model.seq_length, run.model.vocab_size
+    assert vocabulary is not None
+    batches = []
+    for sample in range(samples):
+        positions = torch.arange(length + 1, dtype=torch.int64) + sample * (length + 1)
+        text = (positions * 1_103_515_245 + 12_345).remainder(1 << 31).div(1 << 8, rounding_mode="floor").remainder(vocabulary)
+        text = text.unsqueeze(0).to(device)
+        number = torch.tensor([sample], dtype=torch.int64).to(device)
+        batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), None, number))
+    return batches
+
+
+def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid, samples: int = SAMPLES) -> float:
+    """Mean loss of the probe on this grid, the same number on every rank: every replica computes it, and the mean is taken.
+
+    engine: for micro-batches of one sample. Travels: one float64 over the world.
+    """
+    loss = engine.evaluate(probe_batches(run, grid.device, samples))
+    counts = engine.has_loss and grid.at.tp == 0
+    packed = torch.zeros(1, dtype=torch.float64, device=grid.device)
+    if counts:
+        packed += loss
+    collectives.all_reduce(packed, grid.world).wait()
+    return float(packed.item()) / (grid.dp.size * samples * run.model.seq_length)
+
+
+def check_probe(stored: dict[str, Any] | None, run: Run, engine: PipelineEngine, grid: ProcessGrid) -> str:
+    """Compare with what was stored; a sentence for the banner. Raises RuntimeError with both numbers where they differ."""
+    if not stored or not run.checkpoint.ckpt_probe or stored["seq_length"] != run.model.seq_length:
+        return ""
+    now, then = probe_loss(run, engine, grid, stored.get("samples", SAMPLES)), float(stored["loss"])
+    allowed = max(TOLERANCE[run.optimizer.precision], TOLERANCE[stored["precision"]])
+    difference = abs(now - then) / max(abs(then), 1e-12)
+    if not difference <= allowed:
+        raise RuntimeError(
+            f"the model loaded is not the model saved: the probe's loss was {then:.10g}, is {now:.10g} (relative difference {difference:.2g},"
+            f" allowed {allowed:.0e} at {run.optimizer.precision}); --no-ckpt-probe loads it all the same"
+        )
+    return f"probe loss {now:.6f}, {then:.6f} when saved"
+
+
+def stored_probe(run: Run, engine: PipelineEngine, grid: ProcessGrid) -> dict[str, Any] | None:
+    """What goes into the checkpoint."""
+    if not run.checkpoint.ckpt_probe:
+        return None
+    samples = SAMPLES_ASYNC if run.checkpoint.async_save else SAMPLES
+    return {
+        "loss": probe_loss(run, engine, grid, samples),
+        "samples": samples,
+        "precision": run.optimizer.precision,
+        "seq_length": run.model.seq_length,
+    }

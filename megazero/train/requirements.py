@@ -1,0 +1,100 @@
+"""What a run asks of the machine and the installation, looked at before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from fused_ops import apex, fp8
+from fused_ops.attention.trial import problem
+from fused_ops.compiled import try_compiler
+from fused_ops.native import library
+from megazero.build import compiled_ops, wanted_attention
+from megazero.config.schema import Run
+from megazero.system import device as devices
+
+
+class Package(NamedTuple):
+    """What a plain installation lacks.
+
+    name    as Python and pip know it
+    serves  what needs it
+    asked   whether this run does, as far as its flags tell
+    """
+
+    name: str
+    serves: str
+    asked: Callable[[Run], bool] = lambda run: False
+
+
+PACKAGES = (
+    Package("tensorboard", "--tensorboard-dir", lambda run: bool(run.trainer.tensorboard_dir)),
+    Package("sentencepiece", "--tokenizer sentencepiece", lambda run: run.data.tokenizer == "sentencepiece"),
+    Package("zstandard", "data in .zst files", lambda run: any(name.endswith(".zst") for name in _instruction_files(run))),
+    Package("jinja2", "chats, which a template writes"),
+    Package("transformers", "logits compared when a checkpoint is converted with --verify"),
+)
+
+
+def _instruction_files(run: Run) -> tuple[str, ...]:
+    return (*run.data.instruction_data, *run.data.valid_instruction_data)
+
+
+def absent(run: Run) -> list[str]:
+    """Packages that this run's flags need and that are not installed, each with what to install."""
+    return [
+        f"{package.serves} needs the package {package.name}, which is not installed: pip install {package.name}"
+        for package in PACKAGES
+        if package.asked(run) and find_spec(package.name) is None
+    ]
+
+
+def unmet(run: Run) -> list[str]:
+    """What this run would fail with here, each with its flag."""
+    kind = devices.kind(run.parallel.device)
+    on_cuda = kind == "cuda"
+    problems = []
+    if run.parallel.cuda_graphs and not on_cuda:
+        problems.append("--cuda-graphs: torch finds no CUDA device here, and --device auto is the CPU")
+    if run.optimizer.optimizer_impl == "apex":
+        missing = apex.why_not() if on_cuda else "torch finds no CUDA device here, and it has kernels for nothing else"
+        problems += [] if missing is None else [f"--optimizer-impl apex: {missing}"]
+    if run.optimizer.fp8 != "off":
+        missing = fp8.why_not(kind)
+        problems += [] if missing is None else [f"--fp8 {run.optimizer.fp8}: {missing}; the same run without it computes in bf16"]
+    if run.trainer.deterministic and on_cuda:
+        wrong = devices.why_not_deterministic()
+        problems += [] if wrong is None else [f"--deterministic: {wrong}"]
+    return problems
+
+
+def unfit(run: Run) -> list[str]:
+    """What speaks against this run on this machine: what it lacks, and what cannot be computed here."""
+    return [*absent(run), *(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]), *unmet(run)]
+
+
+def _uncompilable(run: Run) -> list[str]:
+    """What --compile would fail with in the middle of the first step. Where every op has a kernel, nothing is compiled."""
+    kind = devices.kind(run.parallel.device)
+    reason = try_compiler(kind) if compiled_ops(run, kind) else None
+    return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
+
+
+def _impossible_attention(run: Run) -> list[str]:
+    """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model tries."""
+    device = torch.device(devices.kind(run.parallel.device))
+    if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
+        return []
+    against = problem(run.parallel.attention, wanted_attention(run), device)
+    return [] if against is None else [f"--attention {run.parallel.attention} on {device.type}: {against}; nearest: --attention auto"]
+
+
+def _unknown_kernels() -> list[str]:
+    try:
+        library.choice()
+    except ValueError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,284 @@
+"""The loop: step, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.build import compiled_ops
+from megazero.config.schema import Run
+from megazero.model.batch import MicroBatch
+from megazero.mpu import collectives
+from megazero.mpu.fp8 import Fp8
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.clip import clip_coefficient
+from megazero.optim.loss_scale import LossScaler
+from megazero.optim.progress import Progress
+from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.graphs import GraphedEngine
+from megazero.system import device as devices
+from megazero.telemetry.steplog import StepLog, StepValues
+from megazero.telemetry.watchdog import StopSignals, parent_alive
+from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.state import ModelState
+
+GROWTH = 1.25
+"""Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step, or little is left."""
+
+
+class Batches(Protocol):
+    """This rank's micro-batches by their place in the run's order."""
+
+    def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]: ...
+
+    def prefetch(self, consumed_samples: int, global_batch: int) -> None: ...
+
+    def upload(self) -> None: ...
+
+
+@dataclass
+class Position:
+    """How far the run is. A step that is skipped (non-finite gradient) consumes its samples all the same."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+
+
+class Keeper(Protocol):
+    """Keeps the state of the run (`saves.Saves`)."""
+
+    superseded: bool
+    saved_at: int
+
+    def save(self, position: Position) -> None: ...
+
+    def look(self) -> None: ...
+
+    def finish(self, position: Position) -> None: ...
+
+
+@dataclass
+class Trainer:
+    """What one rank needs to run the loop; `fit` runs it.
+
+    saves      keeps the state of the run at the current position; None: nothing is kept
+    fp8        the state of FP8 products, if there are any
+    deadline   `time.monotonic()` at which the run saves and stops
+    signals    whether a signal has asked the run to stop; handlers are the entry point's
+    """
+
+    run: Run
+    grid: ProcessGrid
+    engine: PipelineEngine | GraphedEngine
+    state: ModelState
+    optimizer: ShardedOptimizer
+    scaler: LossScaler
+    train_batches: Batches
+    valid_batches: Mapping[str, Batches]
+    test_batches: Mapping[str, Batches]
+    log: StepLog
+    saves: Keeper | None
+    position: Position
+    deadline: float | None = None
+    fp8: Fp8 | None = None
+    signals: StopSignals = field(default_factory=StopSignals)
+    plan: Progress = field(init=False)
+    asked_to_stop: Tensor = field(init=False)
+    steps_here: int = 0
+    first_seconds: float = 0.0
+    usual_memory: int = 0
+
+    def __post_init__(self) -> None:
+        self.plan = Progress(self.run.schedule)
+        self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+
+    def fit(self) -> None:
+        """Train to the end, or to the first reason to stop; whatever the reason, the state is saved."""
+        if self.finished():
+            self.log.note(f"nothing left to train: iteration {self.position.iteration} is the run's last")
+            return
+        while not self.finished():
+            self.train_step(stop=self.signals.raised or (self.saves is not None and self.saves.superseded))
+            self.after_step()
+            if self.should_stop():
+                break
+        self.at_the_end()
+
+    def finished(self) -> bool:
+        """Whether the run has all its iterations or samples."""
+        return self.plan.finished(self.position.iteration, self.position.consumed_samples)
+
+    def train_step(self, *, stop: bool) -> None:
+        """One optimizer step over one global batch.
+
+        Every rank's gradients are those of the summed loss divided by the positions of the global batch; how many of
+        those count (masks) is known once all ranks have said so, in the step's one packed reduction, and enters the
+        multiplier that the optimizer applies: exact with unequal numbers of valid tokens, and no message of its own.
+        """
+        began = time.perf_counter()
+        now = self.plan.after(self.position.iteration, self.position.consumed_samples)
+        size, positions = now.global_batch_size, now.global_batch_size * self.run.model.seq_length
+        batches = self.train_batches.micro_batches(now.consumed_before, size)
+        if not self.plan.finished(now.iteration, now.consumed_samples):
+            self.train_batches.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
+        scale = self.scaler.scale.clone()
+        if self.fp8 is not None:
+            self.fp8.begin()
+        loss_sum = self.engine.train(batches, scale / positions, self.state)
+        self.optimizer.finish_reduction()
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        loss = loss_sum if self.reports_loss else 0.0
+        squares, loss_sum, tokens, asked = self.reduce(self.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late))
+        self.signals.begin()  # not earlier: until ranks have met here, each may leave by itself and loses nothing
+        unscale = positions / (tokens * scale)
+        norm = squares.sqrt() * unscale
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
+        self.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
+        self.scaler.update(bad)
+        if self.fp8 is not None:
+            self.fp8.end(bad)
+        self.asked_to_stop = asked
+        self.train_batches.upload()
+        self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
+        seconds = time.perf_counter() - began
+        self.log.step(
+            StepValues(
+                iteration=self.position.iteration,
+                consumed_samples=self.position.consumed_samples,
+                consumed_tokens=self.position.consumed_tokens,
+                loss=loss_sum / tokens,
+                grad_norm=norm,
+                lr=now.lr,
+                loss_scale=scale,
+                skipped=bad,
+                global_batch_size=size,
+                step_seconds=seconds,
+            )
+        )
+        self.tell_compilation(seconds)
+
+    def reduce(self, *values: Tensor | float) -> list[Tensor]:
+        """Each value's sum over all ranks, in one message, in float64. The host waits for no device: numbers are filled in, not copied."""
+        packed = torch.stack([self.wide(value) for value in values])
+        collectives.all_reduce(packed, self.grid.world).wait()
+        return list(packed.unbind())
+
+    def wide(self, value: Tensor | float) -> Tensor:
+        """0-dim float64 on the device."""
+        if isinstance(value, Tensor):
+            return value.to(self.grid.device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self.grid.device)
+
+    def count(self, batches: list[MicroBatch]) -> Tensor | float:
+        """Predictions that count in these micro-batches, on the ranks whose loss does (see `reports_loss`), else 0."""
+        if not self.reports_loss:
+            return 0.0
+        counts = [batch.labels.numel() if batch.loss_mask is None else batch.loss_mask.sum() for batch in batches]
+        return sum(counts, start=torch.zeros((), dtype=torch.float64, device=self.grid.device))
+
+    @property
+    def reports_loss(self) -> bool:
+        """Every tp rank of the stage with the head knows the same loss; the first of them counts."""
+        return self.engine.has_loss and self.grid.at.tp == 0
+
+    def after_step(self) -> None:
+        """Evaluate and save where the run asks for it."""
+        self.limit_memory()
+        if self.saves is not None:
+            self.saves.look()
+        every, iteration = self.run.trainer.eval_interval, self.position.iteration
+        if every and iteration % every == 0 and not self.finished():
+            self.evaluate()
+        every = self.run.checkpoint.save_interval
+        if every and iteration % every == 0:
+            self.save(last=False)
+
+    def limit_memory(self) -> None:
+        """Keep the host's heap from growing without end; what a step frees stays for the next, for fresh pages are slow."""
+        self.steps_here += 1
+        if self.grid.device.type != "cpu":
+            return
+        held = devices.memory_bytes(self.grid.device)
+        if self.steps_here <= 2:
+            self.usual_memory = held
+        elif held > GROWTH * self.usual_memory or devices.host_memory_is_short():
+            devices.return_free_memory(self.grid.device)
+
+    def tell_compilation(self, seconds: float) -> None:
+        """Where --compile compiles something, once: what the first step took with compilation, and the second without."""
+        if self.steps_here == 0:
+            self.first_seconds = seconds
+        elif self.steps_here == 1 and compiled_ops(self.run, self.grid.device):
+            self.log.note(f"--compile: the first step took {self.first_seconds:.1f} s with compilation, the second {seconds:.1f} s")
+
+    def should_stop(self) -> bool:
+        """Whether all ranks stop after this step: what one of them learned travelled with the step's scalars."""
+        if not parent_alive():
+            raise RuntimeError("the launcher of this rank has died; stopping without saving")
+        every = self.run.trainer.exit_interval
+        if every and self.position.iteration % every == 0:
+            self.log.note(f"stopping: --exit-interval {every}")
+            return True
+        on_host = self.grid.device.type == "cpu"
+        if not on_host and self.position.iteration % self.run.trainer.log_interval:
+            return False  # reading the flag waits for the device
+        if self.asked_to_stop.item() > 0:
+            self.log.note(f"stopping: {self.signals.name or self.why_asked()}")
+            return True
+        return False
+
+    def why_asked(self) -> str:
+        """Why all ranks stop where no signal came to this one: its own clock, or what another rank was told."""
+        minutes = self.run.trainer.exit_duration_in_mins
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return f"--exit-duration-in-mins {minutes:g} has passed"
+        if self.saves is not None and self.saves.superseded:
+            return "the folder of checkpoints is another job's now, or gone"
+        return "another rank was asked to by a signal"
+
+    def at_the_end(self) -> None:
+        """Evaluate a finished run, on the test part where that is asked for; save whatever is not saved."""
+        if self.finished() and self.valid_batches:
+            self.evaluate()
+        if self.finished() and self.test_batches:
+            self._evaluate(self.test_batches, self.run.trainer.test_iters)
+        self.save(last=True)
+        self.log.flush()
+
+    def save(self, *, last: bool) -> None:
+        """Save, unless this very position is saved already; the last save of a run returns when it is on disk."""
+        if self.saves is None:
+            return
+        self.log.flush()
+        self.state.wait_parameters()
+        if last:
+            self.saves.finish(self.position)
+        else:
+            self.saves.save(self.position)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss of every validation set over `--eval-iters` global batches, always the same ones. Logged."""
+        return self._evaluate(self.valid_batches, self.run.trainer.eval_iters)
+
+    def _evaluate(self, sets: Mapping[str, Batches], iterations: int) -> dict[str, float]:
+        size = self.run.schedule.global_batch_size
+        losses = {}
+        for name, loader in sets.items():
+            totals = torch.zeros(2, dtype=torch.float64, device=self.grid.device)
+            for step in range(iterations):
+                batches = loader.micro_batches(step * size, size)
+                totals += torch.stack(self.reduce(self.loss_of(batches), self.count(batches)))
+            losses[name] = float(totals[0] / totals[1])
+        self.log.evaluation(self.position.iteration, losses)
+        return losses
+
+    def loss_of(self, batches: list[MicroBatch]) -> Tensor | float:
+        """Summed loss of these micro-batches without gradients, on the ranks that report it."""
+        loss = self.engine.evaluate(batches)
+        return loss if self.reports_loss else 0.0

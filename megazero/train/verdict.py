@@ -1,0 +1,78 @@
+"""What --validate-only and --print-config answer: a run looked at as its start would, and not started."""
+
+from __future__ import annotations
+
+from megazero.build import axes_of, with_vocabulary
+from megazero.config.dump import dump
+from megazero.config.level import ConfigError
+from megazero.config.parse import Asked
+from megazero.config.schema import Run
+from megazero.data.corpus import VOCAB_SIZE
+from megazero.model.count import parameters
+from megazero.telemetry import banner
+from megazero.telemetry.units import count
+from megazero.train.overview import schedule_lines, stage_bytes
+from megazero.train.presence import in_the_way, look, starts_at
+from megazero.train.requirements import unfit
+
+
+def answer(asked: Asked, ranks_here: int) -> str:
+    """The text for standard output. ranks_here: how many there are, which --world-size overrides. Raises ConfigError, as a start would."""
+    told = [dump(asked.run).rstrip()] if asked.command.print_config else []
+    if asked.command.validate_only:
+        told.append(_verdict(asked, asked.command.world_size or ranks_here))
+    return "\n\n".join(told)
+
+
+def _verdict(asked: Asked, ranks: int) -> str:
+    run, problems, left, notes = asked.run, list[str](), list[str](), [*asked.notes]
+    against = unfit(run)
+    if asked.command.world_size is None:
+        problems += against
+    else:
+        left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in against]
+        left += ["the machines of these ranks, their memory above all"] * (not against)
+    if asked.command.skip_files:
+        left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
+    else:
+        present = look(run, ranks)
+        run, problems = present.run, [*problems, *present.problems]
+        notes += in_the_way(run.checkpoint, starts_at(run, present.found)[0])
+        left.append(_unread(run))
+    if problems:
+        raise ConfigError(problems)
+    return _told(_with_default_vocabulary(run), ranks, notes, left)
+
+
+def _unread(run: Run) -> str:
+    """What takes time, and is left to the start of the run."""
+    if run.data.instruction_data:
+        return "what the conversations say, and how many samples they fill: they are read at the start"
+    if run.data.data_path:
+        return "each token id, and how many samples there are: the files are read at the start"
+    return "the default corpus: it is made at the start, where it is not there yet"
+
+
+def _with_default_vocabulary(run: Run) -> Run:
+    """Without a word about data it is that of the default corpus."""
+    if run.model.vocab_size is not None or run.data.data_path or run.data.instruction_data:
+        return run
+    return with_vocabulary(run, VOCAB_SIZE, None)
+
+
+def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
+    axes = axes_of(run, ranks)
+    head = f"OK: {banner.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, ZeRO-{run.parallel.zero_stage}"
+    if run.model.vocab_size is None:
+        left.append("bytes: how many tokens there are is the tokenizer's to say; or give --vocab-size")
+        table = ""
+    else:
+        head += f", {count(parameters(run.model))} parameters"
+        table = banner.stage_table(stage_bytes(run, axes))
+    parts = [
+        (head, banner.pairs(schedule_lines(run, axes))),
+        ("Bytes of the model state on a rank of each stage (activations come on top)", table),
+        ("Worth knowing", banner.bullets(notes)),
+        ("Not checked", banner.bullets(left)),
+    ]
+    return banner.sections(parts)

@@ -1,0 +1,93 @@
+"""The device room: memory is measured, cards are known by name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megazero.system import device, limits
+
+CPU = torch.device("cpu")
+
+
+def test_cpu_is_always_there() -> None:
+    assert device.resolve("cpu", 3) == CPU
+    device.synchronize(CPU)
+    assert device.name(CPU)
+    assert device.peak_flops(CPU, torch.bfloat16) is None
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="--device tpu"):
+        device.resolve("tpu", 0)
+
+
+@pytest.mark.skipif(device.cuda_available(), reason="there is a CUDA device")
+def test_cuda_without_a_card_is_refused() -> None:
+    with pytest.raises(ValueError, match="no CUDA device"):
+        device.resolve("cuda", 0)
+    assert device.resolve("auto", 0) == CPU
+
+
+# /proc/self/cgroup, and the group's folder below what is mounted: in a container, in a job of a batch system, beside the mount.
+GROUPS = {"container": ("0::/\n", "."), "job": ("1:cpu:/\n0::/slurm/job_7/step_0\n", "slurm/job_7"), "elsewhere": ("0::/../outer\n", ".")}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_control_groups_limit_counts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its files fill in the page cache is given up when memory is asked for."""
+    told, folder = GROUPS[kind]
+    machine, own = device.available_memory_bytes(), tmp_path / "root" / folder
+    own.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text(told)
+    monkeypatch.setattr(limits, "OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(limits, "ROOT", tmp_path / "root")
+    assert machine is not None and device.available_memory_bytes() == pytest.approx(machine, rel=0.5), "there is none"
+    (own / "memory.current").write_text("50000000\n")
+    (own / "memory.stat").write_text("anon 29000000\nfile 21000000\ninactive_file 3000000\nactive_file 1000000\nshmem 17000000\n")
+    for limit, free in (("60000000", 14_000_000), ("40000000", 0)):
+        (own / "memory.max").write_text(f"{limit}\n")
+        assert device.available_memory_bytes() == free
+    (own / "memory.max").write_text("max\n")
+    assert device.available_memory_bytes() == pytest.approx(machine, rel=0.5)
+
+
+def test_peak_memory_sees_what_was_freed() -> None:
+    device.reset_peak_memory(CPU)
+    before = device.peak_memory_bytes(CPU)
+    block = np.ones(64 << 20, dtype=np.uint8)
+    held = device.peak_memory_bytes(CPU)
+    assert held - before > 60 << 20
+    del block
+    assert device.peak_memory_bytes(CPU) > held - (4 << 20)  # the kernel's counters lag a little
+    assert device.memory_bytes(CPU) > 0
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H200", torch.float16, 989),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("Tesla V100-SXM2-32GB", torch.float16, 125),
+        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+        ("NVIDIA A10G", torch.bfloat16, None),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("a card nobody knows", torch.bfloat16, None),
+    ],
+)
+def test_peaks_by_card(card: str, dtype: torch.dtype, teraflops: float | None) -> None:
+    expected = None if teraflops is None else teraflops * 1e12
+    assert device.card_peak_flops(card, dtype) == expected
+
+
+def test_free_memory_is_returned() -> None:
+    """Holes between live tensors go back to the system."""
+    here = torch.device("cpu")
+    tensors = [torch.ones(20_000) for _ in range(3000)]  # 80 kB each: on the heap, not mapped one by one
+    del tensors[::2]
+    before = device.memory_bytes(here)
+    device.return_free_memory(here)
+    assert device.memory_bytes(here) < before - 50_000_000

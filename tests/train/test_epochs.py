@@ -1,0 +1,119 @@
+"""--epochs is a number of samples that the data say; the banner says how often a run reads its data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.config.parse import ConfigError, ask, parse_run
+from megazero.data.build import train_tokens
+from megazero.data.progress import silent
+from megazero.train.prepare import Prepared, prepare
+from tests.corpus import write_corpus
+from tests.data.chats import write_lines
+from tests.parity.training import train
+
+SHAPE = [
+    "--num-layers",
+    2,
+    "--hidden-size",
+    24,
+    "--num-attention-heads",
+    4,
+    "--seq-length",
+    16,
+    "--global-batch-size",
+    8,
+    "--micro-batch-size",
+    1,
+]
+
+
+def _prepared(*words: object) -> Prepared:
+    return prepare(parse_run([str(word) for word in [*SHAPE, "--eval-iters", 0, *words]], 1), 1, silent)
+
+
+@pytest.fixture
+def text(corpus: Path, tmp_path: Path) -> list[object]:
+    return ["--data-path", corpus, "--vocab-size", 1003, "--split", "9,1", "--data-cache-path", tmp_path / "cache"]
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> list[object]:
+    records = [{"prompt": f"what is {number}?", "completion": f"it is {number}"} for number in range(90)]
+    path = write_lines(tmp_path / "in.jsonl", records)
+    return ["--instruction-data", path, "--tokenizer", "byte", "--seq-length", 64, "--data-cache-path", tmp_path / "cache"]
+
+
+def test_a_command_line_leaves_the_length_to_the_data(text: list[object]) -> None:
+    asked = ask([str(word) for word in [*SHAPE, *text, "--epochs", "1.5"]], 1)
+    assert (asked.run.schedule.epochs, asked.run.schedule.train_iters, asked.run.trainer.exit_duration_in_mins) == (1.5, None, None)
+    assert not any("iterations" in note for note in asked.notes)
+
+
+@pytest.mark.parametrize(("epochs", "told"), [("3", "3 epochs"), ("0.5", "0.5 epochs"), ("1", "1 epoch")])
+def test_of_one_pair_they_are_its_tokens(text: list[object], epochs: str, told: str) -> None:
+    prepared = _prepared(*text, "--epochs", epochs)
+    (tokens,) = train_tokens(prepared.run.data)
+    assert prepared.run.schedule.train_samples == (int(float(epochs) * tokens) - 1) // 16
+    assert prepared.run.schedule.epochs is None, "the resolved run has one length"
+    assert prepared.datasets.train.plans[0][0] == max(1, int(float(epochs)))
+    assert prepared.text.endswith(f"words; {told}")
+
+
+def test_of_conversations_each_is_read_as_often(answers: list[object]) -> None:
+    prepared = _prepared(*answers, "--epochs", 3, "--global-batch-size", 1)
+    samples = [prepared.datasets.train[number] for number in range(prepared.run.schedule.train_samples or 0)]
+    read = Counter(sample.tokens.tobytes() for sample in samples)  # type: ignore[union-attr]
+    assert len(read) > 20 and set(read.values()) == {3}
+    assert prepared.text.endswith("; 3 epochs")
+
+
+def test_of_a_blend_they_are_as_many_tokens_as_its_pairs_have(text: list[object], corpus: Path, tmp_path: Path) -> None:
+    small = write_corpus(tmp_path / "small", documents=60, seed=6)
+    words = ["--data-path", 0.5, corpus, 0.5, small, *text[2:]]
+    prepared = _prepared(*words, "--epochs", 2)
+    large, little = train_tokens(prepared.run.data)
+    assert prepared.run.schedule.train_samples == (2 * (large + little) - 1) // 16
+    each = [(prepared.run.schedule.train_samples or 0) * 16 / 2 / tokens for tokens in (large, little)]
+    assert prepared.text.endswith(f"; {each[0]:.2g} epochs of {corpus}, {each[1]:.2g} epochs of {small}") and each[1] > 3 * each[0]
+    many = ["--data-path", *(word for _ in range(5) for word in (1, corpus)), *text[2:]]
+    assert _prepared(*many, "--epochs", 1).text.endswith("; 1 to 1 epoch of 5 pairs")
+
+
+def test_other_lengths_are_said_in_epochs(text: list[object], answers: list[object]) -> None:
+    (tokens,) = train_tokens(_prepared(*text, "--train-iters", 1).run.data)
+    assert _prepared(*text, "--train-iters", 900).text.endswith(f"; {900 * 8 * 16 / tokens:.3g} epochs")
+    assert _prepared(*answers, "--train-iters", 1, "--global-batch-size", 1).text.endswith(" epochs")
+
+
+def test_one_length_only(text: list[object]) -> None:
+    for other in (["--train-iters", 5], ["--train-samples", 80]):
+        with pytest.raises(ConfigError, match=rf"{other[0]} and --epochs say the same thing in two ways"):
+            _prepared(*text, "--epochs", 1, *other)
+    for wrong in (0, -1):
+        with pytest.raises(ConfigError, match=rf"--epochs {wrong}\S* must be more than 0"):
+            _prepared(*text, "--epochs", wrong)
+    with pytest.raises(
+        ConfigError, match=r"--epochs 0\.001 of the data are \d samples of 16 tokens, fewer than the first global batch has, 8"
+    ):
+        _prepared(*text, "--epochs", 0.001)
+
+
+def _losses(outcome: Any) -> list[tuple[int, float]]:
+    return [(record.iteration, record.loss) for record in outcome.records]
+
+
+@pytest.mark.slow
+def test_a_resume_by_the_same_command_goes_on(answers: list[object], tmp_path: Path) -> None:
+    """Two epochs at once, and stopped after every fourth iteration."""
+    flags = [str(word) for word in [*SHAPE, *answers, "--eval-iters", 0, "--epochs", 2, "--precision", "fp64", "--lr-warmup-fraction", 0.3]]
+    whole = _losses(train(1, flags))
+    assert len(whole) > 5
+    parts: list[tuple[int, float]] = []
+    while len(parts) < len(whole):
+        parts += _losses(train(1, [*flags, "--save", str(tmp_path / "s"), "--load", str(tmp_path / "s"), "--exit-interval", "4"]))
+    assert parts == whole

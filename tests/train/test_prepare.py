@@ -1,0 +1,220 @@
+"""What is found out before any process group exists: folders that cannot be used, and what is validated on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megazero.config.parse import ConfigError, parse_run
+from megazero.convert.convert import convert
+from megazero.convert.formats import Wanted
+from megazero.convert.registry import format_table
+from megazero.data.inspect import first_samples
+from megazero.data.preprocess import Job, preprocess
+from megazero.data.progress import silent
+from megazero.data.train_bpe import train_bpe
+from megazero.train import prepare as preparation
+from megazero.train.prepare import prepare, validation_samples
+from megazero.train.presence import look
+from tests.convert.sources import made
+from tests.reference import REFERENCE, needs_reference
+
+SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16, "--vocab-size", 1003, "--train-iters", 2]
+
+
+@pytest.fixture
+def flags(corpus: Path, tmp_path: Path) -> list[object]:
+    return [*SHAPE, "--data-path", corpus, "--data-cache-path", tmp_path / "cache"]
+
+
+def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    places = ["--save", file / "runs", "--tensorboard-dir", file, "--metrics-file", tmp_path, "--load", file]
+    with pytest.raises(ConfigError) as wrong:
+        prepare(parse_run([str(word) for word in [*flags, *places]], 1), 1, silent)
+    assert set(wrong.value.problems) == {
+        f"--save {file}/runs: {file} is no folder",
+        f"--tensorboard-dir {file} is no folder",
+        f"--metrics-file {tmp_path}: is a folder; name a file",
+        f"--load {file}: is a file; name a folder of checkpoints",
+    }
+    assert not (tmp_path / "cache").exists(), "nothing is prepared for a run that could not keep its results"
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(ConfigError, match="circle: is a link, and nothing is where it leads"):
+        prepare(parse_run([str(word) for word in [*flags, "--metrics-file", tmp_path / "circle"]], 1), 1, silent)
+
+
+def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> None:
+    """Prefixes, a tokenizer, a damaged checkpoint: not one after the other, each behind the preparation of what is before it."""
+    broken = tmp_path / "runs" / "iter_0000003"
+    broken.mkdir(parents=True)
+    (broken / "manifest.json").write_text("{")
+    (broken.parent / "latest").write_text(broken.name)
+    (tmp_path / "tokenizer").mkdir()
+    data = ["--data-path", 0.5, tmp_path / "one", 0.3, corpus, 0.2, tmp_path / "two", "--valid-data-path", "held-out", tmp_path / "three"]
+    words = [
+        *SHAPE,
+        *data,
+        "--load",
+        broken.parent,
+        "--tokenizer",
+        "hf",
+        "--tokenizer-path",
+        tmp_path / "tokenizer",
+        "--save",
+        corpus.parent,
+    ]
+    with pytest.raises(ConfigError) as wrong:
+        prepare(parse_run([str(word) for word in words], 1), 1, silent)
+    told = wrong.value.problems
+    assert len(told) == 5
+    for problem, parts in zip(
+        told,
+        (("--data-path", "/one"), ("--data-path", "/two"), ("--valid-data-path", "/three"), ("tokenizer",), ("--load", "damaged")),
+        strict=True,
+    ):
+        assert all(part in problem for part in parts), told
+
+
+def test_a_model_of_another_format_is_not_passed_over(flags: list[object], tmp_path: Path) -> None:
+    """A run would start from scratch, and its user take it for one that goes on."""
+    convert(made(), format_table()["hf"], tmp_path / "model", Wanted(), silent)
+    with pytest.raises(ConfigError) as wrong:
+        prepare(parse_run([str(word) for word in [*flags, "--load", tmp_path / "model"]], 1), 1, silent)
+    (problem,) = wrong.value.problems
+    assert problem.startswith(f"--load {tmp_path}/model: is a checkpoint of the format hf") and "--init-from" in problem
+
+
+def test_data_of_another_tokenizer_are_seen_without_reading_them(tmp_path: Path) -> None:
+    """By --validate-only too, and beside what else is wrong."""
+    (tmp_path / "in.txt").write_text("some text, twice; some text")
+    preprocess([tmp_path / "in.txt"], tmp_path / "own", Job("byte", None), workers=1, report=silent)
+    train_bpe(["some text, twice; " * 40], 270, tmp_path / "bpe", silent)
+    data = ["--data-path", tmp_path / "own", "--valid-data-path", "held-out", tmp_path / "nothing"]
+    words = [*SHAPE[:8], "--train-iters", 2, *data, "--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe"]
+    missing, other = look(parse_run([str(word) for word in words], 1), 1).problems
+    assert missing.startswith(f"--valid-data-path: no file {tmp_path}/nothing")
+    assert other.startswith(f"--data-path: {tmp_path}/own.bin was made with another tokenizer (byte of 257 tokens")
+
+
+def test_a_metrics_file_of_another_kind_is_refused_and_left_as_it_is(flags: list[object], tmp_path: Path) -> None:
+    foreign = tmp_path / "thesis.txt"
+    foreign.write_text("first chapter\nthe last line, without an end")
+    with pytest.raises(ConfigError, match=r"--metrics-file .*thesis.txt: is no metrics file .*name another file"):
+        prepare(parse_run([str(word) for word in [*flags, "--metrics-file", foreign]], 1), 1, silent)
+    assert foreign.read_text() == "first chapter\nthe last line, without an end"
+
+
+def test_a_folder_without_permission_to_write_is_refused(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root, who may run tests, may write anywhere
+    run = parse_run([str(word) for word in [*flags, "--save", tmp_path / "a" / "b", "--metrics-file", tmp_path / "m"]], 1)
+    with pytest.raises(ConfigError) as wrong:
+        prepare(run, 1, silent)
+    assert wrong.value.problems == (
+        f"--save {tmp_path}/a/b: {tmp_path} may not be written in",
+        f"--metrics-file {tmp_path} may not be written in",
+    )
+
+
+def test_places_that_are_still_to_be_made_are_fine(flags: list[object], tmp_path: Path) -> None:
+    places = [
+        "--save",
+        tmp_path / "a" / "b c",
+        "--load",
+        tmp_path / "a" / "b c",
+        "--metrics-file",
+        tmp_path / "d" / "m",
+        "--tensorboard-dir",
+    ]
+    prepared = prepare(parse_run([str(word) for word in [*flags, *places, tmp_path / "t"]], 1), 1, silent)
+    assert len(prepared.datasets.train) >= 48
+    assert not (tmp_path / "a").exists(), "looked at, not made"
+
+
+def test_a_split_without_validation_is_fine_beside_named_sets(flags: list[object], corpus: Path) -> None:
+    words = [str(word) for word in [*flags, "--split", "1,0,0"]]
+    with pytest.raises(ConfigError, match=r"its valid split is empty.*--eval-iters 0"):
+        prepare(parse_run(words, 1), 1, silent)
+    run = parse_run([*words, "--valid-data-path", "held-out", str(corpus)], 1)
+    datasets = prepare(run, 1, silent).datasets
+    assert len(datasets.valid) == 0
+    assert len(datasets.named_valid["held-out"]) >= validation_samples(run)
+
+
+def test_kernels_that_do_not_exist_are_refused(flags: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAZERO_FUSED", "avx1024")
+    with pytest.raises(ConfigError, match="MEGAZERO_FUSED=avx1024: choose one of auto, reference"):
+        prepare(parse_run([str(word) for word in flags], 1), 1, silent)
+
+
+@needs_reference
+def test_data_are_built_for_the_samples_that_were_asked(tmp_path: Path) -> None:
+    """Megatron-LM's own order for 20,000 samples. Of them 18,000 are used here, for which the second epoch would be shuffled apart."""
+    assert REFERENCE is not None
+    record = REFERENCE / "orders" / "owt-seq128-seed1234-two-epochs.json"
+    settings = json.loads(record.read_text())
+    words = ["--data-path", REFERENCE / settings["blend"][0][0], "--split", settings["split"], "--seed", settings["seed"]]
+    words += ["--train-samples", settings["requested_samples"][0], "--global-batch-size", 9000, "--micro-batch-size", 9000]
+    words += ["--seq-length", settings["sequence_length"], "--vocab-size", 5000, "--eval-iters", 0, "--data-cache-path", tmp_path]
+    run = parse_run([str(word) for word in [*SHAPE[:6], *words]], 1)
+    datasets = prepare(run, 1, silent).datasets
+    expected = np.load(record.with_suffix(".npz"))["train"]
+    assert len(datasets.train) == settings["lengths"][0] and len(expected) > 10
+    assert np.array_equal(first_samples(datasets.train, len(expected)), expected)
+
+
+@pytest.fixture
+def prepared(flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The training samples of a run of so long that resumes from a checkpoint."""
+
+    def build(length: list[object], found: Any = None) -> Any:
+        monkeypatch.setattr("megazero.train.presence.find", lambda folder: found)
+        monkeypatch.setattr("megazero.train.presence.other_run", lambda *arguments: [])
+        monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
+        words = [*flags[:-4], *length, *flags[-4:], "--load", corpus.parent, "--eval-iters", 0]
+        shape = words.index("--train-iters")
+        words[shape : shape + 2] = []
+        return prepare(parse_run([str(word) for word in words], 1), 1, silent).datasets.train
+
+    return build
+
+
+def checkpoint(plans: Any, iteration: int = 0, consumed: int = 0) -> Any:
+    progress = {"data_plans": [list(plan) for plan in plans], "iteration": iteration, "consumed_samples": consumed}
+    return SimpleNamespace(progress=progress, run={}, layout={}, path="runs/a")
+
+
+def test_a_checkpoint_of_data_built_for_the_samples_used_goes_on_with_these(prepared: Callable[..., Any]) -> None:
+    """Versions before built them for whole batches of --train-samples."""
+
+    def of(samples: int, found: Any = None) -> Any:
+        return prepared(["--train-samples", samples, "--global-batch-size", 500], found)
+
+    asked, used = of(1499), of(1000)
+    assert asked.plans != used.plans, "the test has to tell them apart"
+    for then in (asked, used):
+        assert of(1499, checkpoint(then.plans)).plans == then.plans
+    with pytest.raises(ConfigError, match=r"1,499 samples take .* epochs of the data in another order"):
+        of(1499, checkpoint([(99, 0)]))
+
+
+def test_data_are_built_for_what_a_resumed_run_still_takes(prepared: Callable[..., Any]) -> None:
+    """Batches of another size follow a checkpoint: neither its samples nor the run's own are those of this size from the first step on."""
+
+    def of(iterations: int, batch: int, found: Any = None) -> Any:
+        return prepared(["--train-iters", iterations, "--global-batch-size", batch, "--micro-batch-size", 1], found)
+
+    once = of(1, 1)
+    epoch = len(once)
+    assert epoch > 600 and [plan[0] for plan in once.plans] == [1]
+    then = checkpoint(once.plans, 10, 10 * (epoch // 20))  # half of the epoch
+    with pytest.raises(ConfigError, match=f"{10 * (epoch // 20) + 12 * (epoch // 23):,} samples take 2 epochs"):
+        of(22, epoch // 23, then)  # smaller batches, which 22 steps from the first sample on would have room for
+    assert of(14, epoch // 10, then).plans == once.plans  # and larger ones, which they would not

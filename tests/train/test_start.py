@@ -1,0 +1,221 @@
+"""How a run starts: what it says, and what it refuses once it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megazero.build import axes_of
+from megazero.config.parse import ConfigError, ask, parse_run
+from megazero.data.progress import silent
+from megazero.launch import Environment
+from megazero.mpu.grid import build_grid
+from megazero.train.job import build_job
+from megazero.train.prepare import prepare
+from pretrain_gpt import main
+from tests.ranks import run_ranks
+
+MODEL = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--vocab-size", "1003"]
+BATCH = ["--global-batch-size", "4", "--micro-batch-size", "2", "--train-iters", "3", "--precision", "fp32"]
+
+
+@pytest.fixture
+def flags(corpus: Path, tmp_path: Path) -> list[str]:
+    return [*MODEL, *BATCH, "--data-path", str(corpus), "--data-cache-path", str(tmp_path / "cache")]
+
+
+def refused(rank: int, words: list[str], world_size: int) -> str:
+    """What building the job on this rank is refused with."""
+    prepared = prepare(parse_run(words, world_size), world_size, silent)
+    with pytest.raises(ConfigError) as caught:
+        build_job(prepared, build_grid(axes_of(prepared.run, world_size), "cpu"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--metrics-file"])
+def test_what_looks_usable_and_is_not_is_one_line_on_every_rank(flag: str, flags: list[str]) -> None:
+    """/proc says that root may write into it, and takes nothing."""
+    place = "/proc/self/fdinfo/x"
+    for told in run_ranks(2, refused, [*flags, flag, place], 2):
+        assert told.startswith(f"1 problem in the configuration:\n  1. {flag} {place}: ") and len(told.splitlines()) == 2
+
+
+def started(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a run prints until its first step."""
+    asked = ask(words, 1)
+    prepared = prepare(asked.run, 1, print)
+    build_job(prepared, build_grid(axes_of(prepared.run, 1), "cpu"), asked=asked)
+    return capsys.readouterr().out
+
+
+def test_the_banner_tells_what_differs_and_where_all_of_it_is(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = started([*flags, "--save", str(tmp_path / "s"), "--sequence-parallel", "--adam-beta2", "0.95", "--z-loss", "0.5"], capsys)
+    differs = told.split("Other than the defaults")[1].split("Worth knowing")[0]
+    assert "z_loss=0.5" in differs and "num_layers=1" in differs and f"{tmp_path / 's'}/run.yaml" in differs
+    assert "adam_beta2" not in told and "distributed_timeout" not in told, "a default is not told"
+    assert "- --sequence-parallel has no effect without --tp above 1" in told.split("Worth knowing")[1]
+    kept = yaml.safe_load((tmp_path / "s" / "run.yaml").read_text())
+    assert kept["optimizer"]["z_loss"] == 0.5 and kept["optimizer"]["adam_beta2"] == 0.95
+    assert "building" not in told and "order-" not in told, "names of cache folders are nobody's concern"
+
+
+def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who forgets --load, or names another run's folder, hears of it before the first save; who goes on does not."""
+    place = tmp_path / "s"
+    first, sentence = [*flags, "--save", str(place), "--save-interval", "1"], f"--save {place} holds checkpoints up to iter_0000003"
+    main([*first, "--log-interval", "9"], Environment(0, 0, 1, 1))
+    assert "holds checkpoints" not in capsys.readouterr().out
+
+    def told(*more: str) -> str:
+        return " ".join(started([*first, *more], capsys).split())  # long lines are broken
+
+    assert sentence in told() and f"; --load {place}/iter_0000003 goes on from there" in told()
+    assert sentence in told("--load", str(place / "iter_0000002"))
+    assert "--keep-last-k 1 deletes" in told("--keep-last-k", "1")
+    assert "holds checkpoints" not in told("--load", str(place))
+    ahead = ["--load", str(place / "iter_0000001"), "--validate-only"]
+    assert sentence in " ".join(answered([*first, *ahead], capsys).split())
+    assert "holds checkpoints" not in answered([*first, "--load", str(place), "--validate-only"], capsys)
+
+
+def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
+    """With --save alone only the end is saved."""
+    line = ["--train-iters", "5000", "--save", "d"]
+    (told,) = ask(line, 1).notes
+    assert told == "--save without --save-interval: should these 5,000 iterations fail before their end, nothing of them is kept"
+    assert ask([*line, "--save-interval", "100"], 1).notes == () == ask(["--save", "d"], 1).notes
+    assert "no --save DIR" in ask(["--preset", "bloom-560m"], 1).notes[0]
+
+
+def answered(words: list[str], capsys: pytest.CaptureFixture[str], world: int = 1) -> str:
+    """What all ranks print when they are only to look."""
+    for rank in reversed(range(world)):
+        main(words, Environment(rank, rank, world, world))
+    return capsys.readouterr().out
+
+
+def test_the_verdict_is_short_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--preset",
+        "bloom-176b",
+        "--data-path",
+        "x",
+        "--tp",
+        "4",
+        "--pp",
+        "12",
+        "--zero-stage",
+        "1",
+        "--validate-only",
+        "--skip-files",
+        "--world-size",
+        "384",
+        "--save",
+        "d",
+    ]
+    told = answered(words, capsys, world=3)
+    assert told.count("OK: 384 ranks, tp 4 x pp 12 x dp 8; bf16, ZeRO-1, 176B parameters") == 1
+    assert len(told.splitlines()) < 25 and "hidden_size" not in told
+    assert "bubble 14.1% of the step" in told and "1-10   6 blocks                   3.70B  6.89 GiB" in told
+    assert "checkpoints and places to write into: --skip-files" in told and "--save without --save-interval" in told
+    assert answered([*words, "--pp", "6", "--micro-batch-size", "1"], capsys).startswith("OK: 384 ranks, tp 4 x pp 6 x dp 16")
+
+
+def test_the_verdict_looks_at_what_is_there(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = answered([*flags, "--validate-only"], capsys)
+    assert told.startswith("OK: 1 rank, tp 1 x pp 1 x dp 1; fp32, ZeRO-0") and "each token id" in told.split("Not checked")[1]
+    assert not (tmp_path / "cache").exists(), "nothing is made"
+    wrong = [*flags, "--validate-only", "--data-path", "1", str(tmp_path / "a"), "2", str(tmp_path / "b"), "--load", "/dev/null"]
+    with pytest.raises(ConfigError) as caught:
+        main(wrong, Environment(0, 0, 1, 1))
+    assert len(caught.value.problems) == 3
+    assert answered([*wrong, "--skip-files", "--load", "c"], capsys).startswith("OK")
+    with pytest.raises(ConfigError, match="--skip-files goes with --validate-only"):
+        ask([*flags, "--skip-files"], 1)
+
+
+def test_machines_of_other_ranks_are_not_judged_by_this_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megazero.system.device.cuda_available", lambda: False)
+    with pytest.raises(ConfigError, match="--cuda-graphs: torch finds no CUDA device here"):
+        main(["--cuda-graphs", "--validate-only"], Environment(0, 0, 1, 1))
+    told = answered(["--cuda-graphs", "--validate-only", "--world-size", "2"], capsys)
+    assert told.startswith("OK: 2 ranks") and "this one would say: --cuda-graphs: torch finds no CUDA device" in " ".join(told.split())
+
+
+def test_the_configuration_is_printed_for_a_file(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*flags, "--z-loss", "0.25"]
+    told = answered([*words, "--print-config"], capsys, world=2)
+    (tmp_path / "run.yaml").write_text(told)
+    assert parse_run(["--config", str(tmp_path / "run.yaml")], 2) == parse_run(words, 2)
+    both = answered([*words, "--print-config", "--validate-only"], capsys)
+    assert both.index("z_loss: 0.25") < both.index("OK: 1 rank")
+
+
+def test_the_banner_lists_what_was_said_and_not_what_follows(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it was said: epochs are not the samples that they turn out to be."""
+    (tmp_path / "run.yaml").write_text("model: {norm: rmsnorm}\noptimizer: {clip_grad: 0.5}\n")
+    at = flags.index("--train-iters")
+    said = [*flags[:at], *flags[at + 2 :], "--epochs", "0.25", "--config", str(tmp_path / "run.yaml"), "--eod-id", "7"]
+    told = started(said, capsys).split("Other than the defaults")[1]
+    for word in ("epochs=0.25", "norm=rmsnorm", "clip_grad=0.5", "eod_id=7", "num_layers=1"):
+        assert word in told
+    for derived in ("embedding_layernorm", "train_samples", "train_iters"):
+        assert derived not in told
+    assert "eod_id" not in started(flags, capsys).split("Other than the defaults")[1]
+
+
+def refusal(words: list[str]) -> tuple[str, ...]:
+    """What the program itself refuses this command line with."""
+    with pytest.raises(ConfigError) as caught:
+        main(words, Environment(rank=0, local_rank=0, world_size=1, local_world_size=1))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["text.txt"], "text.txt is no pair of .bin and .idx, but a file; text becomes one by"),
+        (["folder"], "folder is a folder without pairs of .bin and .idx; text becomes one by"),
+        (["pair.bin"], "pair.bin: a pair is named without its endings: pair"),
+        (["0.7,a,0.3,b"], "0.7,a,0.3,b: weights and prefixes of a blend are words of their own: 0.7 a 0.3 b"),
+    ],
+)
+def test_a_hint_on_data_waits_for_no_tokenizer(
+    given: list[str], told: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who names no pair knows yet that it needs a vocabulary, too."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("hello")
+    Path("folder").mkdir()
+    for ending in (".bin", ".idx"):
+        Path("pair" + ending).write_bytes(corpus.with_suffix(ending).read_bytes())
+    words = refusal(["--data-path", *given])
+    assert len(words) == 2 and words[0].startswith("--vocab-size is needed") and f"--data-path: {told}" in words[1], words
+
+
+def test_files_that_are_missing_are_told_beside_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    words = ["--data-path", "nope", "--load", "file", "--tokenizer-path", "x", "--rope", "--save", "file", "--tp", "2"]
+    told = refusal(words)
+    for part in ("no file nope.bin", "--load file: is a file", "--tokenizer-path x is missing", "--save file is no folder"):
+        assert sum(part in problem for problem in told) == 1, (part, told)
+    for part in ("--rope", "--tp 2", "--vocab-size is needed"):
+        assert any(part in problem for problem in told), (part, told)
+    assert len(told) == 8, told
+    for left in (["--validate-only", "--skip-files"], ["--print-config"]):
+        assert not [problem for problem in refusal([*words, *left]) if "missing" in problem or "no file" in problem]
+
+
+def test_a_blend_of_odd_words_and_a_tokenizer_without_its_path_are_told_once(tmp_path: Path) -> None:
+    """What the checks of the configuration have said the look at the files does not say again."""
+    told = refusal(["--data-path", "0.5", str(tmp_path / "a"), "0.5", "--tokenizer", "hf", "--valid-data-path", "one"])
+    assert [problem.split(":")[0] for problem in told] == [
+        "--data-path has 3 words",
+        "--valid-data-path has 1 words",
+        "--tokenizer hf needs --tokenizer-path",
+    ]
