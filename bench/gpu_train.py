@@ -18,8 +18,8 @@ from bench.card import smi
 from bench.harness import Contestant, Unavailable
 from bench.workload import Entry, Workload
 from megazero.config.schema import ModelConfig
+from megazero.plan.flops import model_flops
 from megazero.system import allocator
-from megazero.telemetry.flops import model_flops
 
 GPT = Workload("GPT 1.3B", layers=24, hidden=2048, heads=16, sequence=2048, vocabulary=50304, threads=4, device="cuda")
 BLOOM = Workload("BLOOM 1b1", layers=24, hidden=1536, heads=16, sequence=2048, vocabulary=250880, threads=4, device="cuda")

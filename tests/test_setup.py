@@ -107,7 +107,7 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
     with zipfile.ZipFile(wheel) as opened:
         inside = opened.namelist()
         metadata = opened.read(next(name for name in inside if name.endswith("METADATA"))).decode()
-    assert {"megazero/telemetry/flops.py", "fused_ops/__init__.py", "fused_ops/csrc/cpu/vec.h", "pretrain_gpt.py"} <= set(inside)
+    assert {"megazero/plan/flops.py", "fused_ops/__init__.py", "fused_ops/csrc/cpu/vec.h", "pretrain_gpt.py"} <= set(inside)
     assert any(name.startswith("fused_ops/_kernels/cpu_") for name in inside) and "none-any" not in wheel.name
     assert not [name for name in inside if name.startswith(("tests/", "tools/"))]
     assert "Requires-Dist: torch>=" in metadata

@@ -44,8 +44,8 @@ from megazero.convert.inspection import (
 from megazero.convert.registry import not_there
 from megazero.data.progress import Progress, to_stderr
 from megazero.data.tool import cores, reader_left
-from megazero.telemetry.banner import pairs, table
 from megazero.telemetry.units import count, size
+from megazero.train.banner_parts import pairs, table
 
 DAMAGED, WRONG_ARGUMENTS = 1, 2
 

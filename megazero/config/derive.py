@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megazero.config.schema import ModelConfig, ParallelConfig
+from dataclasses import replace
+
+from megazero.config.schema import ModelConfig, ParallelConfig, Run
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -69,3 +71,10 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     """dp: what tp and pp leave of the world."""
     assert world_size % (parallel.tp * parallel.pp) == 0, "validation holds this"
     return world_size // (parallel.tp * parallel.pp)
+
+
+def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
+    """The run with what the tokenizer decides filled in, where the flags left it open."""
+    model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)
+    data = run.data if run.data.eod_id is not None else replace(run.data, eod_id=eod_id)
+    return replace(run, model=model, data=data)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.build import build_stages, chunks_of
 from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.convert.hf.config import ends_of_generation, generation_file
 from megazero.convert.layout import layout_problems
@@ -31,6 +30,8 @@ from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.grid import ProcessGrid, single_process_grid
+from megazero.pipeline.build import build_stages
+from megazero.pipeline.division import chunks_of
 
 GREEDY = Sampling(temperature=0.0)
 

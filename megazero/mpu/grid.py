@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fused_ops.native import library
+from megazero.config.schema import ParallelConfig
 from megazero.mpu.exchange import Exchange
 from megazero.mpu.shared_memory import share_memory
 
@@ -69,6 +70,11 @@ class Axes:
         """Ranks that hold the tied embedding of one tp index: {first, last stage} x dp x cp."""
         ends = sorted({0, self.pp - 1})
         return tuple(rank for end in ends for rank in self.data_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
+
+
+def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
+    """The grid's sizes; dp is what tp and pp leave of the world."""
+    return Axes(parallel.pp, world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero.telemetry.flops import teraflops_per_rank
+from megazero.telemetry.units import teraflops_per_rank
 
 Scalar = float | int | bool | Tensor
 """A number, or a 0-dim tensor that holds it on the device."""

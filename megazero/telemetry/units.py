@@ -39,3 +39,8 @@ def transfer(number: float, seconds: float) -> str:
     power = next((k for k in (4, 3, 2, 1) if number >= 1000**k), 0)
     unit, amount = ("B", "kB", "MB", "GB", "TB")[power], number / 1000**power
     return f"{amount:.{2 if power else 0}f} {unit} in {seconds:.1f} s ({number / max(seconds, 1e-9) / 1e9:.2f} GB/s)"
+
+
+def teraflops_per_rank(flops: float, seconds: float, ranks: int) -> float:
+    """TFLOP/s of one rank."""
+    return flops / (seconds * ranks) / 1e12

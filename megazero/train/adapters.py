@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ from megazero.config.schema import Run
 from megazero.convert.lora.peft import names_for, write_adapters
 from megazero.convert.native import NativeSource
 from megazero.convert.registry import open_source
-from megazero.convert.source import ConversionError, places
+from megazero.convert.source import ConversionError
 from megazero.convert.stages import fill
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import place_of
-from megazero.telemetry.flops import adapter_flops, model_flops, recomputed_flops
 from megazero.train.init_from import opened_alike
 from megazero.zero.frozen import FrozenParameters
 
@@ -52,21 +50,6 @@ def with_base(run: Run, found: Found | None) -> Run:
     if save is not None and Path(save).expanduser().resolve() in (itself.resolve(), itself.resolve().parent):
         raise ConfigError([f"--save {save} holds the model that the adapters belong to, {itself}, and would lose it: name another folder"])
     return replace(run, checkpoint=replace(run.checkpoint, init_from=str(itself)))
-
-
-def trained_parameters(run: Run) -> int:
-    """Of the adapters of the whole model."""
-    return sum(math.prod(place.shape) for place in places(run.model, adapters=run.lora).values())
-
-
-def step_flops(run: Run) -> int:
-    """What the mathematics of a training step of this run needs for one sample."""
-    return model_flops(run.model, 1) if run.lora.lora_rank is None else adapter_flops(run.model, 1, trained_parameters(run))
-
-
-def flops_again(run: Run) -> int:
-    """What recompute adds to that."""
-    return recomputed_flops(run.model, 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:

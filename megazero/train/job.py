@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megazero.build import build_engine, build_stages, chunks_of, places_of, with_graphs
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import new_token
 from megazero.checkpoint.manager import Checkpoints
@@ -27,16 +26,19 @@ from megazero.model.stage import Stage
 from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
 from megazero.mpu.p2p import Channels
 from megazero.optim.loss_scale import LossScaler
+from megazero.pipeline.build import build_engine, build_stages, with_graphs
+from megazero.pipeline.division import chunks_of
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
+from megazero.plan.places import places_of
 from megazero.system.durable import replace_file
-from megazero.telemetry.banner import pairs
 from megazero.telemetry.units import size, transfer
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.adapters import load_base, peft_files
+from megazero.train.banner import banner
+from megazero.train.banner_parts import pairs
 from megazero.train.init_from import load_weights
 from megazero.train.logs import refused, sinks_of, step_log
-from megazero.train.overview import overview
 from megazero.train.prepare import Prepared, validation_samples
 from megazero.train.presence import in_the_way
 from megazero.train.probe import check_probe, stored_probe
@@ -233,7 +235,7 @@ def _introduce(job: Job, start: str, asked: Asked | None) -> None:
     changes: list[tuple[str, object, object]] = [change.words() for change in job.prepared.changes]
     said, notes = (None, ()) if asked is None else (asked.departures(), asked.notes)
     notes = (*notes, *in_the_way(run.checkpoint, job.trainer.position.iteration))
-    print(overview(run, job.grid, job.prepared.text, start, changes, said, notes), end="\n\n", flush=True)
+    print(banner(run, job.grid, job.prepared.text, start, changes, said, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()
         replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)

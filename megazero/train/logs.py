@@ -16,12 +16,12 @@ from megazero.config.schema import Run
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.progress import Progress
+from megazero.plan.flops import flops_again, step_flops
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
 from megazero.telemetry.steplog import StepLog
-from megazero.train.adapters import flops_again, step_flops
 from megazero.train.trainer import Position
 
 

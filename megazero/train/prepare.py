@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from megazero.build import axes_of, with_vocabulary
 from megazero.checkpoint.compat import Change, compare, run_from
 from megazero.checkpoint.manager import Found
+from megazero.config.derive import with_vocabulary
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.data.build import Datasets, build_datasets, cache_root
@@ -20,6 +20,7 @@ from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
 from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.mpu.grid import axes_of
 from megazero.optim.progress import Progress
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
@@ -145,7 +146,7 @@ def _validates_elsewhere(run: Run) -> bool:
 def _changes(found: Found | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:
     if found is None:
         return ()
-    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
+    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
     problems = [*comparison.problems, *_other_order(run, found, datasets)]
     if problems:
         raise ConfigError([f"{found.path}: {problem}" for problem in problems])

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megazero.build import axes_of, with_vocabulary
 from megazero.checkpoint.compat import compare, run_from
 from megazero.checkpoint.folder import listing
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import Found, find
+from megazero.config.derive import with_vocabulary
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.registry import recognise
 from megazero.convert.source import ConversionError
@@ -24,6 +24,7 @@ from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.made_with import made_with, path_of, require_made_with
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.mpu.grid import axes_of
 from megazero.system.reading import about
 from megazero.telemetry.metrics import foreign
 
@@ -74,7 +75,7 @@ def absences(run: Run) -> tuple[str, ...]:
 
 def other_run(run: Run, found: Found, world_size: int) -> list[str]:
     """Why the run may not go on from this checkpoint, as far as the two runs tell."""
-    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run, world_size)))
+    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
     return [f"{found.path}: {problem}" for problem in comparison.problems]
 
 

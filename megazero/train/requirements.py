@@ -12,8 +12,8 @@ from fused_ops import apex, fp8
 from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
-from megazero.build import compiled_ops, wanted_attention
 from megazero.config.schema import Run
+from megazero.pipeline.build import compiled_ops, wanted_attention
 from megazero.system import device as devices
 
 

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero.build import compiled_ops
 from megazero.config.schema import Run
 from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
@@ -19,6 +18,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
 from megazero.optim.progress import Progress
+from megazero.pipeline.build import compiled_ops
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.system import device as devices

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from megazero.build import axes_of, with_vocabulary
+from megazero.config.count import parameters
+from megazero.config.derive import with_vocabulary
 from megazero.config.dump import dump
 from megazero.config.level import ConfigError
 from megazero.config.parse import Asked
 from megazero.config.schema import Run
 from megazero.data.corpus import VOCAB_SIZE
-from megazero.model.count import parameters
-from megazero.telemetry import banner
+from megazero.mpu.grid import axes_of
+from megazero.plan.bytes import stage_bytes
 from megazero.telemetry.units import count
-from megazero.train.overview import schedule_lines, stage_bytes
+from megazero.train import banner_parts as parts
+from megazero.train.banner import schedule_lines
 from megazero.train.presence import in_the_way, look, starts_at
 from megazero.train.requirements import unfit
 
@@ -61,18 +63,18 @@ def _with_default_vocabulary(run: Run) -> Run:
 
 
 def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
-    axes = axes_of(run, ranks)
-    head = f"OK: {banner.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, ZeRO-{run.parallel.zero_stage}"
+    axes = axes_of(run.parallel, ranks)
+    head = f"OK: {parts.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, ZeRO-{run.parallel.zero_stage}"
     if run.model.vocab_size is None:
         left.append("bytes: how many tokens there are is the tokenizer's to say; or give --vocab-size")
         table = ""
     else:
         head += f", {count(parameters(run.model))} parameters"
-        table = banner.stage_table(stage_bytes(run, axes))
-    parts = [
-        (head, banner.pairs(schedule_lines(run, axes))),
+        table = parts.stage_table(stage_bytes(run, axes))
+    sections = [
+        (head, parts.pairs(schedule_lines(run, axes))),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
-        ("Worth knowing", banner.bullets(notes)),
-        ("Not checked", banner.bullets(left)),
+        ("Worth knowing", parts.bullets(notes)),
+        ("Not checked", parts.bullets(left)),
     ]
-    return banner.sections(parts)
+    return parts.sections(sections)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.build import build_stages
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.format import columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.grid import single_process_grid
+from megazero.pipeline.build import build_stages
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 from tests.checkpoint.runs import names

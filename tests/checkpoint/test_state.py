@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.build import build_stages, places_of
 from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.format import Held, columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.grid import Axes, build_grid
+from megazero.pipeline.build import build_stages
+from megazero.plan.places import places_of
 from megazero.zero.layout import owned_pieces
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState

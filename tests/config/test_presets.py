@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megazero.config.count import parameters
 from megazero.config.derive import ffn_width, padded_vocab, query_groups
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.presets import presets
-from megazero.model.count import parameters
 
 PARAMETERS = {
     "gpt2-124m": 124_439_808,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from megazero.build import build_stages
 from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run, ScheduleConfig
 from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import Window
 from megazero.model.stage import initialise
 from megazero.mpu.grid import Axes, ProcessGrid, build_grid
+from megazero.pipeline.build import build_stages
 
 VOCABULARY = 101
 

@@ -135,7 +135,7 @@ def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> No
 
 def test_the_176b_stages_are_published_ones() -> None:
     partition = pytest.importorskip("megazero.pipeline.partition").partition
-    counts = pytest.importorskip("megazero.model.count").parameters_per_layer(parse_run(["--preset", "bloom-176b"], None).model)
+    counts = pytest.importorskip("megazero.config.count").parameters_per_layer(parse_run(["--preset", "bloom-176b"], None).model)
     assert partition([counts.block] * 70, counts.embedding, counts.head + counts.output, 12) == (5, *[6] * 10, 5)
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import ProcessGrid, build_grid
+from megazero.mpu.grid import ProcessGrid, axes_of, build_grid
 from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
 from megazero.train.job import Job, build_job
@@ -37,7 +36,7 @@ def job_on_card(flags: list[str], grid: ProcessGrid | None = None) -> tuple[Job,
     """As the program builds it, with a recorder instead of its log. grid: default that of a world without process groups."""
     run = parse_run(flags, 1)
     prepared = prepare(run, 1, silent)
-    job = build_job(prepared, grid or build_grid(axes_of(prepared.run, 1), devices.resolve("cuda", 0)))
+    job = build_job(prepared, grid or build_grid(axes_of(prepared.run.parallel, 1), devices.resolve("cuda", 0)))
     recorder = Recorder()
     job.trainer.log._sinks = (recorder,)
     return job, recorder

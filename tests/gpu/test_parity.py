@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import build_grid
+from megazero.mpu.grid import axes_of, build_grid
 from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
 from megazero.train.job import build_job
@@ -38,7 +37,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 def train_on_card(rank: int, size: int, flags: list[str]) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
     """As `tests.parity.training.train_on_rank`, with the ranks' cards instead of the CPU."""
     prepared = prepare(parse_run(flags, size), size, silent)
-    job = build_job(prepared, build_grid(axes_of(prepared.run, size), devices.resolve("cuda", rank)))
+    job = build_job(prepared, build_grid(axes_of(prepared.run.parallel, size), devices.resolve("cuda", rank)))
     recorder = Recorder()
     job.trainer.log._sinks = (recorder,)
     job.fit()

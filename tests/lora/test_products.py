@@ -17,7 +17,7 @@ from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.lora import low_rank
 from megazero.mpu.place import place_of
-from megazero.telemetry.flops import adapter_flops, model_flops
+from megazero.plan.flops import adapter_flops, model_flops
 
 SHAPE = ModelConfig(
     num_layers=3, hidden_size=24, num_attention_heads=6, num_query_groups=2, activation="swiglu", vocab_size=60, seq_length=16

@@ -12,8 +12,9 @@ from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
+from megazero.plan.bytes import stage_bytes
+from megazero.train.banner import banner
 from megazero.train.init_from import model_level
-from megazero.train.overview import overview, stage_bytes
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
@@ -99,7 +100,7 @@ def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, s
     job, _ = job_on_rank(rank, size, flags)
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     trained = torch.tensor([p.numel() for stage in job.stages for p in stage.parameters() if p.requires_grad])
-    return job.state.bytes(), told.total, overview(job.run, job.grid, "words", "from here", []), trained
+    return job.state.bytes(), told.total, banner(job.run, job.grid, "words", "from here", []), trained
 
 
 @pytest.mark.slow

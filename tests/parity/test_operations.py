@@ -8,7 +8,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.telemetry.record import StepRecord
-from megazero.train.overview import overview
+from megazero.train.banner import banner
 from tests.parity.training import data_flags, job_on_rank
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, BATCH = 3, 24, 12, 1003, 8
@@ -37,7 +37,7 @@ def step(flags: list[str]) -> tuple[StepRecord, str, int]:
     with FlopCounterMode(display=False) as counter:
         job.trainer.train_step(stop=False)
     (record,) = recorder.records
-    return record, overview(job.run, job.grid, "words", "from scratch", []), counter.get_total_flops()
+    return record, banner(job.run, job.grid, "words", "from scratch", []), counter.get_total_flops()
 
 
 @pytest.mark.slow

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.convert.loading import open_model
 from megazero.evaluation.documents import indexed_documents
 from megazero.evaluation.perplexity import Cut, score_documents
 from megazero.evaluation.scorer import Scorer
-from megazero.mpu.grid import build_grid
+from megazero.mpu.grid import axes_of, build_grid
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
@@ -117,7 +116,7 @@ def losses_on_rank(rank: int, size: int, flags: list[str], folder: Path, corpus:
 
     job, _ = job_on_rank(rank, size, [*flags, "--load", str(folder)])
     valid = job.trainer.evaluate()["valid_loss"]
-    grid = build_grid(axes_of(parse_run(flags, size), size))
+    grid = build_grid(axes_of(parse_run(flags, size).parallel, size))
     opened = open_model(folder, grid)
     first = (document for document in indexed_documents(str(corpus)) if document.number < 20)
     scores = list(score_documents(Scorer(opened.run, opened.stages, grid, 4), first, Cut(12, 12)))

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor, nn
 
-from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import build_grid
+from megazero.mpu.grid import axes_of, build_grid
 from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_level
 from megazero.train.job import Job, build_job
@@ -55,7 +54,7 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
     """
     run = parse_run(flags, size, model_level)
     prepared = prepare(run, size, silent)
-    job = build_job(prepared, build_grid(axes_of(prepared.run, size), "cpu"))
+    job = build_job(prepared, build_grid(axes_of(prepared.run.parallel, size), "cpu"))
     recorder = Recorder()
     if not keep_log:
         job.trainer.log._sinks = (recorder,)

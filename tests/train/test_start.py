@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megazero.build import axes_of
 from megazero.config.parse import ConfigError, ask, parse_run
 from megazero.data.progress import silent
 from megazero.launch import Environment
-from megazero.mpu.grid import build_grid
+from megazero.mpu.grid import axes_of, build_grid
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
 from pretrain_gpt import main
@@ -30,7 +29,7 @@ def refused(rank: int, words: list[str], world_size: int) -> str:
     """What building the job on this rank is refused with."""
     prepared = prepare(parse_run(words, world_size), world_size, silent)
     with pytest.raises(ConfigError) as caught:
-        build_job(prepared, build_grid(axes_of(prepared.run, world_size), "cpu"))
+        build_job(prepared, build_grid(axes_of(prepared.run.parallel, world_size), "cpu"))
     return str(caught.value)
 
 
@@ -46,7 +45,7 @@ def started(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a run prints until its first step."""
     asked = ask(words, 1)
     prepared = prepare(asked.run, 1, print)
-    build_job(prepared, build_grid(axes_of(prepared.run, 1), "cpu"), asked=asked)
+    build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), asked=asked)
     return capsys.readouterr().out
 
 

@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_ops.linear import add_weight_gradient
-from megazero.build import axes_of
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import build_grid
+from megazero.mpu.grid import axes_of, build_grid
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from tests.parity.training import data_flags
@@ -131,7 +130,7 @@ def job_on_meta(flags: list[str], corpus: Path, cache: Path, patch: pytest.Monke
     patch.setattr("megazero.train.job.new_token", lambda *_: "of nobody")  # read back from the device, once a run
     run = parse_run([*MODEL, *NUMBERS, *flags, *data_flags(corpus, cache)[:-2]], 1)
     prepared = prepare(run, 1, silent)
-    return build_job(prepared, build_grid(axes_of(prepared.run, 1), "meta"))
+    return build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "meta"))
 
 
 @pytest.mark.parametrize("name", RUNS)

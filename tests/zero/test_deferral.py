@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build import build_stages
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.model.stage import Stage
 from megazero.mpu.grid import single_process_grid
 from megazero.mpu.place import Kind
+from megazero.pipeline.build import build_stages
 from megazero.train.probe import probe_batches
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState

@@ -6,9 +6,9 @@ Every function takes plain numbers and words, so that the rooms above can be dra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
+from megazero.plan.bytes import StageBytes
 from megazero.telemetry.units import count, size
 
 WIDTH = 100
@@ -120,21 +120,6 @@ def _frame(
     return "\n".join([*lines, rule])
 
 
-@dataclass(frozen=True)
-class StageBytes:
-    """What one rank of a stage holds: words for its layers, parameters, bytes by column of the model state."""
-
-    holds: str
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
-
 def stage_table(stages: Sequence[StageBytes]) -> str:
     """Parameters and bytes of one rank of each stage; neighbours that are alike share a line."""
     rows = []
@@ -142,7 +127,8 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
         numbers = [number for number, _ in members]
         name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         amounts = (entry.weights, entry.gradients, entry.optimizer, entry.total)
-        rows.append([name, entry.holds, count(entry.parameters), *map(size, amounts)])
+        words = holds(entry.blocks, embedding=entry.embedding, head=entry.head, chunks=entry.chunks)
+        rows.append([name, words, count(entry.parameters), *map(size, amounts)])
     headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "total"]
     return table(headings, rows, left=2)
 

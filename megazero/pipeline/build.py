@@ -1,9 +1,8 @@
-"""From a `Run` and a grid to the parts of a job. Assembly only: every idea lives in the room it is taken from."""
+"""From a `Run` and a grid to the stages and the engine of a rank. Assembly only: every idea lives in the room it is taken from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -11,71 +10,28 @@ from fused_ops.attention.rule import NOTHING_TRIED, Offer
 from fused_ops.attention.trial import Wanted, find_offer
 from fused_ops.fp8 import refused
 from fused_ops.registry import compiled
-from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule, query_groups
+from megazero.config.derive import head_dim, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
-from megazero.model.count import parameters_per_layer
 from megazero.model.layout import ModelLayout
-from megazero.model.stage import Stage, StageSpec
-from megazero.mpu.chunks import ChunkMap
+from megazero.model.stage import Stage
 from megazero.mpu.fp8 import Fp8
-from megazero.mpu.grid import Axes, Group, ProcessGrid
+from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.lora import low_rank
 from megazero.mpu.p2p import Channels
-from megazero.mpu.place import Place
+from megazero.pipeline.division import chunks_of, stage_specs
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.instruction import Instruction
-from megazero.pipeline.partition import partition
-from megazero.pipeline.schedule import chunk_map, is_breadth_first, stage_schedule
+from megazero.pipeline.schedule import is_breadth_first, stage_schedule
 from megazero.system.streams import GraphCapture
-from megazero.zero.frozen import places_by_unit
-
-
-def chunk_layers(run: Run) -> tuple[int, ...]:
-    """Blocks of every model chunk, in model order: pp x virtual stages numbers."""
-    if run.parallel.partition is not None:
-        return run.parallel.partition
-    embedding, block, head = layer_costs(run)
-    parts = run.parallel.pp * run.parallel.virtual_stages
-    return partition([block] * run.model.num_layers, embedding, head, parts)
-
-
-def layer_costs(run: Run) -> tuple[float, float, float]:
-    """What the partition balances, for embedding, one block and the head.
-
-    By parameters: those a rank holds, the tied head counted like the embedding it copies. By time: multiplications
-    per token; looking up an embedding takes none, the head multiplies with its whole weight.
-    """
-    counts = parameters_per_layer(run.model)
-    table = padded_vocab(run.model, run.parallel.tp) * run.model.hidden_size
-    head = max(counts.head, table)
-    if run.parallel.partition_by == "parameters":
-        return max(counts.embedding, table), counts.block, head
-    attention = 2 * run.model.seq_length * run.model.num_attention_heads * head_dim(run.model)
-    return 0.0, counts.block + attention, head
-
-
-def chunks_of(run: Run) -> ChunkMap:
-    """Which pipeline rank holds which model chunk."""
-    return chunk_map(pipeline_schedule(run.parallel), run.parallel.pp, run.parallel.virtual_stages)
-
-
-def stage_specs(run: Run) -> tuple[StageSpec, ...]:
-    """What every model chunk holds, in model order; `chunks_of` says where it is."""
-    sizes = chunk_layers(run)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    last = len(sizes) - 1
-    return tuple(
-        StageSpec(range(start, start + size), i == 0, i == last) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
-    )
 
 
 def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
     """The model chunks of this rank, without values: `ModelState.initialise` or a checkpoint gives those."""
-    return _stages_of(run, grid.at.pp, grid.tp, grid.device, attention_offer(run, grid.device), _fp8_state(run, grid))
+    return stages_of(run, grid.at.pp, grid.tp, grid.device, attention_offer(run, grid.device), _fp8_state(run, grid))
 
 
 def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
@@ -88,9 +44,10 @@ def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
     return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device)
 
 
-def _stages_of(
+def stages_of(
     run: Run, pp_index: int, tp: Group, device: torch.device, attention: Offer = NOTHING_TRIED, fp8: Fp8 | None = None
 ) -> list[Stage]:
+    """The model chunks of a pipeline rank, on the device "meta" without memory. Communicates nothing."""
     stages: list[Stage] = []
     layout = ModelLayout(
         run.model,
@@ -152,16 +109,6 @@ def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
     return compiled(device, compute_dtype(run.optimizer.precision), fp8=bool(fp8_layers(run)))
 
 
-def places_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[Place]]]:
-    """Places of what a rank with these coordinates trains, by chunk and unit, without memory: built on the meta device.
-
-    trained=False: of what it holds and does not train (with --lora-rank, all but the adapters).
-    """
-    tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
-    stages = _stages_of(run, pp_index, tp, torch.device("meta"))
-    return places_by_unit([stage.units() for stage in stages], trained=trained)
-
-
 def reduces_every_micro_batch(run: Run) -> bool:
     """Whether gradients are reduced at every micro-batch: ZeRO-2, unless the schedule finishes a chunk before the next."""
     return run.parallel.zero_stage >= 2 and not is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages)
@@ -197,15 +144,3 @@ def with_graphs(engine: PipelineEngine, run: Run, grid: ProcessGrid) -> Pipeline
     if not run.parallel.cuda_graphs:
         return engine
     return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.dp.size > 1)
-
-
-def axes_of(run: Run, world_size: int) -> Axes:
-    """The grid's sizes; dp is what tp and pp leave of the world."""
-    return Axes(run.parallel.pp, world_size // (run.parallel.tp * run.parallel.pp), 1, run.parallel.tp)
-
-
-def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
-    """The run with what the tokenizer decides filled in, where the flags left it open."""
-    model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)
-    data = run.data if run.data.eod_id is not None else replace(run.data, eod_id=eod_id)
-    return replace(run, model=model, data=data)

@@ -5,13 +5,12 @@ import re
 import pytest
 
 from megazero.mpu.grid import Axes, Coordinates
-from megazero.telemetry.banner import (
-    StageBytes,
+from megazero.plan.bytes import StageBytes
+from megazero.train.banner_parts import (
     changes_table,
     draw_grid,
     fused_ops_table,
     graphs_sentence,
-    holds,
     pairs,
     schedule_sentence,
     sections,
@@ -60,9 +59,9 @@ def test_context_parallel_replicas_have_rows_of_their_own() -> None:
 
 
 def test_stages_that_are_alike_share_a_line() -> None:
-    middle = StageBytes(holds(6, embedding=False, head=False), 10, 20, 40, 120)
-    first = StageBytes(holds(5, embedding=True, head=False), 11, 22, 44, 132)
-    last = StageBytes(holds(1, embedding=False, head=True, chunks=2), 11, 22, 44, 132)
+    middle = StageBytes(6, 1, False, False, 10, 20, 40, 120)
+    first = StageBytes(5, 1, True, False, 11, 22, 44, 132)
+    last = StageBytes(1, 2, False, True, 11, 22, 44, 132)
     text = stage_table([first, *[middle] * 10, last])
     assert [row.split()[0] for row in text.splitlines()[2:]] == ["0", "1-10", "11"]
     assert "embedding + 5 blocks" in text and "6 blocks" in text and "1 block in 2 chunks + head" in text

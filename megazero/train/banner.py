@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,28 +10,28 @@ import torch.distributed as dist
 
 from fused_ops.attention.rule import Body, choose
 from fused_ops.registry import COMPILED, describe, refused
-from megazero.build import attention_offer, chunk_layers, chunks_of, compiled_ops, layer_costs, places_of, stage_specs, wanted_attention
+from megazero.config.count import parameters
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import RUN_FILE, departures
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, Run
-from megazero.model.count import parameters
 from megazero.mpu.grid import Axes, Group, ProcessGrid
+from megazero.pipeline.build import attention_offer, compiled_ops, wanted_attention
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
-from megazero.pipeline.simulate import Times, simulate
+from megazero.pipeline.simulate import simulate
+from megazero.plan.bytes import stage_bytes
+from megazero.plan.flops import flops_again, step_flops, trained_parameters
+from megazero.plan.times import times_of
 from megazero.system import allocator, threads
 from megazero.system import device as devices
-from megazero.telemetry import banner
 from megazero.telemetry.units import count
-from megazero.train.adapters import flops_again, step_flops, trained_parameters
-from megazero.zero.layout import pack
-from megazero.zero.placement import Column, Spread, columns, placements
+from megazero.train import banner_parts as parts
 
 
-def overview(
+def banner(
     run: Run,
     grid: ProcessGrid,
     text: str,
@@ -47,18 +46,18 @@ def overview(
     the run, and all of it was said; notes: what its user should know.
     """
     axes = grid.axes
-    parts = [
-        (f"megazero: {banner.ranks(axes.tp, axes.pp, axes.dp)}", banner.draw_grid(axes.pp, axes.dp, axes.tp)),
-        ("Model", banner.pairs(_model(run))),
-        (f"Memory of the model state, ZeRO-{run.parallel.zero_stage}", banner.stage_table(stage_bytes(run, axes))),
-        ("Schedule", banner.pairs([*schedule_lines(run, axes), *_communication(run, grid)])),
-        ("Run", banner.pairs([*_training(run, text), ("start", start)])),
-        ("Changed since the checkpoint", banner.changes_table(changes)),
+    sections = [
+        (f"megazero: {parts.ranks(axes.tp, axes.pp, axes.dp)}", parts.draw_grid(axes.pp, axes.dp, axes.tp)),
+        ("Model", parts.pairs(_model(run))),
+        (f"Memory of the model state, ZeRO-{run.parallel.zero_stage}", parts.stage_table(stage_bytes(run, axes))),
+        ("Schedule", parts.pairs([*schedule_lines(run, axes), *_communication(run, grid)])),
+        ("Run", parts.pairs([*_training(run, text), ("start", start)])),
+        ("Changed since the checkpoint", parts.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
         ("Other than the defaults", _departures(run, departures(run) if said is None else said)),
-        ("Worth knowing", banner.bullets(notes)),
+        ("Worth knowing", parts.bullets(notes)),
     ]
-    return banner.sections(parts)
+    return parts.sections(sections)
 
 
 def _ops(run: Run, device: torch.device) -> str:
@@ -72,7 +71,7 @@ def _ops(run: Run, device: torch.device) -> str:
         lines.append(("weight gradient", f"torch's own: no C++ kernel: {why}"))
     if run.parallel.compile and not ops:
         lines.append(("--compile", "changes nothing: its ops have kernels here, which are faster"))
-    return f"{banner.fused_ops_table(bodies)}\n{banner.pairs(lines)}"
+    return f"{parts.fused_ops_table(bodies)}\n{parts.pairs(lines)}"
 
 
 def _model(run: Run) -> list[tuple[str, str]]:
@@ -111,46 +110,18 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
     return [("fp8", words), *([(f"still {o.precision}", "; ".join(left))] if left else [])]
 
 
-def stage_bytes(run: Run, axes: Axes) -> list[banner.StageBytes]:
-    """What the first data-parallel rank of each stage holds, by the arithmetic that packs it (buckets in flight apart)."""
-    return [_bytes_of_stage(run, axes, stage) for stage in range(axes.pp)]
-
-
-def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> banner.StageBytes:
-    size, ends = axes.dp * axes.cp, len({0, axes.pp - 1})
-    row = placements(run.parallel.zero_stage)
-    dtypes = columns(compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer)
-    held = dict.fromkeys(Column, 0)
-    parameters = 0
-    for bucket in pack(places_of(run, stage, 0), size, run.parallel.bucket_size, size * ends):
-        parameters += bucket.used
-        sharers = size * ends if bucket.tied else size
-        for column, dtype in dtypes.items():
-            elements = bucket.numel // sharers if row[column].spread is Spread.SHARDED else bucket.numel
-            held[column] += elements * dtype.itemsize
-    frozen = pack(places_of(run, stage, 0, trained=False), 1, run.parallel.bucket_size, 1)
-    parameters += sum(bucket.used for bucket in frozen)
-    held[Column.PARAMETER] += sum(bucket.numel for bucket in frozen) * dtypes[Column.PARAMETER].itemsize
-    specs = stage_specs(run)
-    own = [specs[number] for number in chunks_of(run).of(stage)]
-    embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)
-    words = banner.holds(sum(len(spec.blocks) for spec in own), embedding=embedding, head=head, chunks=len(own))
-    optimizer = held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ]
-    return banner.StageBytes(words, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer)
-
-
 def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     """The schedule with its bubble, and what follows from it."""
     micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
-    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), _times(run))
+    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), times_of(run))
     widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
     live = max(report.peak_activations)
-    lines = [("pipeline", banner.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
+    lines = [("pipeline", parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
     breadth_first = is_breadth_first(name, virtual)
-    traffic = banner.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
+    traffic = parts.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
     recompute = f"{run.parallel.recompute_granularity}, {flops_again(run) / step_flops(run):.0%} on top of the model's operations"
-    graphs = banner.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches) if run.parallel.cuda_graphs else ""
+    graphs = parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches) if run.parallel.cuda_graphs else ""
     lines += [("cuda graphs", graphs)] * bool(graphs)
     return lines + [("gradients", traffic)] * bool(traffic) + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
 
@@ -170,15 +141,6 @@ def _way(group: Group, messages: bool) -> str:
     return "shared memory" if group.exchange is not None and not messages else dist.get_backend(group.handle)
 
 
-def _times(run: Run) -> Times:
-    """Relative times of the model chunks: the multiplications of their layers, backward twice the forward."""
-    embedding, block, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
-    sizes = chunk_layers(run)
-    last = len(sizes) - 1
-    forward = tuple(max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes))
-    return Times(forward, tuple(2 * seconds for seconds in forward))
-
-
 def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
     """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands. The device is told above."""
     shown = [
@@ -187,7 +149,7 @@ def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     save = run.checkpoint.save
     everything = f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
-    return banner.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
+    return parts.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
 
 
 def _word(value: object) -> str:

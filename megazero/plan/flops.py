@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from megazero.config.derive import head_dim
 from megazero.config.inventory import WORDS, elements, embedding_shapes, linears
-from megazero.config.schema import ModelConfig
+from megazero.config.lora import adapted
+from megazero.config.schema import ModelConfig, Run
 
 
 def attention_core_flops(model: ModelConfig) -> int:
@@ -62,6 +63,18 @@ def recomputed_flops(model: ModelConfig, samples: int, recompute: str, recompute
     return samples * again[recompute]
 
 
-def teraflops_per_rank(flops: float, seconds: float, ranks: int) -> float:
-    """TFLOP/s of one rank."""
-    return flops / (seconds * ranks) / 1e12
+def trained_parameters(run: Run) -> int:
+    """Of the adapters of the whole model: A [r, inputs] and B [outputs, r] beside each adapted layer."""
+    layers, rank = adapted(run.lora, run.model), run.lora.lora_rank or 0
+    of_block = sum(rank * (linear.inputs + linear.outputs) for linear in linears(run.model) if linear.name.rpartition(".")[2] in layers)
+    return run.model.num_layers * of_block
+
+
+def step_flops(run: Run) -> int:
+    """What the mathematics of a training step of this run needs for one sample."""
+    return model_flops(run.model, 1) if run.lora.lora_rank is None else adapter_flops(run.model, 1, trained_parameters(run))
+
+
+def flops_again(run: Run) -> int:
+    """What recompute adds to that."""
+    return recomputed_flops(run.model, 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.train.overview import overview, stage_bytes
+from megazero.plan.bytes import stage_bytes
+from megazero.train.banner import banner
 from megazero.zero.placement import Column
 from tests.parity.training import data_flags, job_on_rank
 from tests.ranks import run_ranks
@@ -20,7 +21,7 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     held = job.state.bytes()
     optimizer = sum(held.get(column.value, 0) for column in (Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ))
-    text = overview(job.run, job.grid, "words", "from scratch", [("tp", 1, 2)])
+    text = banner(job.run, job.grid, "words", "from scratch", [("tp", 1, 2)])
     return (told.weights, told.gradients, told.optimizer), (held[Column.PARAMETER.value], held[Column.GRADIENT.value], optimizer), text
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ModelConfig
-from megazero.telemetry.flops import model_flops, recomputed_flops, teraflops_per_rank
+from megazero.plan.flops import model_flops, recomputed_flops
+from megazero.telemetry.units import teraflops_per_rank
 
 BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_attention_heads=112, vocab_size=250880, seq_length=2048)
 

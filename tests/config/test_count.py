@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.config.count import parameters, parameters_per_layer
 from megazero.config.schema import ModelConfig
-from megazero.model.count import parameters, parameters_per_layer
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo

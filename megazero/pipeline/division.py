@@ -1,0 +1,50 @@
+"""How a run's model is divided over pipeline ranks: which of them holds which layers. Arithmetic alone."""
+
+from __future__ import annotations
+
+from megazero.config.count import parameters_per_layer
+from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule
+from megazero.config.schema import Run
+from megazero.model.stage import StageSpec
+from megazero.mpu.chunks import ChunkMap
+from megazero.pipeline.partition import partition
+from megazero.pipeline.schedule import chunk_map
+
+
+def chunk_layers(run: Run) -> tuple[int, ...]:
+    """Blocks of every model chunk, in model order: pp x virtual stages numbers."""
+    if run.parallel.partition is not None:
+        return run.parallel.partition
+    embedding, block, head = layer_costs(run)
+    parts = run.parallel.pp * run.parallel.virtual_stages
+    return partition([block] * run.model.num_layers, embedding, head, parts)
+
+
+def layer_costs(run: Run) -> tuple[float, float, float]:
+    """What the partition balances, for embedding, one block and the head.
+
+    By parameters: those a rank holds, the tied head counted like the embedding it copies. By time: multiplications
+    per token; looking up an embedding takes none, the head multiplies with its whole weight.
+    """
+    counts = parameters_per_layer(run.model)
+    table = padded_vocab(run.model, run.parallel.tp) * run.model.hidden_size
+    head = max(counts.head, table)
+    if run.parallel.partition_by == "parameters":
+        return max(counts.embedding, table), counts.block, head
+    attention = 2 * run.model.seq_length * run.model.num_attention_heads * head_dim(run.model)
+    return 0.0, counts.block + attention, head
+
+
+def chunks_of(run: Run) -> ChunkMap:
+    """Which pipeline rank holds which model chunk."""
+    return chunk_map(pipeline_schedule(run.parallel), run.parallel.pp, run.parallel.virtual_stages)
+
+
+def stage_specs(run: Run) -> tuple[StageSpec, ...]:
+    """What every model chunk holds, in model order; `chunks_of` says where it is."""
+    sizes = chunk_layers(run)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    last = len(sizes) - 1
+    return tuple(
+        StageSpec(range(start, start + size), i == 0, i == last) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    )

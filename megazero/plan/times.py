@@ -1,0 +1,18 @@
+"""How long the parts of a step take beside each other, by counting multiplications."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.config.schema import Run
+from megazero.pipeline.division import chunk_layers, layer_costs
+from megazero.pipeline.simulate import Times
+
+
+def times_of(run: Run) -> Times:
+    """Relative times of the model chunks: the multiplications of their layers, backward twice the forward."""
+    embedding, block, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
+    sizes = chunk_layers(run)
+    last = len(sizes) - 1
+    forward = tuple(max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes))
+    return Times(forward, tuple(2 * seconds for seconds in forward))
