@@ -63,13 +63,21 @@ class Axes:
         return tuple(self.rank(Coordinates(i, at.dp, at.cp, at.tp)) for i in range(self.pp))
 
     def data_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that hold the same parameters: dp x cp."""
+        """Ranks that share out the samples of a batch, at one place of their sequences: dp."""
+        return tuple(self.rank(Coordinates(at.pp, i, at.cp, at.tp)) for i in range(self.dp))
+
+    def context_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that share out the tokens of the same samples: cp."""
+        return tuple(self.rank(Coordinates(at.pp, at.dp, i, at.tp)) for i in range(self.cp))
+
+    def replica_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold the same parameters, and share out their state: dp x cp."""
         return tuple(self.rank(Coordinates(at.pp, d, c, at.tp)) for d, c in product(range(self.dp), range(self.cp)))
 
     def tied_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that hold the tied embedding of one tp index: {first, last stage} x dp x cp."""
+        """Ranks that hold the tied embedding of one tp index: {first, last stage} x replicas."""
         ends = sorted({0, self.pp - 1})
-        return tuple(rank for end in ends for rank in self.data_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
+        return tuple(rank for end in ends for rank in self.replica_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
 
 
 def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
@@ -122,8 +130,13 @@ class ProcessGrid:
     tp: Group
     pp: Group
     dp: Group
+    """Who shares out a batch's samples."""
+    cp: Group
+    """Who shares out a sample's tokens."""
+    replicas: Group
+    """dp x cp: who holds the same parameters, reduces their gradients and shares out their state. With cp 1 it is `dp` itself."""
     tied: Group | None
-    """{first, last stage} x dp; None on ranks of other stages. With pp 1 it is `dp` itself."""
+    """{first, last stage} x replicas; None on ranks of other stages. With pp 1 it is `replicas` itself."""
     timeout: timedelta | None = None
     """How long a collective may take; None: torch's default."""
 
@@ -131,7 +144,7 @@ class ProcessGrid:
 def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
     """The grid of a program that is one process: every group is of size 1."""
     dp = solo()
-    return ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, dp)
+    return ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, solo(), dp, dp)
 
 
 def build_grid(
@@ -160,9 +173,10 @@ def build_grid(
         return made[ranks]
 
     tp, dp, pp = group(axes.tensor_ranks), group(axes.data_ranks), group(axes.pipeline_ranks)
+    cp, replicas = group(axes.context_ranks), group(axes.replica_ranks)
     holds_tied = at.pp in (0, axes.pp - 1)
     tied = group(axes.tied_ranks) if holds_tied else None
-    return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, tied, timeout)
+    return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, cp, replicas, tied, timeout)
 
 
 def stream_options(backend: str, timeout: timedelta | None) -> Any:

@@ -143,4 +143,4 @@ def with_graphs(engine: PipelineEngine, run: Run, grid: ProcessGrid) -> Pipeline
     """The engine that trains: with --cuda-graphs one that replays micro-batches."""
     if not run.parallel.cuda_graphs:
         return engine
-    return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.dp.size > 1)
+    return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.replicas.size > 1)

@@ -128,11 +128,11 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
 
 def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
     """By which way the tensors of each axis travel; nothing where there is only one rank."""
-    ways = [(name, group, False) for name, group in (("tp", grid.tp), ("dp", grid.dp))] + [("pp", grid.pp, True)]
+    ways = [(name, group, False) for name, group in (("tp", grid.tp), ("dp", grid.replicas))] + [("pp", grid.pp, True)]
     words = [f"{name} through {_way(group, messages)}" for name, group, messages in ways if group.handle is not None]
     if words:
         # In shared memory nothing moves by itself: a rank carries its tensors between computations.
-        overlapped = run.parallel.overlap and grid.dp.handle is not None and grid.dp.exchange is None
+        overlapped = run.parallel.overlap and grid.replicas.handle is not None and grid.replicas.exchange is None
         words += [word for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("dp overlapped", overlapped)) if on]
     return [("communication", ", ".join(words))] * bool(words)
 

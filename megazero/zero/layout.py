@@ -155,7 +155,7 @@ def _padded(used: int, size: int) -> int:
 
 
 def group_of(layout: BucketLayout, axes: Axes, at: Coordinates) -> tuple[int, int]:
-    """Index and size of the group over which a rank's bucket is reduced and sharded, as `Axes.data_ranks` and `tied_ranks` order it."""
+    """Index and size of the group over which a rank's bucket is reduced and sharded, as `Axes.replica_ranks` and `tied_ranks` order it."""
     size, index = axes.dp * axes.cp, at.dp * axes.cp + at.cp
     if not layout.tied:
         return index, size

@@ -32,7 +32,7 @@ class ModelState:
     stages  model chunks of this rank in order; their parameters (`mpu.place.Parameter`) are moved into the buckets and
             stay views of them. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False) are no part of
             the table: they have a flat memory of their own (`frozen`), and neither gradient nor optimizer state
-    grid    buckets are shared over `grid.dp`, the embedding that first and last stage tie over `grid.tied`
+    grid    buckets are shared over `grid.replicas`, the embedding that first and last stage tie over `grid.tied`
 
     It is the engine's gradient sink (`before_backward`, `after_backward`, `run_deferred`). After construction all values are zero:
     `initialise` or a checkpoint gives them theirs. Communicates nothing at construction.
@@ -137,10 +137,10 @@ def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_si
     """The packed trained parameters of the chunks, each with the group that shares it."""
     by_name = parameters_by_name(chunks, trained=True)
     places = places_by_unit(chunks, trained=True)
-    layouts = pack(places, grid.dp.size, bucket_size, grid.tied.size if grid.tied is not None else None)
+    layouts = pack(places, grid.replicas.size, bucket_size, grid.tied.size if grid.tied is not None else None)
     buckets = []
     for layout in layouts:
-        group = grid.tied if layout.tied else grid.dp
+        group = grid.tied if layout.tied else grid.replicas
         assert group is not None, f"{layout.entries[0].place.name} is tied, but this rank is in no group that ties it"
         held = tuple(by_name[entry.place.name] for entry in layout.entries)
         users = [{place.name for place in unit} for unit in places[layout.chunk]]

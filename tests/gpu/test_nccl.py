@@ -45,7 +45,7 @@ def one_rank(backend: str, device: torch.device) -> Iterator[ProcessGrid]:
     made = dist.new_group([0], timeout=timeout, pg_options=stream_options(backend, timeout), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     dp = Group((0,), 0, made)
-    yield ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), device, world, solo(), solo(), dp, dp, timeout)
+    yield ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), device, world, solo(), solo(), dp, solo(), dp, dp, timeout)
     dist.destroy_process_group()
 
 
@@ -55,7 +55,7 @@ def grid() -> Iterator[ProcessGrid]:
 
 
 def test_every_collective(grid: ProcessGrid) -> None:
-    for group in (grid.world, grid.dp):
+    for group in (grid.world, grid.replicas):
         x = torch.arange(12.0, device=grid.device)
         for launch in (
             partial(collectives.all_reduce, x),
@@ -89,18 +89,18 @@ def test_a_step_waits_for_no_collective(grid: ProcessGrid, corpus: Path, tmp_pat
     with raise_on_synchronisation(grid.device):
         for _ in range(2):
             job.trainer.train_step(stop=False)
-    assert grid.dp.traffic["reduce_scatter", torch.float32] > 0
+    assert grid.replicas.traffic["reduce_scatter", torch.float32] > 0
 
 
 def test_a_copy_of_nccl_runs_beside_a_product(grid: ProcessGrid) -> None:
     """On another stream than what computes: the trace has both at one time."""
     a, piece = torch.randn(8192, 8192, device=grid.device), torch.randn(1 << 28, device=grid.device)
     whole = torch.empty_like(piece)
-    collectives.all_gather(whole, piece, grid.dp).wait()
+    collectives.all_gather(whole, piece, grid.replicas).wait()
     a @ a
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        pending = collectives.all_gather(whole, piece, grid.dp)
+        pending = collectives.all_gather(whole, piece, grid.replicas)
         for _ in range(3):
             a @ a
         pending.wait()

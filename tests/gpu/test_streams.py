@@ -85,11 +85,11 @@ def test_reductions_run_on_their_own_stream_beside_the_backward(
     for _ in range(3):
         job.trainer.train_step(stop=False)
     devices.synchronize(grid.device)
-    before = grid.dp.traffic["reduce_scatter", torch.float32]
+    before = grid.replicas.traffic["reduce_scatter", torch.float32]
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         job.trainer.train_step(stop=False)
         devices.synchronize(grid.device)
-    travelled = grid.dp.traffic["reduce_scatter", torch.float32] - before
+    travelled = grid.replicas.traffic["reduce_scatter", torch.float32] - before
     assert travelled >= sum(4 * p.numel() for stage in job.stages for p in stage.parameters())
     events = on_card(recorded, tmp_path / "trace.json")
     computing, others = streams_by_work(events)

@@ -26,14 +26,15 @@ def test_forty_eight_ranks_of_the_mission():
     assert (at.pp, at.dp, at.cp, at.tp) == (5, 0, 0, 2)
     assert axes.tensor_ranks(at) == (20, 21, 22, 23)
     assert axes.pipeline_ranks(at) == tuple(range(2, 48, 4))
-    assert axes.data_ranks(at) == (22,)
+    assert axes.replica_ranks(at) == (22,)
     assert axes.tied_ranks(at) == (2, 46)
 
 
 def test_groups_of_an_axis_partition_the_world():
     axes = Axes(pp=3, dp=2, cp=2, tp=4)
     everyone = [axes.coordinates(rank) for rank in range(axes.world_size)]
-    for ranks_of, size in [(axes.tensor_ranks, 4), (axes.pipeline_ranks, 3), (axes.data_ranks, 4)]:
+    by_size = [(axes.tensor_ranks, 4), (axes.pipeline_ranks, 3), (axes.data_ranks, 2), (axes.context_ranks, 2), (axes.replica_ranks, 4)]
+    for ranks_of, size in by_size:
         groups = {ranks_of(at) for at in everyone}
         assert Counter(rank for group in groups for rank in group) == Counter(range(48))
         assert all(len(group) == size for group in groups)
@@ -46,14 +47,14 @@ def test_groups_of_an_axis_partition_the_world():
 def test_one_process_needs_no_torch_distributed():
     grid = build_grid(Axes())
     assert not torch.distributed.is_initialized()
-    assert grid.tied is grid.dp and grid.tp.size == 1
+    assert grid.tied is grid.replicas is grid.dp and grid.tp.size == 1
     assert single_process_grid().world.handle is None
 
 
 def sums_of_ranks(rank: int, axes: Axes) -> dict[str, float]:
     grid = build_grid(axes)
     sums = {}
-    for name in ("world", "tp", "pp", "dp", "tied"):
+    for name in ("world", "tp", "pp", "dp", "cp", "replicas", "tied"):
         group = getattr(grid, name)
         if group is not None:
             number = torch.tensor(float(rank), dtype=torch.float64)
@@ -64,7 +65,7 @@ def sums_of_ranks(rank: int, axes: Axes) -> dict[str, float]:
     return sums
 
 
-@pytest.mark.parametrize("axes", [Axes(pp=2, tp=2), Axes(dp=2, tp=2), Axes(pp=3), Axes(dp=4), Axes(pp=2, dp=2)])
+@pytest.mark.parametrize("axes", [Axes(pp=2, tp=2), Axes(dp=2, tp=2), Axes(pp=3), Axes(dp=4), Axes(pp=2, dp=2), Axes(dp=2, cp=2)])
 def test_groups_talk_to_their_members_only(axes):
     for rank, sums in enumerate(run_ranks(axes.world_size, sums_of_ranks, axes)):
         at = axes.coordinates(rank)
@@ -72,6 +73,8 @@ def test_groups_talk_to_their_members_only(axes):
         assert sums["tp"] == sum(axes.tensor_ranks(at))
         assert sums["pp"] == sum(axes.pipeline_ranks(at))
         assert sums["dp"] == sum(axes.data_ranks(at))
+        assert sums["cp"] == sum(axes.context_ranks(at))
+        assert sums["replicas"] == sum(axes.replica_ranks(at))
         assert ("tied" in sums) == (at.pp in (0, axes.pp - 1))
         if "tied" in sums:
             assert sums["tied"] == sum(axes.tied_ranks(at))

@@ -33,7 +33,7 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
                 "parameters": sum(p.numel() for p in {id(p): p for chunk in here.chunks for p in chunk.parameters()}.values()),
                 "padded": sum(bucket.layout.numel for bucket in here.state.buckets),
                 "largest": max(bucket.layout.numel for bucket in here.state.buckets),
-                "traffic": dict(here.grid.dp.traffic),
+                "traffic": dict(here.grid.replicas.traffic),
                 "spare": here.state.reducer.pool.nbytes,
             }
         )

@@ -50,7 +50,7 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
             for parameter in chunk.parameters():
                 place = parameter.place  # type: ignore[attr-defined]
                 ends = 2 if place.tied else 1
-                holders = here.grid.dp.size * (here.grid.tp.size if place.tp_partial else 1) * ends
+                holders = here.grid.replicas.size * (here.grid.tp.size if place.tp_partial else 1) * ends
                 losses.append(parameter.flatten()[: place.stored_numel].sum() / holders)
             torch.stack(losses).sum().backward()
             here.state.after_backward(number)
@@ -130,7 +130,7 @@ def unequal_ranks(rank: int, case: Case) -> tuple[float, list[Piece]]:
     here = build(case)
     unit = here.chunks[0].units()[-1]
     here.state.before_backward(0, True)
-    if here.grid.dp.index == 0:
+    if here.grid.replicas.index == 0:
         unit(0).backward()
     here.state.after_backward(0)
     here.optimizer.finish_reduction()

@@ -172,7 +172,7 @@ class Rank:
         """All micro-batches of a step, the schedule of chunks last to first within each; ends with the reduced gradients."""
         case, count = self.case, self.case.accumulation
         every = case.zero_stage >= 2 if case.reduce_every is None else case.reduce_every
-        mine = sample_numbers(case, step)[self.grid.dp.index :: self.grid.dp.size]
+        mine = sample_numbers(case, step)[self.grid.replicas.index :: self.grid.replicas.size]
         for batch in range(count):
             losses = [[chunk(sample) for sample in mine[batch::count]] for chunk in self.chunks]
             for number in reversed(range(len(self.chunks))):
@@ -227,7 +227,7 @@ def configs(case: Case) -> tuple[OptimizerConfig, ParallelConfig]:
 def build(case: Case, grid: ProcessGrid | None = None) -> Rank:
     """This rank's part of the toy, initialised. A world has one grid: torch cannot make the same local groups twice on some of its ranks."""
     grid = grid or build_grid(case.axes)
-    for group in (grid.world, grid.tp, grid.pp, grid.dp, grid.tied):
+    for group in (grid.world, grid.tp, grid.pp, grid.replicas, grid.tied):
         if group is not None:
             group.traffic.clear()
     chunks = build_chunks(case, grid.at.pp, grid.tp)
