@@ -1,8 +1,9 @@
-"""What is installed: two packages, the training script, and the CPU kernels compiled for this machine's kind of processor.
+"""What is installed: two packages, the training script, and the CPU kernels compiled for this machine's kind of
+processor.
 
 Names, versions and dependencies stand in pyproject.toml. Nothing but setuptools, the standard library and
-fused_ops/native/compile.py may be imported here: pip builds in an environment of its own that has no torch, and the kernels
-that need torch's headers are compiled at first use against the torch that is installed then.
+fused_ops/native/compile.py may be imported here: pip builds in an environment of its own that has no torch, and the
+kernels that need torch's headers are compiled at first use against the torch that is installed then.
 """
 
 import os
@@ -19,16 +20,25 @@ from fused_ops.native.compile import CompileError, build, cpu_target, cuda_targe
 
 
 class BuildKernels(build_ext):
-    """Compiles every instruction set level, and for the cards of MEGAZERO_CUDA (compute capabilities, "8.0,9.0") the CUDA kernels, which are
-    otherwise compiled at first use. Without a compiler it says so and goes on: the ops then run their torch bodies."""
+    """Compiles every instruction set level, and for the cards of MEGAZERO_CUDA (compute capabilities, "8.0,9.0") the
+    CUDA kernels, which are otherwise compiled at first use. Without a compiler it says so and goes on: the ops then run
+    their torch bodies.
+    """
 
     def run(self) -> None:
         editable = self.inplace or getattr(self, "editable_mode", False)
         self.folder = (ROOT if editable else Path(self.build_lib).resolve()) / "fused_ops" / "_kernels"
         self.made: list[Path] = []
-        cards = [cuda_target(capability) for capability in os.environ.get("MEGAZERO_CUDA", "").replace(".", "").split(",") if capability]
+        cards = [
+            cuda_target(capability)
+            for capability in os.environ.get("MEGAZERO_CUDA", "").replace(".", "").split(",")
+            if capability
+        ]
         levels = [cpu_target(level) for level in levels_of_this_machine_type()]
-        for targets, without in ((levels, "CPU kernels, a step on a CPU takes about twice as long"), (cards, "CUDA kernels")):
+        for targets, without in (
+            (levels, "CPU kernels, a step on a CPU takes about twice as long"),
+            (cards, "CUDA kernels"),
+        ):
             try:
                 self.made += build(targets, self.folder, Path(self.build_temp).resolve() / "kernels")
             except CompileError as error:

@@ -1,10 +1,12 @@
-"""What a checkpoint costs a run: steps that save, steps beside which one is written, and all others, with --async-save and without.
+"""What a checkpoint costs a run: steps that save, steps beside which one is written, and all others, with --async-save
+and without.
 
     python bench/async_save.py                # 200M parameters in bf16; some ten minutes on two cores
     python bench/async_save.py --quick        # a tiny model: does it start?
 
-The time of a step is that from its beginning to the next one's: the step itself, and what a save makes it wait. Both ways run in processes
-of their own, one after the other, on a disk of --folder (default: where temporary files lie). Figures are medians.
+The time of a step is that from its beginning to the next one's: the step itself, and what a save makes it wait. Both
+ways run in processes of their own, one after the other, on a disk of --folder (default: where temporary files lie).
+Figures are medians.
 """
 
 from __future__ import annotations
@@ -36,12 +38,24 @@ LIMIT = 1.3
 
 
 def measured(way: str, work: Workload, saves: int, every: int, folder: Path) -> dict[str, Any]:
-    """Seconds of steps by kind, of the parts of what a save makes its step wait, of reading the checkpoint back, and bytes."""
+    """Seconds of steps by kind, of the parts of what a save makes its step wait, of reading the checkpoint back, and
+    bytes.
+    """
     from bench.contestants.megazero_ import build_megazero
 
     os.environ["BENCH_FOLDER"] = str(folder)
     saved = folder / "saved"
-    flags = ["--save", str(saved), "--load", str(saved), "--save-interval", str(every), "--keep-last-k", "1", *WAYS[way]]
+    flags = [
+        "--save",
+        str(saved),
+        "--load",
+        str(saved),
+        "--save-interval",
+        str(every),
+        "--keep-last-k",
+        "1",
+        *WAYS[way],
+    ]
     job = build_megazero(work, flags)
     parts: dict[str, list[float]] = defaultdict(list)
     told: list[str] = []
@@ -73,7 +87,13 @@ def measured(way: str, work: Workload, saves: int, every: int, folder: Path) -> 
     assert found is not None
     loaded = [job.checkpoints.load(found) for _ in range(3)]
     size = sum(file.size for file in found.manifest.files)
-    return {"seconds": seconds, "parts": parts, "bytes": size, "load_seconds": [one.seconds for one in loaded], "told": told}
+    return {
+        "seconds": seconds,
+        "parts": parts,
+        "bytes": size,
+        "load_seconds": [one.seconds for one in loaded],
+        "told": told,
+    }
 
 
 def in_process(way: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -93,13 +113,17 @@ def in_process(way: str, args: argparse.Namespace) -> dict[str, Any]:
             "--samples",
             str(args.samples),
         ]
-        done = subprocess.run([*words, *(["--quick"] if args.quick else [])], env=os.environ | TUNED, stdout=subprocess.PIPE, check=True)
+        done = subprocess.run(
+            [*words, *(["--quick"] if args.quick else [])], env=os.environ | TUNED, stdout=subprocess.PIPE, check=True
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def normal(seconds: dict[str, list[float]]) -> float:
-    """The median of steps that neither save nor have a save beside them; of those that have, where there are no others."""
+    """The median of steps that neither save nor have a save beside them; of those that have, where
+    there are no others.
+    """
     return statistics.median(seconds.get("plain") or seconds["writing"])
 
 
@@ -143,7 +167,11 @@ def main() -> None:
     print(f"{text}\n\n{path}", flush=True)
     seconds = found["async"]["seconds"]
     ratio = statistics.median(seconds["saving"]) / normal(seconds)
-    print(f"a step that saves takes {ratio:.2f} times a plain one; at most {LIMIT}: {'met' if ratio <= LIMIT else 'MISSED'}", flush=True)
+    print(
+        f"a step that saves takes {ratio:.2f} times a plain one; at most {LIMIT}: "
+        f"{'met' if ratio <= LIMIT else 'MISSED'}",
+        flush=True,
+    )
     sys.exit(0 if ratio <= LIMIT or args.quick else 1)
 
 

@@ -1,4 +1,6 @@
-"""Whether this Python can compute on an NVIDIA GPU, and what that is: asked before anything that takes long to find it out."""
+"""Whether this Python can compute on an NVIDIA GPU, and what that is: asked before anything that takes long to find it
+out.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def why_not() -> str | None:
     try:
         import torch
     except ImportError as error:
-        return f"{sys.executable} cannot import torch ({error}); name a Python that has it: make PYTHON=/path/to/python ..."
+        return (
+            f"{sys.executable} cannot import torch ({error}); name a Python that has it: make "
+            "PYTHON=/path/to/python ..."
+        )
     if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < OLDEST_TORCH:
         return f"torch {torch.__version__} of {sys.executable} is older than {'.'.join(map(str, OLDEST_TORCH))}"
     from megazero.system.device import cuda_available
@@ -29,7 +34,11 @@ def facts() -> dict[str, str | int | float]:
     from megazero.system import device as devices
 
     libraries = {name: version(f"nvidia-{name}") for name in ("cublas", "cudnn", "nccl")}
-    found = {"driver": driver(), **{f"nvidia-{name}": text for name, text in libraries.items() if text}, "triton": version("triton")}
+    found = {
+        "driver": driver(),
+        **{f"nvidia-{name}": text for name, text in libraries.items() if text},
+        "triton": version("triton"),
+    }
     return devices.card_facts(devices.resolve("cuda", 0)) | found
 
 

@@ -1,4 +1,5 @@
-"""What an op is timed with, by `bench/ops.py` on a CPU and `bench/gpu_ops.py` on a card: sizes, tensors, and what has to be moved.
+"""What an op is timed with, by `bench/ops.py` on a CPU and `bench/gpu_ops.py` on a card: sizes, tensors, and what has
+to be moved.
 
 b micro-batch, s sequence, n heads, d head dim, h hidden, f ffn width, v vocabulary, N = b*s tokens.
 """

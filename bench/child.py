@@ -116,12 +116,17 @@ def caught(replies: TextIO) -> Iterator[None]:
         yield
     except Exception as error:
         traceback.print_exc()
-        reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300], "missing": isinstance(error, ImportError)}
+        reply = {
+            "error": f"{type(error).__name__}: {error}".splitlines()[0][:300],
+            "missing": isinstance(error, ImportError),
+        }
         print(json.dumps(reply), file=replies, flush=True)
 
 
 def listen(commands: TextIO, waiting: SimpleQueue[str]) -> None:
-    """Take commands as they come. When nobody can send any more, end, even in the middle of a step that waits for a peer."""
+    """Take commands as they come. When nobody can send any more, end, even in the middle of a step that waits for a
+    peer.
+    """
     for line in commands:
         waiting.put(line)
     leave()

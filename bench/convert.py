@@ -1,11 +1,12 @@
 """Memory and rate of conversions at the tensor shapes of a large model, of which a few layers stand for all.
 
-    python bench/convert.py                       # BLOOM-176B's shapes, one layer: 12 GB, largest tensor 7.2 GB; writes as much to --folder
+    python bench/convert.py      # one layer of BLOOM-176B's shapes: 12 GB, largest tensor 7.2 GB, as much in --folder
     python bench/convert.py --shape 1b1 --layers 4
 
-A Hugging Face checkpoint of these shapes is made without taking room (its files have holes), and goes from format to format with
-`tools/convert_checkpoint.py`. For each step: seconds, bytes read per second, and the largest anonymous memory (mappings of files not
-counted) beside the bytes of the largest tensor. The bound that conversions are held to is 3 times the largest tensor + 500 MB.
+A Hugging Face checkpoint of these shapes is made without taking room (its files have holes), and goes from format to
+format with `tools/convert_checkpoint.py`. For each step: seconds, bytes read per second, and the largest anonymous
+memory (mappings of files not counted) beside the bytes of the largest tensor. The bound that conversions are held to is
+3 times the largest tensor + 500 MB.
 """
 
 from __future__ import annotations
@@ -61,7 +62,13 @@ def tensors(hidden: int, layers: int, vocabulary: int) -> Iterator[tuple[str, li
 def hollow(folder: Path, hidden: int, heads: int, layers: int, vocabulary: int = VOCABULARY) -> int:
     """A bf16 checkpoint of zeros that takes no room on disk; bytes of its largest tensor."""
     folder.mkdir()
-    config = {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_layer": layers, "hidden_size": hidden, "n_head": heads}
+    config = {
+        "model_type": "bloom",
+        "architectures": ["BloomForCausalLM"],
+        "n_layer": layers,
+        "hidden_size": hidden,
+        "n_head": heads,
+    }
     config |= {"vocab_size": vocabulary, "dtype": "bfloat16", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -101,8 +108,24 @@ def main() -> None:
                 sys.exit(f"{source} -> {target} ended with {ran.status}:\n{ran.output}")
             read = ran.output.split(f"{source} -> {target}: ")[-1].split(" in ")[0]
             bound = 3 * largest + SPARE
-            rows.append([f"{source} -> {target}", read, f"{ran.seconds:.1f}", f"{ran.peak / 1e9:.2f}", f"{ran.peak / bound:.2f}"])
-            steps.append({"from": source, "to": target, "seconds": ran.seconds, "peak_anonymous_bytes": ran.peak, "bound_bytes": bound})
+            rows.append(
+                [
+                    f"{source} -> {target}",
+                    read,
+                    f"{ran.seconds:.1f}",
+                    f"{ran.peak / 1e9:.2f}",
+                    f"{ran.peak / bound:.2f}",
+                ]
+            )
+            steps.append(
+                {
+                    "from": source,
+                    "to": target,
+                    "seconds": ran.seconds,
+                    "peak_anonymous_bytes": ran.peak,
+                    "bound_bytes": bound,
+                }
+            )
             print(" ".join(rows[-1]), flush=True)
             if (place / target).exists():
                 shutil.rmtree(output)

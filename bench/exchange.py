@@ -58,7 +58,10 @@ def compared(ours: Group, theirs: Group, size: int, quick: bool) -> Iterator[dic
     for name, run in cases(ours, size).items():
         ways = (run, ours), (others[name], theirs)
         times = [1 if quick else max(1, int(SECONDS / turn(way, 3, group))) for way, group in ways]
-        taken = [[turn(way, n, group) for (way, group), n in zip(ways, times, strict=True)] for _ in range(1 if quick else TURNS)]
+        taken = [
+            [turn(way, n, group) for (way, group), n in zip(ways, times, strict=True)]
+            for _ in range(1 if quick else TURNS)
+        ]
         mine, gloo = (list(column) for column in zip(*taken, strict=True))
         yield {"collective": name, "bytes": size, "shared_memory": mine, "gloo": gloo}
 
@@ -88,7 +91,9 @@ def main() -> None:
     found = [result for size in SIZES for result in compared(ours, theirs, size, args.quick)]
     if ours.index == 0:
         settings = {"ranks": ours.size, "turns": TURNS, "seconds": SECONDS}
-        path = results.write("exchange-quick" if args.quick else "exchange", settings, {"collectives": found}, args.results)
+        path = results.write(
+            "exchange-quick" if args.quick else "exchange", settings, {"collectives": found}, args.results
+        )
         text = results.table(HEADINGS, [row(result) for result in found])
         path.with_suffix(".md").write_text(text + "\n")
         print(f"{text}\n\n{path}", flush=True)

@@ -1,4 +1,7 @@
-"""Who meets whom: the tables of `bench/peers.py`. A new contestant is a row here and a `build` in `bench/contestants`."""
+"""Who meets whom: the tables of `bench/peers.py`.
+
+A new contestant is a row here and a `build` in `bench/contestants`.
+"""
 
 from __future__ import annotations
 
@@ -54,23 +57,35 @@ def plain(name: str, note: str = "", **settings: Any) -> Entry:
 
 def deepspeed(stage: int, note: str = "", **settings: Any) -> Entry:
     note = f"blocks compiled, its own CPU Adam{note}"
-    return Entry(f"DeepSpeed ZeRO-{stage}", "deepspeed_", {"stage": stage, "compile": True, **settings}, replicas=2, note=note)
+    return Entry(
+        f"DeepSpeed ZeRO-{stage}", "deepspeed_", {"stage": stage, "compile": True, **settings}, replicas=2, note=note
+    )
 
 
 def torch_parallel(name: str, kind: str, note: str = "", replicas: int = 1, **settings: Any) -> Entry:
     return Entry(name, "torch_parallel", {"kind": kind, **settings}, replicas=replicas, note=note)
 
 
-# Settings are those that were fastest of the ones tried: precision "master" (bf16 parameters, fp32 masters beside them) or
-# "autocast" (fp32 parameters), attention "sdpa" or "eager" (written out, which the compiler then fuses).
+# Settings are those that were fastest of the ones tried: precision "master" (bf16 parameters, fp32 masters beside them)
+# or "autocast" (fp32 parameters), attention "sdpa" or "eager" (written out, which the compiler then fuses).
 ONE_PROCESS = (
     bloom("BLOOM of transformers", "eager, tuned allocator, fused AdamW", precision="autocast"),
     bloom("BLOOM compiled", "the same under torch.compile", precision="autocast", compile=True),
     gpt2("GPT-2 sdpa", "of transformers, not compiled", precision="master"),
     gpt2(
-        "GPT-2 compiled", "written-out attention, which is faster compiled than sdpa", precision="autocast", compile=True, attention="eager"
+        "GPT-2 compiled",
+        "written-out attention, which is faster compiled than sdpa",
+        precision="autocast",
+        compile=True,
+        attention="eager",
     ),
-    plain("plain GPT compiled", "in nanoGPT's manner, written-out attention", precision="master", compile=True, attention="eager"),
+    plain(
+        "plain GPT compiled",
+        "in nanoGPT's manner, written-out attention",
+        precision="master",
+        compile=True,
+        attention="eager",
+    ),
 )
 TABLES = (
     Table(
@@ -80,7 +95,13 @@ TABLES = (
         megazero("megazero"),
         (bloom("BLOOM as it comes", "eager, glibc's own settings", tuned=False, precision="autocast"), *ONE_PROCESS),
     ),
-    Table("W2", "the same with vocabulary 50304", W2, megazero("megazero"), (ONE_PROCESS[0], ONE_PROCESS[1], ONE_PROCESS[-1])),
+    Table(
+        "W2",
+        "the same with vocabulary 50304",
+        W2,
+        megazero("megazero"),
+        (ONE_PROCESS[0], ONE_PROCESS[1], ONE_PROCESS[-1]),
+    ),
     Table(
         "ZeRO-1",
         "two ranks with one thread each, BLOOM, 2 x 4 x 512 tokens",
@@ -88,7 +109,9 @@ TABLES = (
         megazero("megazero ZeRO-1", "--zero-stage", "1", replicas=2),
         (
             deepspeed(1),
-            torch_parallel("DDP", "ddp", "blocks compiled; gradients travel in bf16", replicas=2, precision="master", compile=True),
+            torch_parallel(
+                "DDP", "ddp", "blocks compiled; gradients travel in bf16", replicas=2, precision="master", compile=True
+            ),
             torch_parallel("FSDP2", "fsdp2", "blocks compiled; gradients travel in fp32", replicas=2, compile=True),
         ),
     ),
@@ -112,8 +135,20 @@ TABLES = (
         PIPELINE,
         megazero(
             "megazero pp 2, zb-h1",
-            *("--pp", "2", "--untie-embeddings-and-output-weights", "--pipeline-schedule", "zb-h1", "--partition-by", "time"),
+            *(
+                "--pp",
+                "2",
+                "--untie-embeddings-and-output-weights",
+                "--pipeline-schedule",
+                "zb-h1",
+                "--partition-by",
+                "time",
+            ),
         ),
-        (torch_parallel("torch pipelining", "pp", "1F1B, plain GPT, blocks compiled", compile=True, attention="eager"),),
+        (
+            torch_parallel(
+                "torch pipelining", "pp", "1F1B, plain GPT, blocks compiled", compile=True, attention="eager"
+            ),
+        ),
     ),
 )

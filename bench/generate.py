@@ -1,10 +1,12 @@
-"""Tokens per second of greedy generation beside transformers.generate: same model, dtype, threads and prompts, in turns.
+"""Tokens per second of greedy generation beside transformers.generate: same model, dtype, threads and prompts, in
+turns.
 
     python bench/generate.py                 # GPT-2's smallest shape and one of a few million parameters, fp32 and bf16
     python bench/generate.py --quick         # tiny: does everything run?
 
-Each side has its own cache of keys and values. A turn is one call for `--new` tokens behind prompts of `--prompt` tokens, prompts
-included; the ratio is the median over the rounds of theirs over ours, neighbours in time. The tokens of both are compared in the first round.
+Each side has its own cache of keys and values. A turn is one call for `--new` tokens behind prompts of `--prompt`
+tokens, prompts included; the ratio is the median over the rounds of theirs over ours, neighbours in time. The tokens of
+both are compared in the first round.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Shape:
         import transformers
 
         torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(self.kind, **self.settings))
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(self.kind, **self.settings)
+        )
 
 
 def shapes(quick: bool) -> list[Shape]:
@@ -99,7 +103,9 @@ def compare(shape: Shape, dtype: str, args: argparse.Namespace) -> Iterator[Resu
 
 
 def play(shape: Shape, dtype: str, theirs: Any, pipeline: Pipeline, batch: int, args: argparse.Namespace) -> Result:
-    ids = torch.randint(1, theirs.config.vocab_size, (batch, args.prompt), generator=torch.Generator().manual_seed(batch))
+    ids = torch.randint(
+        1, theirs.config.vocab_size, (batch, args.prompt), generator=torch.Generator().manual_seed(batch)
+    )
     prompts = ids.tolist()
 
     def their_rows() -> list[list[int]]:
@@ -128,13 +134,17 @@ def finish(args: argparse.Namespace, found: Sequence[Result]) -> None:
     text = results.table(HEADINGS, [result.row() for result in found])
     path.with_suffix(".md").write_text(text + "\n")
     bars = [(f"{result.model} {result.dtype}, batch {result.batch}", result.ratio) for result in found]
-    results.plot(path.with_suffix(".png"), "Generation: our tokens per second over transformers'", "times faster", {"": bars})
+    results.plot(
+        path.with_suffix(".png"), "Generation: our tokens per second over transformers'", "times faster", {"": bars}
+    )
     print(f"\n{text}\n\n{path}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(results.cores()), help="of torch and the kernels (%(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=len(results.cores()), help="of torch and the kernels (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side (%(default)s)")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt (%(default)s)")
     parser.add_argument("--new", type=int, default=64, help="tokens of a continuation (%(default)s)")
@@ -159,7 +169,9 @@ def main() -> None:
         for dtype in ("fp32", "bf16"):
             for result in compare(shape, dtype, args):
                 found.append(result)
-                print("  ".join(result.row()), f" ({result.same} of {result.batch} rows with the same tokens)", flush=True)
+                print(
+                    "  ".join(result.row()), f" ({result.same} of {result.batch} rows with the same tokens)", flush=True
+                )
     finish(args, found)
 
 

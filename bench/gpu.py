@@ -3,10 +3,11 @@
     python bench/gpu.py                       # everything, in less than eight minutes
     python bench/gpu.py --parts ops           # ops or training alone
     python bench/gpu.py --only GPT            # contestants and ops whose name contains this
-    python bench/gpu.py --rehearse            # the same program on the CPU with tiny sizes: does everything run? Its numbers mean nothing
+    python bench/gpu.py --rehearse            # tiny sizes on the CPU: does everything run? Its numbers mean nothing
 
-Nothing is installed or fetched. Whatever is measured is measured in another process, which may fail or hang without harm to the rest, and
-the results are written after each part: DATE-gpu.json with every repetition, and a table with a verdict for each target.
+Nothing is installed or fetched. Whatever is measured is measured in another process, which may fail or hang without
+harm to the rest, and the results are written after each part: DATE-gpu.json with every repetition, and a table with a
+verdict for each target.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Report:
 
 
 def lines_of(command: Sequence[str], patience: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Objects that a program prints, as they come, until it ends or says nothing for `patience()` seconds; then it is ended."""
+    """Objects that a program prints, as they come, until it ends or says nothing for `patience()` seconds; then it is
+    ended.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -141,10 +144,15 @@ def keep_op(report: Report, line: dict[str, Any]) -> None:
     name, dtype, who = line["item"]
     if name == "facts" and "skipped" not in line:
         report.found["facts"] = {key: value for key, value in line.items() if key != "item"}
-        say(f"  the card: {line['copy_bytes_per_second'] / 1e9:,.1f} GB/s, {line['matmul_flops_per_second'] / 1e12:,.2f} TFLOP/s")
+        say(
+            f"  the card: {line['copy_bytes_per_second'] / 1e9:,.1f} GB/s, "
+            f"{line['matmul_flops_per_second'] / 1e12:,.2f} TFLOP/s"
+        )
         return
     report.found["ops"].append(line)
-    parts = ", ".join(f"{part} {statistics.median(times) * 1e3:.3f} ms" for part, times in line.get("seconds", {}).items())
+    parts = ", ".join(
+        f"{part} {statistics.median(times) * 1e3:.3f} ms" for part, times in line.get("seconds", {}).items()
+    )
     say(f"  {name} {dtype} {who}: {parts or 'skipped, ' + line['skipped']}")
 
 
@@ -157,7 +165,9 @@ def measure_training(report: Report, only: str, rehearse: bool, deadline: float)
     for runner, result in trained(runners, plan, deadline, say):
         about = {"model": runner.work.name, "name": runner.entry.name, "kind": runner.kind, "note": runner.entry.note}
         report.found["training"].append(about | result)
-        shown = f"skipped, {result['skipped']}" if "skipped" in result else f"{result['tokens_per_second']:,.0f} tokens/s"
+        shown = (
+            f"skipped, {result['skipped']}" if "skipped" in result else f"{result['tokens_per_second']:,.0f} tokens/s"
+        )
         say(f"  {shown}")
         report.write()
 
@@ -170,7 +180,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas: %(default)s")
     parser.add_argument("--only", default="", help="ops and contestants whose name contains this")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (%(default)s)")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; writes nothing unless --results is given")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the CPU, tiny; writes nothing unless --results is given"
+    )
     parser.add_argument("--results", type=Path, help="folder of the results (bench/results)")
     args = parser.parse_args()
     args.parts = args.parts.split(",")

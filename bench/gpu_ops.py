@@ -2,11 +2,13 @@
 
     python bench/gpu_ops.py ITEMS [--device cuda] [--tiny] [--seconds 130]
 
-ITEMS: a list of [case, dtype, contestant] as JSON, in the order in which they are measured; contestants are ours, torch and compiled, and
-["facts", "", ""] measures what the card can do. The caller (`bench/gpu.py`) starts the program again without an item that ended it.
+ITEMS: a list of [case, dtype, contestant] as JSON, in the order in which they are measured; contestants are ours, torch
+and compiled, and ["facts", "", ""] measures what the card can do. The caller (`bench/gpu.py`) starts the program again
+without an item that ended it.
 
-Each repetition has fresh inputs, and a large tensor is read before each timed part, so that nothing of them lies in the cache. Nothing
-waits between repetitions: while the large tensor is read the host queues what is timed, whose launches therefore cost nothing.
+Each repetition has fresh inputs, and a large tensor is read before each timed part, so that nothing of them lies in the
+cache. Nothing waits between repetitions: while the large tensor is read the host queues what is timed, whose launches
+therefore cost nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from megazero.system import device as devices
 from megazero.system.streams import Stopwatch
 
 FLUSHED = 1 << 30
-"""Bytes that are read before a timed part: 20 times the cache of an H100, and a third of a millisecond for the host to run ahead."""
+"""Bytes that are read before a timed part: 20 times the cache of an H100, and a third of a millisecond for the host to
+run ahead.
+"""
 REPETITIONS, WARM_UP = 25, 3
 # Of a step of GPT 1.3B: 8 x 2048 tokens, 16 heads of 128, and a fifth of its parameters, so that rivals fit beside.
 LARGE = Sizes(b=8, s=2048, n=16, d=128, f=8192, v=50304, parameters=1 << 28)
@@ -100,7 +104,9 @@ class Bench:
         backward, _ = self.lap(lambda: torch.autograd.grad(out, leaves, gradient, allow_unused=True))
         return {"forward": forward, "backward": backward}
 
-    def seconds(self, prepare: Callable[[], tuple[Tensor, ...]], run: Callable[..., object]) -> tuple[float, dict[str, list[float]]]:
+    def seconds(
+        self, prepare: Callable[[], tuple[Tensor, ...]], run: Callable[..., object]
+    ) -> tuple[float, dict[str, list[float]]]:
         """(seconds of the first call, with all that is compiled in it; seconds of every repetition, by part)."""
         began = time.perf_counter()
         self.once(prepare, run)
@@ -113,7 +119,9 @@ class Bench:
 
 
 def facts(bench: Bench, tiny: bool) -> dict[str, Any]:
-    """Bytes per second of a copy within the device, read and written ones counted, and FLOP/s of a square product in bf16."""
+    """Bytes per second of a copy within the device, read and written ones counted, and FLOP/s of a square product in
+    bf16.
+    """
     elements, width = (1 << 16, 64) if tiny else (1 << 29, 8192)
     source = torch.randn(elements, device=bench.device)
     target = torch.empty_like(source)

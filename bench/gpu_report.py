@@ -1,6 +1,8 @@
-"""What a run of `bench/gpu.py` found, for a reader: tables, and for each target whether it was reached or by how much not.
+"""What a run of `bench/gpu.py` found, for a reader: tables, and for each target whether it was reached or by how much
+not.
 
-`found` is what the file of results holds: "facts", "ops" (a list of items) and "training" (a list of runners with their results).
+`found` is what the file of results holds: "facts", "ops" (a list of items) and "training" (a list of runners with their
+results).
 """
 
 from __future__ import annotations
@@ -19,12 +21,26 @@ H100 = 989e12
 """Dense bf16 FLOP/s, of which the targets speak; other cards that are known have their own."""
 BANDWIDTH_OPS = ("softmax", "layernorm", "residual + layernorm", "rmsnorm", "adam", "bias + tanh gelu", "cross-entropy")
 
-OP_HEADINGS = ("op", "dtype", "part", "shape", "ms", "GB/s", "of the copy", "torch ms", "times faster", "compiled ms", "times faster")
+OP_HEADINGS = (
+    "op",
+    "dtype",
+    "part",
+    "shape",
+    "ms",
+    "GB/s",
+    "of the copy",
+    "torch ms",
+    "times faster",
+    "compiled ms",
+    "times faster",
+)
 TRAIN_HEADINGS = ("model", "contestant", "micro-batch", "s a step", "tokens/s", "MFU", "peak GiB", "first step s")
 
 
 def op_rows(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One for each part of each op that was measured: medians in seconds, ours and those of the others that there are."""
+    """One for each part of each op that was measured: medians in seconds, ours and those of the
+    others that there are.
+    """
     by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for item in found["ops"]:
         name, dtype, who = item["item"]
@@ -32,9 +48,16 @@ def op_rows(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for (name, dtype), contestants in by_case.items():
         mine = contestants.get("ours", {})
         for part, seconds in mine.get("seconds", {}).items():
-            others = {who: c["seconds"][part] for who, c in contestants.items() if who != "ours" and part in c.get("seconds", {})}
+            others = {
+                who: c["seconds"][part]
+                for who, c in contestants.items()
+                if who != "ours" and part in c.get("seconds", {})
+            }
             row = {"name": name, "dtype": dtype, "part": part, "shape": mine["shape"], "bytes": mine["bytes"][part]}
-            yield row | {"ours": statistics.median(seconds), **{who: statistics.median(times) for who, times in others.items()}}
+            yield row | {
+                "ours": statistics.median(seconds),
+                **{who: statistics.median(times) for who, times in others.items()},
+            }
 
 
 def share(row: dict[str, Any], found: dict[str, Any]) -> float | None:
@@ -45,12 +68,21 @@ def share(row: dict[str, Any], found: dict[str, Any]) -> float | None:
 
 def mfu(run: dict[str, Any], found: dict[str, Any]) -> float:
     """Share of the card's peak that the model's FLOPs are."""
-    return float(run["flops_per_second"] / (card_peak_flops(str(found["card"].get("card", "")), torch.bfloat16) or H100))
+    return float(
+        run["flops_per_second"] / (card_peak_flops(str(found["card"].get("card", "")), torch.bfloat16) or H100)
+    )
 
 
 def op_cells(row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     reached = share(row, found)
-    cells = [row["name"], row["dtype"], row["part"], row["shape"], f"{row['ours'] * 1e3:.3f}", f"{row['bytes'] / row['ours'] / 1e9:,.0f}"]
+    cells = [
+        row["name"],
+        row["dtype"],
+        row["part"],
+        row["shape"],
+        f"{row['ours'] * 1e3:.3f}",
+        f"{row['bytes'] / row['ours'] / 1e9:,.0f}",
+    ]
     cells.append("" if reached is None else f"{reached:.0%}")
     for who in ("torch", "compiled"):
         cells += [f"{row[who] * 1e3:.3f}", f"{row[who] / row['ours']:.2f}"] if who in row else ["", ""]
@@ -61,7 +93,14 @@ def train_cells(run: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if "skipped" in run:
         return [run["model"], run["name"], "skipped", *[""] * (len(TRAIN_HEADINGS) - 3)]
     numbers = [f"{run['seconds']:.3f}", f"{run['tokens_per_second']:,.0f}", f"{mfu(run, found):.1%}"]
-    return [run["model"], run["name"], str(run["micro_batch"]), *numbers, f"{run['peak_gib']:.1f}", f"{run['first_step_seconds']:.1f}"]
+    return [
+        run["model"],
+        run["name"],
+        str(run["micro_batch"]),
+        *numbers,
+        f"{run['peak_gib']:.1f}",
+        f"{run['first_step_seconds']:.1f}",
+    ]
 
 
 def judged(what: str, value: float, target: float, unit: str = "") -> str:
@@ -98,10 +137,16 @@ def training_verdicts(found: dict[str, Any]) -> Iterator[str]:
         yield judged(f"{model}: MFU of {ours['name']}", mfu(ours, found), MFU, "%")
         for rival, target in ((eager, EAGER), (compiled, COMPILED)):
             if rival is not None:
-                yield judged(f"{model}: speed beside {rival['name']}", ours["tokens_per_second"] / rival["tokens_per_second"], target)
+                yield judged(
+                    f"{model}: speed beside {rival['name']}",
+                    ours["tokens_per_second"] / rival["tokens_per_second"],
+                    target,
+                )
                 yield memory_verdict(model, ours, rival)
         if fp8 is not None:
-            yield judged(f"{model}: {fp8['name']} beside bf16", fp8["tokens_per_second"] / ours["tokens_per_second"], FP8)
+            yield judged(
+                f"{model}: {fp8['name']} beside bf16", fp8["tokens_per_second"] / ours["tokens_per_second"], FP8
+            )
 
 
 def memory_verdict(model: str, ours: dict[str, Any], rival: dict[str, Any]) -> str:
@@ -132,7 +177,8 @@ def heading(found: dict[str, Any]) -> str:
         rate = f"{facts['copy_bytes_per_second'] / 1e9:,.1f} GB/s of a copy (read and written)"
         width = facts["matmul_width"]
         lines.append(
-            f"measured: {rate}, {facts['matmul_flops_per_second'] / 1e12:,.2f} TFLOP/s of a {width} x {width} x {width} product in bf16"
+            f"measured: {rate}, {facts['matmul_flops_per_second'] / 1e12:,.2f} TFLOP/s of a {width} x {width} x "
+            f"{width} product in bf16"
         )
     return "\n\n".join(lines)
 
@@ -151,7 +197,11 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             *parts,
-            *([f"Targets{', which a rehearsal says nothing about' if found['note'] else ''}:\n\n{lines}"] if lines else []),
+            *(
+                [f"Targets{', which a rehearsal says nothing about' if found['note'] else ''}:\n\n{lines}"]
+                if lines
+                else []
+            ),
             *([f"Left out:\n\n{missing}"] if missing else []),
         ]
     )

@@ -1,9 +1,10 @@
 """Training steps on a card: who trains what, and how a contestant is timed. `bench/gpu.py` runs it.
 
-Every contestant trains the same model on global batches of the same size, in bf16 with fp32 Adam, fp32 master weights and gradients added up
-in fp32, each with the largest micro-batch that fits well; one that runs out of memory is started again with half of it. transformers has
-its weights in fp32 under autocast, as its Trainer does: with bf16 weights its gradients would be added up in bf16.
-Only one contestant holds the card: two would not fit. The next one imports its libraries meanwhile, which needs no card.
+Every contestant trains the same model on global batches of the same size, in bf16 with fp32 Adam, fp32 master weights
+and gradients added up in fp32, each with the largest micro-batch that fits well; one that runs out of memory is started
+again with half of it. transformers has its weights in fp32 under autocast, as its Trainer does: with bf16 weights its
+gradients would be added up in bf16. Only one contestant holds the card: two would not fit. The next one imports its
+libraries meanwhile, which needs no card.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from megazero.plan.flops import model_flops
 from megazero.system import allocator
 
 GPT = Workload("GPT 1.3B", layers=24, hidden=2048, heads=16, sequence=2048, vocabulary=50304, threads=4, device="cuda")
-BLOOM = Workload("BLOOM 1b1", layers=24, hidden=1536, heads=16, sequence=2048, vocabulary=250880, threads=4, device="cuda")
+BLOOM = Workload(
+    "BLOOM 1b1", layers=24, hidden=1536, heads=16, sequence=2048, vocabulary=250880, threads=4, device="cuda"
+)
 GLOBAL_BATCH = 32
 
 ALLOCATORS = {allocator.VARIABLE: allocator.settings(), allocator.CUDA_VARIABLES[0]: allocator.CUDA_SETTINGS}
@@ -69,7 +72,9 @@ def ours(work: Workload, name: str, *flags: str, micro_batch: int, kind: str = "
 def theirs(work: Workload, name: str, note: str, micro_batch: int, need: int = 30, **settings: Any) -> Runner:
     shape = "gpt2" if work is GPT else "bloom"
     kind = "compiled" if settings.get("compile") else "eager"
-    return Runner(work, Entry(name, "transformers_", {"shape": shape, **settings}, ALLOCATORS, note=note), kind, micro_batch, need)
+    return Runner(
+        work, Entry(name, "transformers_", {"shape": shape, **settings}, ALLOCATORS, note=note), kind, micro_batch, need
+    )
 
 
 BLOCKS = "one graph of a block, one of the loss"
@@ -84,10 +89,17 @@ RUNNERS = (
     theirs(BLOOM, "transformers, eager attention", "the only one it has for BLOOM", 4, 40, precision="autocast"),
     theirs(BLOOM, "transformers, compiled", f"the same, {BLOCKS}", 4, 50, precision="autocast", compile="blocks"),
     ours(BLOOM, "megazero --cuda-graphs", "--cuda-graphs", micro_batch=8, need=35),
-    theirs(GPT, "transformers, compiled, bf16 weights", "fp32 masters beside them, gradients added in bf16", 8, 40, precision="master",
-           compile="blocks"),
+    theirs(
+        GPT,
+        "transformers, compiled, bf16 weights",
+        "fp32 masters beside them, gradients added in bf16",
+        8,
+        40,
+        precision="master",
+        compile="blocks",
+    ),
     ours(GPT, "megazero --fp8 --cuda-graphs", "--fp8", "--cuda-graphs", micro_batch=8, kind="fp8"),
-)  # fmt: skip
+)
 
 
 def rehearsed(runner: Runner) -> Runner:
@@ -149,7 +161,9 @@ def card_state(work: Workload) -> str:
     return smi("clocks.sm,power.draw,temperature.gpu") if work.device == "cuda" else ""
 
 
-def measured(runner: Runner, started: Started, plan: Plan, deadline: float, say: Callable[[str], None]) -> dict[str, Any]:
+def measured(
+    runner: Runner, started: Started, plan: Plan, deadline: float, say: Callable[[str], None]
+) -> dict[str, Any]:
     """With the largest micro-batch that fits, from the runner's own downwards; {"skipped": why} where none does."""
     while True:
         micro_batch = started.contestant.work.micro_batch
@@ -157,7 +171,11 @@ def measured(runner: Runner, started: Started, plan: Plan, deadline: float, say:
             found = started.measure(plan)
             return found | derived(started.contestant.work, plan, found)
         except Unavailable as reason:
-            short = "OutOfMemoryError" in str(reason) and micro_batch > 1 and deadline - time.monotonic() > 0.7 * runner.need
+            short = (
+                "OutOfMemoryError" in str(reason)
+                and micro_batch > 1
+                and deadline - time.monotonic() > 0.7 * runner.need
+            )
             if not short:
                 return {"skipped": str(reason)}
             say(f"  micro-batch {micro_batch} does not fit")
@@ -171,10 +189,17 @@ def derived(work: Workload, plan: Plan, found: dict[str, Any]) -> dict[str, Any]
     seconds = statistics.median(found["step_seconds"])
     flops = flops_of(work, plan.global_batch)
     tokens = plan.global_batch * work.sequence / seconds
-    return {"seconds": seconds, "tokens_per_second": tokens, "flops_per_step": flops, "flops_per_second": flops / seconds}
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens,
+        "flops_per_step": flops,
+        "flops_per_second": flops / seconds,
+    }
 
 
-def trained(runners: Sequence[Runner], plan: Plan, deadline: float, say: Callable[[str], None]) -> Iterator[tuple[Runner, dict[str, Any]]]:
+def trained(
+    runners: Sequence[Runner], plan: Plan, deadline: float, say: Callable[[str], None]
+) -> Iterator[tuple[Runner, dict[str, Any]]]:
     """Each runner with its result, as they come. While one is timed the next one imports."""
     waiting: list[tuple[Runner, Started]] = []
     coming = list(runners)

@@ -39,16 +39,29 @@ def free_port() -> int:
 
 
 class Contestant:
-    """The processes of one entry, one per rank, from the checkout at `root`. Raises Unavailable wherever they cannot go on."""
+    """The processes of one entry, one per rank, from the checkout at `root`.
+
+    Raises Unavailable wherever they cannot go on.
+    """
 
     def __init__(self, work: Workload, entry: Entry, patience: float = PATIENCE, root: Path = ROOT) -> None:
         self.work, self.entry, self.patience, self.root = work, entry, patience, root
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(work.ranks)}
-        environment |= {"OMP_NUM_THREADS": str(work.threads), "LOCAL_WORLD_SIZE": str(work.ranks), "BENCH_FOLDER": self.folder.name}
+        environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(work.ranks),
+        }
+        environment |= {
+            "OMP_NUM_THREADS": str(work.threads),
+            "LOCAL_WORLD_SIZE": str(work.ranks),
+            "BENCH_FOLDER": self.folder.name,
+        }
         environment |= {name: value for name, value in entry.environment.items() if value}
-        self.ranks = [self._start(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(work.ranks)]
+        self.ranks = [
+            self._start(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(work.ranks)
+        ]
         self.versions: dict[str, str] = {}
         self.pace = 1.0
         """Seconds of the last step of the warm-up."""
@@ -93,7 +106,9 @@ class Contestant:
                 raise Unavailable(f"{do}: its process died; {self.last_words()}")
             found.append(json.loads(line))
             if "error" in found[-1]:
-                raise Unavailable(f"{do}: {found[-1]['error']}" + ("" if found[-1]["missing"] else f"\n{self.last_words(12)}"))
+                raise Unavailable(
+                    f"{do}: {found[-1]['error']}" + ("" if found[-1]["missing"] else f"\n{self.last_words(12)}")
+                )
         return found
 
     def prepare(self, warm_up: int) -> None:
@@ -170,7 +185,9 @@ class Match:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long is measured: rounds of one turn each, the seconds that a turn's steps fill, steps before any is timed."""
+    """How long is measured: rounds of one turn each, the seconds that a turn's steps fill, steps
+    before any is timed.
+    """
 
     rounds: int = 4
     seconds: float = 1.5
@@ -179,7 +196,13 @@ class Plan:
 
 def play(ours: Contestant, theirs: Contestant, plan: Plan, say: Callable[[str], None]) -> Match:
     """A B A B ... between two prepared contestants."""
-    match = Match(Samples(), Samples(), (ours.entry.tokens(ours.work), theirs.entry.tokens(theirs.work)), (0.0, 0.0), theirs.versions)
+    match = Match(
+        Samples(),
+        Samples(),
+        (ours.entry.tokens(ours.work), theirs.entry.tokens(theirs.work)),
+        (0.0, 0.0),
+        theirs.versions,
+    )
     for number in range(plan.rounds):
         for contestant, samples in ((ours, match.ours), (theirs, match.theirs)):
             samples.turns.append(contestant.turn(plan.seconds))

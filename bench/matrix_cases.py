@@ -36,7 +36,13 @@ def attention(z: Sizes, written_out: bool = False) -> Case:
     moved = 2 * (8 * mixed.numel() // 3 + 2 * mixed.numel() // 3)
     products = 7 * 2 * z.b * z.n * z.s * z.s * z.d / 2  # two forward, five backward, half of each under the diagonal
     return Case(
-        name, f"b{z.b} n{z.n} s{z.s} d{z.d}", with_gradient(mixed.numel() // 3, mixed), BothWays(ours), BothWays(theirs), moved, products
+        name,
+        f"b{z.b} n{z.n} s{z.s} d{z.d}",
+        with_gradient(mixed.numel() // 3, mixed),
+        BothWays(ours),
+        BothWays(theirs),
+        moved,
+        products,
     )
 
 
@@ -60,7 +66,9 @@ def linear(z: Sizes, part: str, of_head: bool) -> Case:
     ours, theirs = parts[part]
     moved = 2 * (x.numel() + weight.numel() + grad.numel()) + (6 * into.numel() if part == "weight gradient" else 0)
     shape = f"{z.tokens} x {z.h} x {out}"
-    return Case(f"{'head' if of_head else 'linear'} {part}", shape, tuple, ours, theirs, moved, 2 * z.tokens * z.h * out)
+    return Case(
+        f"{'head' if of_head else 'linear'} {part}", shape, tuple, ours, theirs, moved, 2 * z.tokens * z.h * out
+    )
 
 
 def linear_part(part: str, of_head: bool = False) -> Callable[[Sizes], Case]:

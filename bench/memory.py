@@ -1,11 +1,12 @@
-"""What holds the memory of a training step of megazero: every MiB of the peak that `bench/peers.py` compares, by its owner.
+"""What holds the memory of a training step of megazero: every MiB of the peak that `bench/peers.py` compares, by its
+owner.
 
     python bench/memory.py                     # W1 and W2
     python bench/memory.py --layouts ZeRO-1,tp # other tables of peers.py; the rank that holds most
     python bench/memory.py --quick             # a tiny model: does it start?
 
-Memory is resident and above the imports. What a step allocates is listed by the function that asked for it, as it stood when that was most.
-Needs Linux and glibc.
+Memory is resident and above the imports. What a step allocates is listed by the function that asked for it, as it stood
+when that was most. Needs Linux and glibc.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         listed.append([part, f"{size:,.1f}", f"{size / peak:.1%}"])
         if part.startswith("tensors of a step"):
             listed += [
-                [f"... {function}", f"{mib:,.1f}", f"{mib / peak:.1%}"] for function, mib in found["tensors"].items() if mib >= 0.005 * peak
+                [f"... {function}", f"{mib:,.1f}", f"{mib / peak:.1%}"]
+                for function, mib in found["tensors"].items()
+                if mib >= 0.005 * peak
             ]
     total = sum(found["parts"].values())
     return [*listed, ["all of these", f"{total:,.1f}", f"{total / peak:.1%}"], ["the peak", f"{peak:,.1f}", "100.0%"]]
@@ -68,7 +71,9 @@ def main() -> None:
     found = {table.name: account(table) for table in tables}
     settings = {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}
     path = results.write("memory-quick" if args.quick else "memory", settings, {"layouts": found}, args.results)
-    texts = [f"{name}\n\n{results.table(('what', 'MiB', 'of the peak'), rows(values))}" for name, values in found.items()]
+    texts = [
+        f"{name}\n\n{results.table(('what', 'MiB', 'of the peak'), rows(values))}" for name, values in found.items()
+    ]
     path.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
     print("\n\n".join(texts), json.dumps(results.machine()), path, sep="\n\n")
 

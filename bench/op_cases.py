@@ -1,8 +1,8 @@
 """The ops that are timed, each a function from sizes to a `Case`: a new row is a new function in the table below.
 
-b micro-batch, s sequence, n heads, d head dim, h hidden, f ffn width, v vocabulary, N = b*s tokens, e bytes of an element. Both sides get
-the same fresh tensors each time and run forward and backward; imports stand inside, so that an op that is not there skips its row only.
-Tensors are made on torch's default device.
+b micro-batch, s sequence, n heads, d head dim, h hidden, f ffn width, v vocabulary, N = b*s tokens, e bytes of an
+element. Both sides get the same fresh tensors each time and run forward and backward; imports stand inside, so that an
+op that is not there skips its row only. Tensors are made on torch's default device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from bench.case import BF16, BothWays, Case, Sizes, with_gradient
 from bench.matrix_cases import attention, attention_written_out, linear_part
 
 
-def passes(z: Sizes, name: str, moves: str, tensors: tuple[Tensor, ...], ours: Any, theirs: Any, counts: tuple[float, float]) -> Case:
-    """A case over rows: what is moved is `counts` (forward, backward) times the first tensor, which is as large as the result."""
+def passes(
+    z: Sizes, name: str, moves: str, tensors: tuple[Tensor, ...], ours: Any, theirs: Any, counts: tuple[float, float]
+) -> Case:
+    """A case over rows. The first tensor, as large as the result, is moved `counts` (forward, backward) times."""
     first = tensors[0]
     shape = " x ".join(map(str, first.shape))
     forward, backward = (count * first.nbytes for count in counts)
@@ -35,7 +37,10 @@ def softmax(z: Sizes) -> Case:
 
     slopes = torch.tensor(alibi_slopes(z.n))
     mask = (slopes.view(-1, 1, 1) * torch.arange(z.s) + torch.full((z.s, z.s), -math.inf).triu(1)).to(z.dtype)
-    moves = "half of the scores lies under the diagonal: read, all written; half of probabilities and gradient read, half written"
+    moves = (
+        "half of the scores lies under the diagonal: read, all written; half of probabilities and gradient read, "
+        "half written"
+    )
     return passes(
         z,
         "softmax",
@@ -54,14 +59,24 @@ def bias_gelu(z: Sizes) -> Case:
     from fused_ops.activation import gelu_tanh
 
     tensors = z.random(z.tokens, z.f), z.random(z.f)
-    return passes(z, "bias + tanh gelu", MAP, tensors, gelu_tanh, lambda x, bias: F.gelu(x + bias, approximate="tanh"), (2, 3))
+    return passes(
+        z, "bias + tanh gelu", MAP, tensors, gelu_tanh, lambda x, bias: F.gelu(x + bias, approximate="tanh"), (2, 3)
+    )
 
 
 def gelu_alone(z: Sizes) -> Case:
     from fused_ops.activation import gelu_tanh
 
     tensors = z.random(z.tokens, z.f), z.random(z.f)
-    return passes(z, "bias + tanh gelu, torch without bias", MAP, tensors, gelu_tanh, lambda x, bias: F.gelu(x, approximate="tanh"), (2, 3))
+    return passes(
+        z,
+        "bias + tanh gelu, torch without bias",
+        MAP,
+        tensors,
+        gelu_tanh,
+        lambda x, bias: F.gelu(x, approximate="tanh"),
+        (2, 3),
+    )
 
 
 def swiglu(z: Sizes) -> Case:
@@ -73,7 +88,9 @@ def swiglu(z: Sizes) -> Case:
 
 
 def cross_entropy(z: Sizes, widened: bool = False) -> Case:
-    """Mean loss and the gradient of the logits. widened: torch's in fp32, as transformers computes it; else on the logits as they are."""
+    """Mean loss and the gradient of the logits. widened: torch's in fp32, as transformers computes it; else on the
+    logits as they are.
+    """
     from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
     from megazero.mpu.grid import Group
 
@@ -130,7 +147,7 @@ def add_layer_norm(z: Sizes) -> Case:
 
 
 class _Both(torch.autograd.Function):
-    """The second of two results, whose gradient is that of the first as well: no pass is added that an op would not have."""
+    """The second of two results, whose gradient is the first's as well: no pass is added that an op would lack."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, normalised: Tensor) -> Tensor:
@@ -154,7 +171,15 @@ def dropout(z: Sizes) -> Case:
     tensors = z.random(z.tokens, z.h), z.random(z.h), z.random(z.tokens, z.h)
     theirs = lambda x, bias, residual: residual + F.dropout(x + bias, 0.1)  # noqa: E731
     ours = lambda x, bias, residual: bias_dropout_residual(x, bias, residual, keys, 0.1)  # noqa: E731
-    return passes(z, "bias + dropout + residual", "x and residual read, y written; dy read, dx written", tensors, ours, theirs, (3, 2))
+    return passes(
+        z,
+        "bias + dropout + residual",
+        "x and residual read, y written; dy read, dx written",
+        tensors,
+        ours,
+        theirs,
+        (3, 2),
+    )
 
 
 def rotary(z: Sizes) -> Case:
@@ -168,7 +193,15 @@ def rotary(z: Sizes) -> Case:
         return x * whole[0] + torch.cat([-second, first], -1) * whole[1]
 
     tensors = (z.random(z.s, z.b, z.n, z.d),)
-    return passes(z, "rotary", "x read, y written; dy read, dx written", tensors, lambda x: apply_rotary(x, cos, sin), theirs, (2, 2))
+    return passes(
+        z,
+        "rotary",
+        "x read, y written; dy read, dx written",
+        tensors,
+        lambda x: apply_rotary(x, cos, sin),
+        theirs,
+        (2, 2),
+    )
 
 
 def sum_of_squares(z: Sizes) -> Case:
@@ -177,7 +210,17 @@ def sum_of_squares(z: Sizes) -> Case:
 
     x = torch.randn(z.parameters)
     theirs = lambda: torch.linalg.vector_norm(x)  # noqa: E731
-    return Case("sum of squares", f"{z.parameters:,}", tuple, lambda: op(x), theirs, x.nbytes, 0.0, "float32", moves="the gradient read")
+    return Case(
+        "sum of squares",
+        f"{z.parameters:,}",
+        tuple,
+        lambda: op(x),
+        theirs,
+        x.nbytes,
+        0.0,
+        "float32",
+        moves="the gradient read",
+    )
 
 
 def adam_state(z: Sizes) -> tuple[Tensor, ...]:
@@ -195,13 +238,26 @@ def written_out_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -
 
 
 def adam(z: Sizes, rival: str = "torch") -> Case:
-    """Ours also multiplies by the clip coefficient and writes the 16-bit parameters; the rival's step does neither, unless
-    it is "torch, equal work", which does both in passes of their own, or apex, of which ours makes use as it would of its own.
+    """Ours also multiplies by the clip coefficient and writes the 16-bit parameters; the rival's step does neither,
+    unless it is "torch, equal work", which does both in passes of their own, or apex, of which ours makes use as it
+    would of its own.
     """
     from fused_ops.adam import adam_step
 
-    state, step, coefficient, skip = adam_state(z), torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.5), torch.tensor(False)
-    numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+    state, step, coefficient, skip = (
+        adam_state(z),
+        torch.tensor(0.0, dtype=torch.float64),
+        torch.tensor(0.5),
+        torch.tensor(False),
+    )
+    numbers: dict[str, Any] = {
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decoupled": True,
+    }
     numbers |= {"step": step, "multiplier": coefficient, "skip": skip}
 
     def ours() -> None:
@@ -210,7 +266,10 @@ def adam(z: Sizes, rival: str = "torch") -> Case:
 
     parameter = state[1].clone()
     parameter.grad = state[2]
-    narrow, clip = torch.empty_like(state[0]), torch.tensor(1.0)  # the gradient stays what it is, however often it is multiplied
+    narrow, clip = (
+        torch.empty_like(state[0]),
+        torch.tensor(1.0),
+    )  # the gradient stays what it is, however often it is multiplied
     equal, count = rival == "torch, equal work", torch.tensor(1.0)
     take = rivals_step(rival, parameter, state, numbers)
 
@@ -230,11 +289,18 @@ def adam(z: Sizes, rival: str = "torch") -> Case:
     name = "adam" if rival == "torch" else f"adam against {rival}"
     moves = "weight, gradient and two moments read in fp32, all but the gradient written, and the 16-bit weight"
     to = None if rival in ("DeepSpeed", "apex") else to_compile
-    return Case(name, f"{z.parameters:,}", tuple, ours, theirs, 30 * z.parameters, 0.0, "float32", moves=moves, to_compile=to)
+    return Case(
+        name, f"{z.parameters:,}", tuple, ours, theirs, 30 * z.parameters, 0.0, "float32", moves=moves, to_compile=to
+    )
 
 
-def rivals_step(rival: str, parameter: Tensor, state: tuple[Tensor, ...], numbers: dict[str, Any]) -> Callable[[], object]:
-    """The step of an optimizer over `parameter`, whose gradient is there; of apex over the state itself. ImportError where it is missing."""
+def rivals_step(
+    rival: str, parameter: Tensor, state: tuple[Tensor, ...], numbers: dict[str, Any]
+) -> Callable[[], object]:
+    """The step of an optimizer over `parameter`, whose gradient is there; of apex over the state itself.
+
+    ImportError where it is missing.
+    """
     if rival == "apex":
         from fused_ops import apex
 

@@ -35,7 +35,8 @@ from megazero.system.allocator import restart_with_settings
 class Limits:
     """Bytes per second, reads and writes counted; FLOP/s of the best large product by dtype.
 
-    memory is the better of copy, and of a large tensor changed in place: a copy also fetches the lines that it overwrites.
+    memory is the better of copy, and of a large tensor changed in place: a copy also fetches the lines that it
+    overwrites.
     """
 
     copy: float
@@ -60,7 +61,9 @@ class Timing:
         return statistics.median(self.theirs) / statistics.median(self.ours)
 
 
-def seconds_of(prepare: Callable[[], tuple[Tensor, ...]], run: Callable[..., object], least: float, fewest: int = 3) -> list[float]:
+def seconds_of(
+    prepare: Callable[[], tuple[Tensor, ...]], run: Callable[..., object], least: float, fewest: int = 3
+) -> list[float]:
     """Repetitions until they add up to `least` seconds; what `prepare` makes for each is not timed."""
     taken: list[float] = []
     while len(taken) < fewest or sum(taken) < least:
@@ -91,7 +94,9 @@ def measure_limits(quick: bool) -> Limits:
     return Limits(copy, max(copy, in_place), matmul)
 
 
-def measure(make: Callable[[Sizes], Case], sizes: Sizes, limits: Limits, rounds: int, least: float) -> tuple[Case | None, Timing]:
+def measure(
+    make: Callable[[Sizes], Case], sizes: Sizes, limits: Limits, rounds: int, least: float
+) -> tuple[Case | None, Timing]:
     """Ours and theirs in turns, `least` seconds each."""
     try:
         case = make(sizes)
@@ -123,7 +128,9 @@ def say(text: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="ops whose name contains this")
-    parser.add_argument("--threads", type=int, default=len(results.cores()), help="of torch and the kernels (%(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=len(results.cores()), help="of torch and the kernels (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="of a turn (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny tensors, one repetition: a smoke test")
@@ -140,7 +147,8 @@ def main() -> None:
     limits = measure_limits(args.quick)
     rates = ", ".join(f"{dtype} {rate / 1e12:.2f} TFLOP/s" for dtype, rate in limits.matmul.items())
     say(
-        f"{json.dumps(results.machine())}\nlimits with {args.threads} threads: copy {limits.copy / 1e9:.1f} GB/s, memory {limits.memory / 1e9:.1f} GB/s, {rates}"
+        f"{json.dumps(results.machine())}\nlimits with {args.threads} threads: copy {limits.copy / 1e9:.1f} GB/s, "
+        f"memory {limits.memory / 1e9:.1f} GB/s, {rates}"
     )
     found: list[tuple[Case, Timing]] = []
     skipped: dict[str, str] = {}
@@ -157,15 +165,25 @@ def main() -> None:
     finish(args, limits, found, skipped)
 
 
-def finish(args: argparse.Namespace, limits: Limits, found: Sequence[tuple[Case, Timing]], skipped: dict[str, str]) -> None:
+def finish(
+    args: argparse.Namespace, limits: Limits, found: Sequence[tuple[Case, Timing]], skipped: dict[str, str]
+) -> None:
     """Write the JSON, the table and the plot."""
-    rows = [{"name": c.name, "shape": c.shape, "bytes": c.bytes, "flops": c.flops, **asdict(t), "ratio": t.ratio} for c, t in found]
+    rows = [
+        {"name": c.name, "shape": c.shape, "bytes": c.bytes, "flops": c.flops, **asdict(t), "ratio": t.ratio}
+        for c, t in found
+    ]
     settings = {"threads": args.threads, "rounds": args.rounds, "seconds": args.seconds}
     contents = {"limits": asdict(limits), "ops": rows, "skipped": skipped}
     path = results.write("ops-quick" if args.quick else "ops", settings, contents, args.results)
     text = results.table(HEADINGS, [row(case, timing) for case, timing in found])
     path.with_suffix(".md").write_text(text + "\n")
-    results.plot(path.with_suffix(".png"), "Ops: torch's time over ours", "times faster", {"": [(c.name, t.ratio) for c, t in found]})
+    results.plot(
+        path.with_suffix(".png"),
+        "Ops: torch's time over ours",
+        "times faster",
+        {"": [(c.name, t.ratio) for c, t in found]},
+    )
     say(f"\n{text}\n\n{path}")
 
 

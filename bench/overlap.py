@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 bench/overlap.py --tp 2                 # any layout of megazero's own flags
     torchrun --nproc-per-node 2 bench/overlap.py --no-overlap           # for comparison
 
-Prints, for each kind of message, the milliseconds it was under way on rank 0 and the share of them in which that rank computed.
-The trace goes to --trace, to be looked at in chrome://tracing or Perfetto.
+Prints, for each kind of message, the milliseconds it was under way on rank 0 and the share of them in which that rank
+computed. The trace goes to --trace, to be looked at in chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def measure(layout: list[str], trace: Path | None) -> dict[str, tuple[float, flo
     busy = merged(computing)
     unions = {name: merged(spans) for name, spans in messages.items()}
     lengths = {name: sum(end - begin for begin, end in spans) for name, spans in unions.items()}
-    return {name: (lengths[name] / 1e3 / STEPS, shared(spans, busy) / max(lengths[name], 1e-9)) for name, spans in unions.items()}
+    return {
+        name: (lengths[name] / 1e3 / STEPS, shared(spans, busy) / max(lengths[name], 1e-9))
+        for name, spans in unions.items()
+    }
 
 
 def main() -> None:
@@ -84,7 +87,9 @@ def main() -> None:
         found = measure(["--no-shared-memory", *(layout or ["--zero-stage", "1"])], options.trace)
     if os.environ["RANK"] == "0":
         for name, (milliseconds, share) in sorted(found.items()):
-            print(f"{name:<24}{milliseconds:9.1f} ms under way, {100 * share:5.1f}% of it under computation", flush=True)
+            print(
+                f"{name:<24}{milliseconds:9.1f} ms under way, {100 * share:5.1f}% of it under computation", flush=True
+            )
     os._exit(0)  # gloo's threads may still wait for the other ranks
 
 

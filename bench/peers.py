@@ -71,7 +71,17 @@ def _meet(ours: Contestant, rival: Entry, plan: Plan) -> tuple[Match | None, str
         theirs.stop()
 
 
-HEADINGS = ("against", "ms a step", "tokens/s", "memory MiB", "megazero ms", "tokens/s", "memory MiB", "times faster", "of its memory")
+HEADINGS = (
+    "against",
+    "ms a step",
+    "tokens/s",
+    "memory MiB",
+    "megazero ms",
+    "tokens/s",
+    "memory MiB",
+    "times faster",
+    "of its memory",
+)
 
 
 def cells(row: Row) -> list[str]:
@@ -90,7 +100,12 @@ def as_text(found: dict[Table, list[Row]]) -> str:
     for table, rows in found.items():
         notes = [f"* {entry.name}: {entry.note}" for entry in (table.ours, *(row.rival for row in rows)) if entry.note]
         notes += [f"* {row.rival.name} skipped: {row.reason.splitlines()[0]}" for row in rows if row.match is None]
-        parts.append(f"{table.name}: {table.title}\n\n" + results.table(HEADINGS, [cells(row) for row in rows]) + "\n\n" + "\n".join(notes))
+        parts.append(
+            f"{table.name}: {table.title}\n\n"
+            + results.table(HEADINGS, [cells(row) for row in rows])
+            + "\n\n"
+            + "\n".join(notes)
+        )
     return "\n\n".join(parts)
 
 
@@ -115,7 +130,12 @@ def as_json(found: dict[Table, list[Row]]) -> dict[str, Any]:
                     "versions": match.versions,
                 }
             entries.append(entry)
-        tables[table.name] = {"title": table.title, "workload": asdict(table.work), "megazero": asdict(table.ours), "rivals": entries}
+        tables[table.name] = {
+            "title": table.title,
+            "workload": asdict(table.work),
+            "megazero": asdict(table.ours),
+            "rivals": entries,
+        }
     return {"tables": tables}
 
 
@@ -134,7 +154,9 @@ def bars(found: dict[Table, list[Row]]) -> dict[str, list[tuple[str, float]]]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default=",".join(table.name for table in TABLES), help="names, with commas: %(default)s")
+    parser.add_argument(
+        "--tables", default=",".join(table.name for table in TABLES), help="names, with commas: %(default)s"
+    )
     parser.add_argument("--only", default="", help="rivals whose name contains this")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each contestant (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
@@ -148,7 +170,9 @@ def chosen(args: argparse.Namespace) -> list[Table]:
     names = args.tables.split(",")
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"no such table: {', '.join(unknown)}; there are {', '.join(known)}")
-    tables = [replace(known[name], rivals=tuple(r for r in known[name].rivals if args.only in r.name)) for name in names]
+    tables = [
+        replace(known[name], rivals=tuple(r for r in known[name].rivals if args.only in r.name)) for name in names
+    ]
     return [table.tiny() if args.quick else table for table in tables if table.rivals]
 
 
@@ -160,7 +184,13 @@ def main() -> None:
     text = as_text(found)
     path = results.write("peers-quick" if args.quick else "peers", asdict(plan), as_json(found), args.results)
     path.with_suffix(".md").write_text(text + "\n")
-    results.plot(path.with_suffix(".png"), "megazero and its peers on one machine", "tokens per second", bars(found), first="tab:blue")
+    results.plot(
+        path.with_suffix(".png"),
+        "megazero and its peers on one machine",
+        "tokens per second",
+        bars(found),
+        first="tab:blue",
+    )
     say(f"\n{text}\n\n{path}")
 
 

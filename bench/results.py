@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16")
+INSTRUCTION_SETS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_fp16",
+)
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy", "matplotlib")
 
 
@@ -58,7 +68,9 @@ def versions() -> dict[str, str]:
 
 def commit(folder: Path) -> str:
     """That a checkout stands at."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 
@@ -67,7 +79,13 @@ def write(kind: str, settings: dict[str, Any], found: dict[str, Any], folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(timezone.utc)
     path = path or folder / f"{now:%Y-%m-%d-%H%M%S}-{kind}.json"
-    whole = {"kind": kind, "date": now.isoformat(timespec="seconds"), "machine": machine(), "versions": versions(), "settings": settings}
+    whole = {
+        "kind": kind,
+        "date": now.isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": settings,
+    }
     path.write_text(json.dumps(whole | found, indent=1) + "\n")
     return path
 
@@ -84,8 +102,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([show(headings), rule, *(show(row) for row in rows)])
 
 
-def plot(path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, float]]], *, first: str = "tab:gray") -> bool:
-    """Horizontal bars, one panel per group of (name, value), its first bar in a colour of its own. False without matplotlib."""
+def plot(
+    path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, float]]], *, first: str = "tab:gray"
+) -> bool:
+    """Horizontal bars, one panel per group of (name, value), its first bar in a colour of its own.
+
+    False without matplotlib.
+    """
     try:
         import matplotlib
 
@@ -96,7 +119,9 @@ def plot(path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, fl
         return False
     heights = [len(bars) for bars in groups.values()]
     size = (9, 0.34 * sum(heights) + 0.75 * len(groups) + 0.4)
-    figure, panels = pyplot.subplots(len(groups), 1, figsize=size, squeeze=False, height_ratios=heights, layout="constrained")
+    figure, panels = pyplot.subplots(
+        len(groups), 1, figsize=size, squeeze=False, height_ratios=heights, layout="constrained"
+    )
     for panel, (name, bars) in zip(panels[:, 0], groups.items(), strict=True):
         labels, values = [label for label, _ in bars], [value for _, value in bars]
         drawn = panel.barh(labels, values, color=[first, *["tab:gray"] * (len(bars) - 1)])

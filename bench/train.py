@@ -2,10 +2,11 @@
 
     python bench/train.py                     # every layout
     python bench/train.py --layouts W1,tp     # some
-    python bench/train.py --before ../old     # another checkout takes turns with this one: the gain of a change, by layout
+    python bench/train.py --before ../old     # in turns with another checkout: the gain of a change, by layout
     python bench/train.py --quick             # a tiny model: does everything start?
 
-Time is the median over turns of a rank's mean step; with several ranks, of the rank that spends most outside communication.
+Time is the median over turns of a rank's mean step; with several ranks, of the rank that spends most outside
+communication.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Turns:
 
 
 def split(table: Table, plan: Plan, before: Path | None) -> dict[str, Any]:
-    """What was found; with `before` also under that name, and the ratio of its time to ours. {"skipped": why} where it does not run."""
+    """What was found; with `before` also under that name, and the ratio of its time to ours. {"skipped": why} where it
+    does not run.
+    """
     entry = replace(table.ours, module="megazero_split")
     roots = [ROOT, *([before] if before else [])]
     sides = [Turns(Contestant(table.work, entry, root=root)) for root in roots]
@@ -73,7 +76,9 @@ def split(table: Table, plan: Plan, before: Path | None) -> dict[str, Any]:
             side.contestant.prepare(plan.warm_up)
         for number in range(plan.rounds):
             took = [side.one(plan) for side in sides]
-            say(f"  turn {number + 1}/{plan.rounds}: " + ", before ".join(f"{seconds * 1e3:.0f} ms" for seconds in took))
+            say(
+                f"  turn {number + 1}/{plan.rounds}: " + ", before ".join(f"{seconds * 1e3:.0f} ms" for seconds in took)
+            )
         ours, *others = (side.found(table) for side in sides)
         for other in others:
             pairs = zip(ours["seconds"], other["seconds"], strict=True)
@@ -100,7 +105,9 @@ def row(name: str, found: dict[str, Any], compared: bool) -> list[str]:
     shown = [f"{parts[part] * 1e3:,.0f}" for part in PARTS]
     memory = (f"{found['peak_mib_above_imports']:,.0f}", f"{found['state_mib']:,.0f}")
     cells = [name, f"{found['median_seconds'] * 1e3:,.0f}", *shown, f"{found['tokens_per_second']:,.0f}", *memory]
-    return cells + ([f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})"] if compared else [])
+    return cells + (
+        [f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})"] if compared else []
+    )
 
 
 HEADINGS = ("milliseconds", "step", *PARTS, "tokens/s", "peak MiB", "of it state")
@@ -109,11 +116,16 @@ COMPARED = "times as fast as before (turns)"
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", default=",".join(table.name for table in TABLES), help="tables of peers.py: %(default)s")
+    parser.add_argument(
+        "--layouts", default=",".join(table.name for table in TABLES), help="tables of peers.py: %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
     parser.add_argument(
-        "--before", type=Path, metavar="CHECKOUT", help="another checkout with its kernels compiled, which takes turns with this one"
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="another checkout with its kernels compiled, which takes turns with this one",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, one turn: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
@@ -130,11 +142,15 @@ def main() -> None:
     compared = before is not None
     headings = (*HEADINGS, COMPARED) if compared else HEADINGS
     text = results.table(headings, [row(name, values, compared) for name, values in found.items()])
-    settings = asdict(plan) | {"layouts": {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}}
+    settings = asdict(plan) | {
+        "layouts": {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}
+    }
     path = results.write("train-quick" if args.quick else "train", settings, {"layouts": found}, args.results)
     path.with_suffix(".md").write_text(text + "\n")
     bars = {
-        f"{name}: {values['tokens_per_second']:,.0f} tokens/s": [(part, busiest(values["parts_by_rank"])[part] * 1e3) for part in PARTS]
+        f"{name}: {values['tokens_per_second']:,.0f} tokens/s": [
+            (part, busiest(values["parts_by_rank"])[part] * 1e3) for part in PARTS
+        ]
         for name, values in found.items()
         if "skipped" not in values
     }

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What a user who reads glibc's manual sets for a training job: huge pages, and memory that is kept instead of faulted in anew.
+# What a user who reads glibc's manual sets for a training job: huge pages, and memory that is kept instead of faulted
+# in anew.
 TUNED = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296"
     ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"

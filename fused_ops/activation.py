@@ -1,4 +1,7 @@
-"""Non-linearities of the feed-forward layer, each with an optional bias added first. 16-bit inputs are computed in fp32."""
+"""Non-linearities of the feed-forward layer, each with an optional bias added first.
+
+16-bit inputs are computed in fp32.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu})
+_REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
+)
 
 
 class _Activation(torch.autograd.Function):
@@ -73,5 +78,7 @@ def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return _activated("relu", x, bias)
 
 
-ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"gelu": gelu, "gelu-tanh": gelu_tanh, "relu": relu})
+ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"gelu": gelu, "gelu-tanh": gelu_tanh, "relu": relu}
+)
 """Activations of one input, (x, bias=None) -> y, by the name that the configuration uses."""

@@ -30,7 +30,9 @@ def _is_readable(scalar: Tensor) -> bool:
 
 
 def _library(param_out: Tensor | None, grad: Tensor, *state: Tensor) -> tuple[Library | None, str]:
-    """The kernels, if they can take the fp32 state, with the end of the kernel's name: of the gradient and of the output."""
+    """The kernels, if they can take the fp32 state, with the end of the kernel's name: of the gradient and of the
+    output.
+    """
     library = kernels(*state) if state[0].dtype == torch.float32 else None
     out = torch.float32 if param_out is None else param_out.dtype
     flat = all(tensor.is_contiguous() for tensor in (grad, *state)) and (param_out is None or param_out.is_contiguous())
@@ -132,11 +134,15 @@ def sgd_step(
     multiplier: Tensor,
     skip: Tensor,
 ) -> None:
-    """One step in place, of torch.optim.SGD: g = grad * multiplier + weight_decay * w; u = momentum * u + g; w -= lr * u."""
+    """One step in place, of torch.optim.SGD: g = grad * multiplier + weight_decay * w; u = momentum * u + g; w -= lr *
+    u.
+    """
     library, name = _library(param_out, grad, master, momentum_buffer)
     if library is not None and library.on_device:
         tensors, scalars = (param_out, master, grad, momentum_buffer), (multiplier.double(), skip)
-        library.call(f"sgd_on_device_{name}", master.numel(), *tensors, *scalars, *map(float, (lr, momentum, weight_decay)))
+        library.call(
+            f"sgd_on_device_{name}", master.numel(), *tensors, *scalars, *map(float, (lr, momentum, weight_decay))
+        )
         _changed(param_out, master, momentum_buffer)
         return
     on_host = _is_readable(skip)

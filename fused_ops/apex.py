@@ -1,8 +1,9 @@
-"""Adam by NVIDIA apex, for those who have it: the same step as `fused_ops.adam`, by `amp_C.multi_tensor_adam_capturable`.
+"""Adam by NVIDIA apex, for those who have it: the same step as `fused_ops.adam`, by
+`amp_C.multi_tensor_adam_capturable`.
 
-apex is not on PyPI (what is called apex there is another program). Of its variants this is the one that takes step, learning
-rate and multiplier as tensors, and that returns at once where its flag is 1: the others compute whatever their flag says, and
-would carry NaN into the weights, or need the host to read `skip` first.
+apex is not on PyPI (what is called apex there is another program). Of its variants this is the one that takes step,
+learning rate and multiplier as tensors, and that returns at once where its flag is 1: the others compute whatever their
+flag says, and would carry NaN into the weights, or need the host to read `skip` first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def why_not() -> str | None:
     if extension() is not None:
         return None
     return (
-        f"NVIDIA apex with its CUDA extensions (amp_C.{FUNCTION}) cannot be imported. It is not on PyPI, where apex is another program: "
+        f"NVIDIA apex with its CUDA extensions (amp_C.{FUNCTION}) cannot be imported. It is not on PyPI, where apex is "
+        "another program: "
         'APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "git+https://github.com/NVIDIA/apex"'
     )
 
@@ -61,7 +63,9 @@ def adam_step(
     """As `fused_ops.adam.adam_step`, of fp32 tensors. `grad` is multiplied in place, unless the step is skipped."""
     apex, device = extension(), master.device
     assert apex is not None, why_not()
-    assert all(tensor.dtype == torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)), "apex's Adam takes fp32 alone"
+    assert all(tensor.dtype == torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)), (
+        "apex's Adam takes fp32 alone"
+    )
     getattr(apex, FUNCTION)(
         CHUNK,
         skip.to(torch.int32).view(1),

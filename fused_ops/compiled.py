@@ -1,11 +1,12 @@
 """Reference bodies under torch.compile, where a run asks for that and an op has no kernel.
 
-Only bodies are compiled: pure functions of tensors and numbers, each traced whole or not at all. What stands between them in a
-block is never seen by the compiler: the backward of a linear layer writes weight gradients into the reducer's sums, now or later,
-and starts collectives, and a graph that held it could drop, repeat or move that. Nothing is lost by it: a graph would have
-to break at every product anyway, and the ops between two products are each one body already.
+Only bodies are compiled: pure functions of tensors and numbers, each traced whole or not at all. What stands between
+them in a block is never seen by the compiler: the backward of a linear layer writes weight gradients into the reducer's
+sums, now or later, and starts collectives, and a graph that held it could drop, repeat or move that. Nothing is lost by
+it: a graph would have to break at every product anyway, and the ops between two products are each one body already.
 
-Every layer calls the same bodies with the same shapes, so a body is compiled once in a process, however many layers there are.
+Every layer calls the same bodies with the same shapes, so a body is compiled once in a process, however many layers
+there are.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _ASKED: ContextVar[bool] = ContextVar("compiled_bodies", default=False)
 
 @contextmanager
 def compiled_bodies(asked: bool) -> Iterator[None]:
-    """While the block runs, bodies without a kernel run compiled if `asked`. Their backward is then compiled too, wherever it runs.
+    """While the block runs, bodies without a kernel run compiled if `asked`. Their backward is then compiled too,
+    wherever it runs.
 
-    Only where gradients are recorded: evaluation, a checkpoint's probe and sampling run plain bodies. Their shapes vary, and the
-    probe's number must not depend on how the run that checks it was started.
+    Only where gradients are recorded: evaluation, a checkpoint's probe and sampling run plain bodies. Their shapes
+    vary, and the probe's number must not depend on how the run that checks it was started.
     """
     token = _ASKED.set(asked)
     try:
@@ -67,7 +69,9 @@ def compilable(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def try_compiler(kind: str) -> str | None:
-    """Why torch.compile can make no code for this kind of device on this machine; None: it can, on the CPU it just has."""
+    """Why torch.compile can make no code for this kind of device on this machine; None: it can, on
+    the CPU it just has.
+    """
     if kind == "cuda":
         return None if find_spec("triton") else "torch.compile makes code for CUDA with triton, which is not installed"
     try:

@@ -23,9 +23,13 @@ def row_statistics(logits: Tensor, target: Tensor, real: int, *, summed: bool) -
     dtype = wide(logits.dtype)
     library = _library(logits)
     if library is not None:
-        largest, sums = (logits.new_empty(size, dtype=dtype) for size in (logits.shape[0], (3 if summed else 2, logits.shape[0])))
+        largest, sums = (
+            logits.new_empty(size, dtype=dtype) for size in (logits.shape[0], (3 if summed else 2, logits.shape[0]))
+        )
         shape = logits.shape[0], logits.stride(0), real
-        library.call(f"row_statistics_{suffix(logits.dtype)}", *shape, logits, target.contiguous(), largest, sums, int(summed))
+        library.call(
+            f"row_statistics_{suffix(logits.dtype)}", *shape, logits, target.contiguous(), largest, sums, int(summed)
+        )
         return largest, sums
     largest = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
     sums = torch.zeros((3 if summed else 2, logits.shape[0]), dtype=dtype, device=logits.device)
@@ -44,15 +48,24 @@ def row_statistics(logits: Tensor, target: Tensor, real: int, *, summed: bool) -
 
 @torch.no_grad()
 def write_gradient(
-    logits: Tensor, target: Tensor, real: int, log_normaliser: Tensor, weight: Tensor, hit: Tensor, smooth: Tensor | None = None
+    logits: Tensor,
+    target: Tensor,
+    real: int,
+    log_normaliser: Tensor,
+    weight: Tensor,
+    hit: Tensor,
+    smooth: Tensor | None = None,
 ) -> None:
-    """Write exp(x - log_normaliser) * weight - smooth over the logits x [N, w], with `hit` added at the label; padding gets 0.
+    """Write exp(x - log_normaliser) * weight - smooth over the logits x [N, w], with `hit` added at the label; padding
+    gets 0.
 
     log_normaliser, weight, hit and smooth (None: 0): [N], fp32 (fp64 for fp64 logits).
     """
     library = _library(logits)
     if library is not None:
-        numbers = [None if x is None else x.to(torch.float32).contiguous() for x in (log_normaliser, weight, smooth, hit)]
+        numbers = [
+            None if x is None else x.to(torch.float32).contiguous() for x in (log_normaliser, weight, smooth, hit)
+        ]
         shape = (*logits.shape, logits.stride(0), real)
         library.call(f"write_gradient_{suffix(logits.dtype)}", *shape, logits, target.contiguous(), *numbers)
         increment_version(logits)

@@ -37,11 +37,19 @@ def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
     return out
 
 
-def _forward(library: Library, x: Tensor, bias: Tensor | None, residual: Tensor | None, keys: Tensor | None, p: float) -> Tensor:
+def _forward(
+    library: Library, x: Tensor, bias: Tensor | None, residual: Tensor | None, keys: Tensor | None, p: float
+) -> Tensor:
     columns = x.shape[-1]
     out = x.new_empty(x.shape)
-    given = x.contiguous(), bias if bias is None else bias.contiguous(), residual if residual is None else residual.contiguous()
-    library.call(f"bias_dropout_residual_{suffix(x.dtype)}", x.numel() // columns, columns, out, *given, *_arguments(keys, p))
+    given = (
+        x.contiguous(),
+        bias if bias is None else bias.contiguous(),
+        residual if residual is None else residual.contiguous(),
+    )
+    library.call(
+        f"bias_dropout_residual_{suffix(x.dtype)}", x.numel() // columns, columns, out, *given, *_arguments(keys, p)
+    )
     return out
 
 
@@ -62,7 +70,9 @@ class _BiasDropoutResidual(torch.autograd.Function):
     """The kernels; the bias gradient is summed in fp32 over fixed blocks of rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor | None, p: float, library: Library) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor | None, p: float, library: Library
+    ) -> Tensor:
         ctx.save_for_backward(keys)
         ctx.p, ctx.library, ctx.biased = p, library, bias is not None
         return _forward(library, x, bias, residual, keys, p)

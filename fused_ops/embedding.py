@@ -17,8 +17,8 @@ from fused_ops.native.library import kernels, suffix
 def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool = True) -> None:
     """into[id] += the gradient rows of that id, summed in fp32; not accumulate: `into` is zeroed before.
 
-    ids int64 of any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64) and contiguous. The order of the additions is that of
-    the tokens, whatever the number of threads.
+    ids int64 of any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64) and contiguous. The order of the
+    additions is that of the tokens, whatever the number of threads.
     """
     if not accumulate:
         into.zero_()
@@ -33,12 +33,16 @@ def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool
             shape, (ids, order) = (ids.numel(), *into.shape), torch.sort(ids, stable=True)
             library.call(f"embedding_gradient_sorted_{suffix(rows.dtype)}", *shape, into, ids, order, rows.contiguous())
         else:
-            library.call(f"embedding_gradient_{suffix(rows.dtype)}", *rows.shape, into, ids.contiguous(), rows.contiguous())
+            library.call(
+                f"embedding_gradient_{suffix(rows.dtype)}", *rows.shape, into, ids.contiguous(), rows.contiguous()
+            )
         increment_version(into)
 
 
 def _check(ids: Tensor, rows: int) -> None:
-    """The kernel writes where it is told to. (On a GPU, where a look would be a wait, it passes over what is outside; the lookup has failed by then.)"""
+    """The kernel writes where it is told to. (On a GPU, where a look would be a wait, it passes over what is outside;
+    the lookup has failed by then.)
+    """
     first, last = (int(bound) for bound in torch.aminmax(ids))
     if first < 0 or last >= rows:
         raise IndexError(f"ids {first} to {last} in a table of {rows} rows")

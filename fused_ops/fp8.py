@@ -1,14 +1,16 @@
 """FP8 copies of 16-bit matrices, and products of such copies.
 
-Formats: e4m3 (3 bits of mantissa, up to 448) for activations and weights, e5m2 (2 bits, up to 57344) for gradients, as in Micikevicius
-et al. 2022, arXiv:2209.05433. A copy holds x * scale; its product is multiplied by the inverses of both scales.
+Formats: e4m3 (3 bits of mantissa, up to 448) for activations and weights, e5m2 (2 bits, up to 57344) for gradients, as
+in Micikevicius et al. 2022, arXiv:2209.05433. A copy holds x * scale; its product is multiplied by the inverses of both
+scales.
 
-Scales are powers of two. Multiplying by one is exact, so that an element is rounded once, and a largest value that differs in its last
-bits (another order of summation on another layout) gives the same scale. What it costs is up to one of the 17 binades (e4m3)
-between the largest number and the smallest; precision it does not cost.
+Scales are powers of two. Multiplying by one is exact, so that an element is rounded once, and a largest value that
+differs in its last bits (another order of summation on another layout) gives the same scale. What it costs is up to one
+of the 17 binades (e4m3) between the largest number and the smallest; precision it does not cost.
 
-Overflow is never hidden: casts saturate, so an infinity would become 448. A matrix that holds any number that is not finite has NaN as
-its inverse, and every element of its products is NaN: the step's norm sees it, and the step is skipped.
+Overflow is never hidden: casts saturate, so an infinity would become 448. A matrix that holds any number that is not
+finite has NaN as its inverse, and every element of its products is NaN: the step's norm sees it, and the step is
+skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _CLEAR = 256
 
 
 class Quantised(NamedTuple):
-    """A matrix [m, k] in FP8: its rows, its columns [k, m] (None: not made), and 0-dim fp32 1 / scale, NaN where it was not finite."""
+    """A matrix [m, k] in FP8: its rows, its columns [k, m] (None: not made), and 0-dim fp32 1 / scale, NaN where it was
+    not finite.
+    """
 
     values: Tensor
     transposed: Tensor | None
@@ -61,7 +65,8 @@ def _measured(x: Tensor) -> Tensor:
 def scale_of(amax: Tensor, largest: int | Tensor) -> Tensor:
     """The largest power of two that keeps amax (fp32, any shape, not negative) within the format; 2^126 for 0.
 
-    largest: of `LARGEST`, or an int32 tensor of them. Arithmetic on exponents: the same bits on every device, compiled or not.
+    largest: of `LARGEST`, or an int32 tensor of them. Arithmetic on exponents: the same bits on every device, compiled
+    or not.
     """
     # Adding all but the top two bits of a mantissa carries into the exponent where the mantissa is more than 1.75.
     exponent = (amax.view(torch.int32) + 0x1FFFFF) >> 23
@@ -97,8 +102,8 @@ def _fill(x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised)
     return amax
 
 
-# Compiled bodies of one function share a limit of eight shapes, beyond which torch.compile gives up. So each role is a function of
-# its own: a block has at most four shapes of inputs, of weights, and of gradients.
+# Compiled bodies of one function share a limit of eight shapes, beyond which torch.compile gives up. So each role is a
+# function of its own: a block has at most four shapes of inputs, of weights, and of gradients.
 def _fill_input(x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised) -> Tensor:
     return _fill(x, scale, amax, into)
 
@@ -124,9 +129,16 @@ def _compiled(role: str) -> Callable[[Tensor, Tensor | None, Tensor | None, Quan
 
 @torch.no_grad()
 def fill(
-    role: str, x: Tensor, into: Quantised, *, scale: Tensor | None = None, amax: Tensor | None = None, compiled: bool = False
+    role: str,
+    x: Tensor,
+    into: Quantised,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    compiled: bool = False,
 ) -> Tensor:
-    """Write the FP8 copy of x [m, k] (bf16, fp16 or fp32) and its transpose; returns x's largest absolute value, 0-dim fp32.
+    """Write the FP8 copy of x [m, k] (bf16, fp16 or fp32) and its transpose; returns x's largest absolute value, 0-dim
+    fp32.
 
     scale     0-dim fp32, a power of two; None: the one of this matrix
     amax      `measure(x)`, where it is known
@@ -158,24 +170,37 @@ def _fill_on_device(library: Library, x: Tensor, scale: Tensor | None, amax: Ten
 
 
 def product(
-    a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+    a: Tensor,
+    b: Tensor,
+    a_inverse: Tensor,
+    b_inverse: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
-    """a b^T + bias in `dtype`, [m, n] of FP8 a [m, k] and b [n, k], both contiguous, not both e5m2; k and n multiples of 16.
+    """a b^T + bias in `dtype`, [m, n] of FP8 a [m, k] and b [n, k], both contiguous, not both e5m2; k and n multiples
+    of 16.
 
     bias  [n], of `dtype`, which must be 16-bit then
     fast  summed within the tensor core in fewer bits than fp32's, as Transformer Engine does in forward, and only there
     """
     if bias is not None and bias.data_ptr() % _CLEAR:
         bias = bias.clone()
-    return torch._scaled_mm(a, b.t(), scale_a=a_inverse, scale_b=b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(
+        a, b.t(), scale_a=a_inverse, scale_b=b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 @torch.no_grad()
-def add_weight_gradient(grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse: Tensor, into: Tensor, add: bool) -> None:
+def add_weight_gradient(
+    grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse: Tensor, into: Tensor, add: bool
+) -> None:
     """The product of grad^T [n, m] (e5m2) and x^T [k, m] (e4m3), written into (or added to) `into` [n, k].
 
-    torch's scaled product cannot add to what is there: what is added is made in `into`'s dtype (fp32 of a gradient's sum) and added in
-    a pass of its own. That rounds as an accumulating product would, and moves 16 bytes an element, little beside m multiplications.
+    torch's scaled product cannot add to what is there: what is added is made in `into`'s dtype (fp32 of a gradient's
+    sum) and added in a pass of its own. That rounds as an accumulating product would, and moves 16 bytes an element,
+    little beside m multiplications.
     """
     in_place = not add and into.is_contiguous() and not into.is_meta  # torch has no meta kernel of it
     if in_place and into.data_ptr() % _CLEAR == 0:
@@ -193,12 +218,16 @@ def why_not(kind: str) -> str | None:
     major, minor = torch.cuda.get_device_capability(0)
     if (major, minor) < (8, 9):
         name = torch.cuda.get_device_name(0)
-        return f"{name} (compute capability {major}.{minor}) has no FP8 units; they came with 8.9 (Ada) and 9.0 (Hopper)"
+        return (
+            f"{name} (compute capability {major}.{minor}) has no FP8 units; they came with 8.9 (Ada) and 9.0 (Hopper)"
+        )
     return None
 
 
 def refused(kind: str) -> str | None:
-    """Why small products of known numbers fail, or give others than float64 does: one as in forward and one as in backward."""
+    """Why small products of known numbers fail, or give others than float64 does: one as in forward and one as in
+    backward.
+    """
     scales = torch.tensor([0.5, 0.25], device=kind)
     b = known(32, 48, seed=1, dtype=torch.float32, device=kind).to(E4M3)
     bias = known(32, seed=2, dtype=torch.bfloat16, device=kind)
@@ -208,7 +237,9 @@ def refused(kind: str) -> str | None:
         try:
             off = disagreement(product(a, b, scales[0], scales[1], dtype, summand), exact, _ALLOWED)
         except (RuntimeError, AttributeError, TypeError) as error:
-            return f"this torch ({torch.__version__}) has no FP8 products on {kind}: {str(error).strip().splitlines()[0]}"
+            return (
+                f"this torch ({torch.__version__}) has no FP8 products on {kind}: {str(error).strip().splitlines()[0]}"
+            )
         if off:
             return f"this torch ({torch.__version__}) has wrong FP8 products on {kind}: {off}"
     return None

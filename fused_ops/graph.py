@@ -20,8 +20,8 @@ class _Nothing:
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """function.apply(*arguments). Where no gradient is recorded its forward alone: what `apply` does around it takes longer than
-    computing one token does in a small layer.
+    """function.apply(*arguments). Where no gradient is recorded its forward alone: what `apply` does around it takes
+    longer than computing one token does in a small layer.
     """
     if torch.is_grad_enabled():
         return function.apply(*arguments)

@@ -1,7 +1,8 @@
-"""Numbers that a trial multiplies, and how far off a result is: what works on a machine is found by comparing, not by the absence of an error.
+"""Numbers that a trial multiplies, and how far off a result is: what works on a machine is found by comparing, not by
+the absence of an error.
 
-Zeros, ones and constants would not show an operand that is read in another order, a sum that is not added to, or a mask at the wrong
-place; that a result is finite says nothing about it.
+Zeros, ones and constants would not show an operand that is read in another order, a sum that is not added to, or a mask
+at the wrong place; that a result is finite says nothing about it.
 """
 
 from __future__ import annotations

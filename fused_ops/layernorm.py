@@ -1,4 +1,6 @@
-"""LayerNorm and RMSNorm over the last dimension, alone or of a sum; 16-bit inputs are computed in fp32 and rounded once."""
+"""LayerNorm and RMSNorm over the last dimension, alone or of a sum; 16-bit inputs are computed in fp32 and rounded
+once.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ _reference = compilable(_normalised)
 
 
 @compilable
-def _reference_of_sum(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _reference_of_sum(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """(normalised, sum)."""
     total = x + residual
     return _normalised(total, weight, bias, eps), total
@@ -85,13 +89,18 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, library: Library) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, library: Library
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.name, ctx.library = "rms_norm" if bias is None else "layer_norm", library
         x, h = x.contiguous(), x.shape[-1]
         rows = x.numel() // h
         y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
-        mean, scale = None if bias is None else x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
+        mean, scale = (
+            None if bias is None else x.new_empty(rows, dtype=torch.float32),
+            x.new_empty(rows, dtype=torch.float32),
+        )
         added = residual if residual is None else residual.contiguous()
         parameters = weight.contiguous(), bias if bias is None else bias.contiguous()
         library.call(f"{ctx.name}_{suffix(x.dtype)}", rows, h, y, total, x, added, *parameters, mean, scale, float(eps))

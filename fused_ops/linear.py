@@ -1,6 +1,7 @@
 """The three products of a linear layer.
 
-m rows (tokens), k inputs, n outputs; activations [..., k] and [..., n], weight [n, k]. 16-bit products are summed in fp32.
+m rows (tokens), k inputs, n outputs; activations [..., k] and [..., n], weight [n, k]. 16-bit products are summed in
+fp32.
 """
 
 from __future__ import annotations
@@ -16,17 +17,26 @@ from fused_ops.known import disagreement, known
 from fused_ops.native.library import Library, kernels, matrix_kernels, suffix
 
 FEW = 16
-"""Rows up to which the CPU's own kernel multiplies; there it is no slower than torch's product, which is made for many: with eight fp32
-rows on two threads that reads the weight at 1.3 GB/s."""
+"""Rows up to which the CPU's own kernel multiplies; there it is no slower than torch's product, which is made for many:
+with eight fp32 rows on two threads that reads the weight at 1.3 GB/s.
+"""
 _ALLOWED, _WIDENED = 1e-6, 1e-4
-"""How far our products, summed in fp32, and torch's widened ones may be off float64, in the norm; rounded to fp16 they are by 2e-4."""
+"""How far our products, summed in fp32, and torch's widened ones may be off float64, in the norm; rounded to fp16 they
+are by 2e-4.
+"""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias: [..., k] -> [..., n], rounded once."""
     n, k = weight.shape
     few = x.numel() <= FEW * k
-    if x.device.type == "cpu" and x.numel() and (few or bias is not None) and weight.is_contiguous() and not torch.is_grad_enabled():
+    if (
+        x.device.type == "cpu"
+        and x.numel()
+        and (few or bias is not None)
+        and weight.is_contiguous()
+        and not torch.is_grad_enabled()
+    ):
         library = kernels(x, weight) if bias is None else kernels(x, weight, bias)
         if library is not None and not library.on_device:
             if few:
@@ -39,15 +49,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`linear` on the CPU by oneDNN, which adds the bias to the sums before it rounds them. F.linear first spreads the bias over the
-    result, in a pass of its own, and has the product read that again."""
+    """`linear` on the CPU by oneDNN, which adds the bias to the sums before it rounds them. F.linear first spreads the
+    bias over the result, in a pass of its own, and has the product read that again.
+    """
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
 
 @cache
 def _adds_bias(dtype: torch.dtype) -> bool:
-    """Whether `_biased` multiplies 16-bit numbers on this machine, and rounds once: tried once in a process, with odd sizes.
+    """Whether `_biased` multiplies 16-bit numbers on this machine, and rounds once: tried once in a process, with odd
+    sizes.
 
     fp32 stays with torch's product: oneDNN's sums are less exact there, and it is slower for small ones.
     """
@@ -72,13 +84,15 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
     """grad^T x, [m, n] and [m, k], written into (or added to) `into` [n, k], whose dtype may be wider than theirs.
 
-    16-bit factors and an fp32 `into`: no 16-bit product comes between, where the processor has a kernel for it, or the device a
-    product that widens. On CUDA that is one product of the library's, which adds to the sum where it lies.
+    16-bit factors and an fp32 `into`: no 16-bit product comes between, where the processor has a kernel for it, or the
+    device a product that widens. On CUDA that is one product of the library's, which adds to the sum where it lies.
     """
     library = _library(grad, x, into)
     if library is not None:
         shape = grad.shape[0], grad.shape[1], x.shape[1]
-        library.call(f"weight_gradient_{suffix(grad.dtype)}", *shape, grad, grad.stride(0), x, x.stride(0), into, int(add))
+        library.call(
+            f"weight_gradient_{suffix(grad.dtype)}", *shape, grad, grad.stride(0), x, x.stride(0), into, int(add)
+        )
         return
     if into.dtype != grad.dtype:
         _widened(grad, x, into, add)
@@ -108,10 +122,12 @@ def _widened(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
 
 @cache
 def _widens(device: str, narrow: torch.dtype, wide: torch.dtype, adds: bool) -> bool:
-    """Whether this torch multiplies narrow factors into a wide result on the device; adds: and adds it to what is there.
+    """Whether this torch multiplies narrow factors into a wide result on the device; adds: and adds it to what is
+    there.
 
-    Tried once, with small factors whose product is known: torch has these overloads for CUDA only, its first ones refused a wide
-    summand, and one that rounds the product on the way would be no better than the product that is not widened.
+    Tried once, with small factors whose product is known: torch has these overloads for CUDA only, its first ones
+    refused a wide summand, and one that rounds the product on the way would be no better than the product that is not
+    widened.
     """
     left, right = (known(40, width, seed=width, dtype=narrow, device=device) for width in (24, 16))
     result = known(24, 16, seed=1, dtype=wide, device=device)
@@ -140,8 +156,16 @@ def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
 
 
 def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:
-    """The kernel, if it takes these: 16-bit factors whose rows are contiguous, at least one of them, and an fp32 result."""
-    if into.dtype != torch.float32 or grad.dtype == torch.float32 or not grad.numel() or not x.numel() or not into.is_contiguous():
+    """The kernel, if it takes these: 16-bit factors whose rows are contiguous, at least one of them, and an fp32
+    result.
+    """
+    if (
+        into.dtype != torch.float32
+        or grad.dtype == torch.float32
+        or not grad.numel()
+        or not x.numel()
+        or not into.is_contiguous()
+    ):
         return None
     library = matrix_kernels(grad, x)
     rows = grad.stride(1) == 1 and x.stride(1) == 1
@@ -150,10 +174,11 @@ def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:
 
 @cache
 def refusal(library: Library, dtype: torch.dtype) -> str:
-    """Why the kernel is not used for a dtype on this machine, in a line; empty: written and added, it gives the numbers that float64 does.
+    """Why the kernel is not used for a dtype on this machine, in a line; empty: written and added, it gives the numbers
+    that float64 does.
 
-    Tried once in a process, with columns of wider tensors and with sizes that are no multiple of a block. Its products are borrowed of
-    torch, which chooses instructions by the processor.
+    Tried once in a process, with columns of wider tensors and with sizes that are no multiple of a block. Its products
+    are borrowed of torch, which chooses instructions by the processor.
     """
     m, n, k = 77, 37, 45
     grad, x = (known(m, width + 3, seed=width, dtype=dtype)[:, 2 : width + 2] for width in (n, k))

@@ -31,7 +31,9 @@ OPS = (
 MATRIX_OPS: Mapping[str, Callable[[Library, torch.dtype], str]] = MappingProxyType(
     {"attention": kernel.refusal, "weight_gradient": linear.refusal}
 )
-"""Those that rest on torch's block products, which are compiled at first use; and why a dtype's kernel is refused on this machine."""
+"""Those that rest on torch's block products, which are compiled at first use; and why a dtype's kernel is refused on
+this machine.
+"""
 _DTYPES = MappingProxyType({"attention": tuple(SUFFIXES), "weight_gradient": (torch.bfloat16, torch.float16)})
 _LAYOUTS = ("as float", "in pairs of rows", "in rows")
 """How a block product's right operand lies, by the number that the kernels have for it."""
@@ -39,14 +41,19 @@ _LAYOUTS = ("as float", "in pairs of rows", "in rows")
 FP8_OPS = ("fp8_cast",)
 
 COMPILABLE = ("softmax", "swiglu", "rotary", "layernorm", "rmsnorm")
-"""Those whose reference body torch.compile makes fewer passes of. An activation is one pass in torch; the others run outside the blocks, or
-in loops over blocks of rows (dropout)."""
+"""Those whose reference body torch.compile makes fewer passes of. An activation is one pass in torch; the others run
+outside the blocks, or in loops over blocks of rows (dropout).
+"""
 
 
-def describe(device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None, fp8: bool = False) -> dict[str, str]:
-    """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always takes).
+def describe(
+    device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None, fp8: bool = False
+) -> dict[str, str]:
+    """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always
+    takes).
 
-    dtype: of the numbers; kernels that are refused for it are none. fp8: with the casts of --fp8, for which only GPUs have a kernel.
+    dtype: of the numbers; kernels that are refused for it are none. fp8: with the casts of --fp8, for which only GPUs
+    have a kernel.
     """
     kind, _, index = str(device).partition(":")
     if kind == "auto":
@@ -65,7 +72,9 @@ def describe(device: torch.device | str = "cpu", *, dtype: torch.dtype | None = 
 
 
 def refused(op: str, dtype: torch.dtype | None) -> str:
-    """Why the CPU's kernel of a matrix op is not used for a dtype, as tried on this machine; empty: it is, or there is none."""
+    """Why the CPU's kernel of a matrix op is not used for a dtype, as tried on this machine; empty: it is, or there is
+    none.
+    """
     library = torch_library(choice())
     return MATRIX_OPS[op](library, dtype) if library is not None and dtype in _DTYPES[op] else ""
 
@@ -77,7 +86,9 @@ def refusals() -> dict[str, str]:
 
 
 def block_products() -> str:
-    """How torch's block products take their operands on this CPU, as the trial found it; empty: there are no kernels on them."""
+    """How torch's block products take their operands on this CPU, as the trial found it; empty: there are no kernels on
+    them.
+    """
     library = torch_library(choice())
     if library is None:
         return ""
@@ -89,6 +100,8 @@ def block_products() -> str:
 
 
 def compiled(device: torch.device | str, dtype: torch.dtype, *, fp8: bool = False) -> tuple[str, ...]:
-    """The ops that `compiled_bodies` compiles on the device: those that have no kernel there, for fp64 all that can be."""
+    """The ops that `compiled_bodies` compiles on the device: those that have no kernel there, for
+    fp64 all that can be.
+    """
     bodies, ops = describe(device, fp8=fp8), (*COMPILABLE, *(FP8_OPS if fp8 else ()))
     return tuple(op for op in ops if bodies[op] == REFERENCE or dtype == torch.float64)

@@ -35,7 +35,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, turned: int, library: Library | None) -> Tensor:
-    """x [s, b, groups, heads, d] with the first `turned` heads of each group rotated, tables [s, d/2]; sign -1: back."""
+    """x [s, b, groups, heads, d] with the first `turned` heads of each group rotated, tables [s,
+    d/2]; sign -1: back.
+    """
     if library is None:
         shape = cos.shape[0], 1, 1, 1, cos.shape[1]
         angles = cos.view(shape), sin.view(shape) * sign
@@ -106,10 +108,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_mixed(mixed: Tensor, groups: int, repeats: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries and keys of the mixed projection rotated, values as they are: [s, b, groups * (repeats + 2) * d] -> the same.
+    """Queries and keys of the mixed projection rotated, values as they are: [s, b, groups * (repeats + 2) * d] -> the
+    same.
 
-    A group is `repeats` query heads, a key head and a value head. cos and sin: tables of [s, d/2], or [s, b, d/2] where each row
-    stands at positions of its own; dimensions of 1 between.
+    A group is `repeats` query heads, a key head and a value head. cos and sin: tables of [s, d/2], or [s, b, d/2] where
+    each row stands at positions of its own; dimensions of 1 between.
     """
     s, b, width = mixed.shape
     head_dim = width // (groups * (repeats + 2))

@@ -1,7 +1,7 @@
 """Scaled causal softmax with ALiBi.
 
-b micro-batch, n heads of this rank, sq queries, sk keys. The kernel works in place row by row, the reference body in blocks of
-rows: neither a bias nor a mask nor an fp32 copy of [b, n, sq, sk] exists.
+b micro-batch, n heads of this rank, sq queries, sk keys. The kernel works in place row by row, the reference body in
+blocks of rows: neither a bias nor a mask nor an fp32 copy of [b, n, sq, sk] exists.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class _Softmax(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All scores at once, out of place: what torch.compile fuses into one pass, where eager torch would make whole copies in fp32.
+    """All scores at once, out of place: what torch.compile fuses into one pass, where eager torch would make whole
+    copies in fp32.
 
     Saves the probabilities only, rounded.
     """
@@ -156,13 +157,16 @@ def _whole(scores: Tensor, scale: float, slopes: Tensor | None, documents: Tenso
     return result
 
 
-def scaled_causal_alibi_softmax(scores: Tensor, scale: float, slopes: Tensor | None, *, documents: Tensor | None = None) -> Tensor:
-    """softmax(scale * scores + slope * key position) over the visible keys, in place on `scores` [b, n, sq, sk], contiguous.
+def scaled_causal_alibi_softmax(
+    scores: Tensor, scale: float, slopes: Tensor | None, *, documents: Tensor | None = None
+) -> Tensor:
+    """softmax(scale * scores + slope * key position) over the visible keys, in place on `scores` [b, n, sq, sk],
+    contiguous.
 
     Query i sits at position sk - sq + i and sees keys up to its own. slopes [n]: of this rank's heads, or None.
     documents int64 [b, sk]: a query sees keys of its own document only. 16-bit scores are computed in fp32 and rounded
-    once; fp32 and fp64 in their own dtype. The result lies in the scores' storage; backward overwrites it by the gradient, so
-    it must not be read after, and a graph runs backward once. (Compiled, it lies in memory of its own.)
+    once; fp32 and fp64 in their own dtype. The result lies in the scores' storage; backward overwrites it by the
+    gradient, so it must not be read after, and a graph runs backward once. (Compiled, it lies in memory of its own.)
     """
     assert scores.is_contiguous() and scores.shape[3] >= scores.shape[2]
     if runs_compiled() and kernels(scores) is None:

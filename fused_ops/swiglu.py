@@ -63,7 +63,9 @@ class _Kernel(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = (gate.new_empty(gate.shape) for _ in range(2))
         name = f"swiglu_backward_{suffix(gate.dtype)}"
-        ctx.library.call(name, *ctx.shape, grad_gate, grad_up, gate.shape[-1], grads[0].contiguous(), *_rows(gate), *_rows(up))
+        ctx.library.call(
+            name, *ctx.shape, grad_gate, grad_up, gate.shape[-1], grads[0].contiguous(), *_rows(gate), *_rows(up)
+        )
         return grad_gate, grad_up, None
 
 

@@ -1,4 +1,7 @@
-"""megazero: pretraining of GPT-, BLOOM- and LLaMA-style models. `megazero.load(path)` opens a trained one; `megazero.checkpoint` is the format."""
+"""megazero: pretraining of GPT-, BLOOM- and LLaMA-style models.
+
+`megazero.load(path)` opens a trained one; `megazero.checkpoint` is the format.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`python -m megazero.doctor`: what this machine and installation offer a training step, what is missing, and what that costs.
+"""`python -m megazero.doctor`: what this machine and installation offer a training step, what is missing, and what that
+costs.
 
-It compiles the kernels that are built at first use, if they are not there yet. Exit status: 0, or 1 where megazero cannot run.
+It compiles the kernels that are built at first use, if they are not there yet. Exit status: 0, or 1 where megazero
+cannot run.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ UNITS = {
     "AVX-512": "avx512f",
     "AVX2": "avx2",
 }
-"""What products run on, in Linux's words; which block products torch has, and how they take operands, depends on these."""
+"""What products run on, in Linux's words; which block products torch has, and how they take operands, depends on these.
+"""
 
 
 class Finding(NamedTuple):
@@ -62,15 +65,25 @@ def _torch() -> Iterator[Finding]:
     old = version < OLDEST_TORCH
     wanted = ".".join(map(str, OLDEST_TORCH))
     yield Finding("Python", platform.python_version())
-    yield Finding("torch", torch.__version__, f"megazero needs {wanted} or newer: pip install 'torch>={wanted}'" if old else "", old)
+    yield Finding(
+        "torch",
+        torch.__version__,
+        f"megazero needs {wanted} or newer: pip install 'torch>={wanted}'" if old else "",
+        old,
+    )
 
 
 def _processor() -> Iterator[Finding]:
     flags = library.processor_flags()
     units = [name for name, flag in UNITS.items() if flag in flags]
-    slow = "" if {"amx_bf16", "avx512_bf16"} & flags else "no unit for bf16 products: bf16 saves memory here, but no time"
+    slow = (
+        "" if {"amx_bf16", "avx512_bf16"} & flags else "no unit for bf16 products: bf16 saves memory here, but no time"
+    )
     yield Finding(
-        "processor", f"{devices.name(torch.device('cpu'))}, {len(os.sched_getaffinity(0))} cores, {', '.join(units) or 'none known'}", slow
+        "processor",
+        f"{devices.name(torch.device('cpu'))}, {len(os.sched_getaffinity(0))} cores, "
+        f"{', '.join(units) or 'none known'}",
+        slow,
     )
 
 
@@ -100,7 +113,9 @@ def _kernels() -> Iterator[Finding]:
     bodies = registry.describe("cpu")
     plain = [op for op, body in bodies.items() if body == registry.REFERENCE]
     yield Finding(
-        "ops", f"{len(bodies) - len(plain)} of {len(bodies)} have a kernel here", f"plain torch: {', '.join(plain)}" if plain else ""
+        "ops",
+        f"{len(bodies) - len(plain)} of {len(bodies)} have a kernel here",
+        f"plain torch: {', '.join(plain)}" if plain else "",
     )
 
 
@@ -114,7 +129,11 @@ def _memory() -> Iterator[Finding]:
     advice = f"large tensors get small pages; as root: echo madvise > {HUGE_PAGES}" if state == "never" else ""
     yield Finding("large pages", state, advice)
     glibc = platform.libc_ver()[0] == "glibc"
-    yield Finding("allocator", "pretrain_gpt.py sets glibc's" if glibc else "the system's own", allocator.describe() if not glibc else "")
+    yield Finding(
+        "allocator",
+        "pretrain_gpt.py sets glibc's" if glibc else "the system's own",
+        allocator.describe() if not glibc else "",
+    )
 
 
 def _devices() -> Iterator[Finding]:
@@ -123,12 +142,16 @@ def _devices() -> Iterator[Finding]:
         yield Finding("CUDA", "no device", "" if torch.version.cuda else "this torch is built without CUDA")
     for index in range(cards):
         card = torch.device("cuda", index)
-        yield Finding(f"cuda:{index}", f"{devices.name(card)}, {(devices.total_memory_bytes(card) or 0) / 2**30:.0f} GiB")
+        yield Finding(
+            f"cuda:{index}", f"{devices.name(card)}, {(devices.total_memory_bytes(card) or 0) / 2**30:.0f} GiB"
+        )
         with suppress(ValueError):  # MEGAZERO_FUSED, which has been told
             yield _cuda_kernels(index)
     yield from _attention(torch.device("cuda", 0) if cards else torch.device("cpu"))
     missing = fp8.why_not("cuda" if cards else "cpu")
-    yield Finding("FP8 products", "none" if missing else "torch's" if cards else "torch's, slower here than bf16", missing or "")
+    yield Finding(
+        "FP8 products", "none" if missing else "torch's" if cards else "torch's, slower here than bf16", missing or ""
+    )
 
 
 def _cuda_kernels(index: int) -> Finding:
@@ -142,7 +165,9 @@ def _cuda_kernels(index: int) -> Finding:
         compiler = str(error)
     found = library.cuda_library(asked, index)
     return Finding(
-        "CUDA kernels", f"{found.level}, {found.path}" if found else "none", "" if found else f"the ops are torch's own: {compiler}"
+        "CUDA kernels",
+        f"{found.level}, {found.path}" if found else "none",
+        "" if found else f"the ops are torch's own: {compiler}",
     )
 
 
@@ -156,9 +181,15 @@ def _attention(device: torch.device) -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    tests: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    tests: dict[str, Callable[[], bool]] = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+    }
     there = [name for name, test in tests.items() if test()]
-    yield Finding("backends", ", ".join(there) or "none", "" if "gloo" in there else "several ranks on a CPU need gloo", not there)
+    yield Finding(
+        "backends", ", ".join(there) or "none", "" if "gloo" in there else "several ranks on a CPU need gloo", not there
+    )
     missing = lacking() or ("" if _has_kernels() else "it needs the kernels")
     advice = f"{missing}: collectives of ranks on one host go through gloo, up to ten times slower"
     yield Finding("shared memory", "none" if missing else "between ranks of one host", advice if missing else "")
@@ -182,8 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings."""
     parser = argparse.ArgumentParser(
         "python -m megazero.doctor",
-        description="Looks at this machine and installation: torch, processor, kernels, cards, backends, optional packages. A line that begins"
-        " with - says what is missing and what that costs, one with ! why megazero cannot run. Kernels that are built at first use are built now.",
+        description="Looks at this machine and installation: torch, processor, kernels, cards, backends, optional "
+        "packages. A line that begins"
+        " with - says what is missing and what that costs, one with ! why megazero cannot run. Kernels that are built "
+        "at first use are built now.",
         epilog="Status: 0, or 1 where megazero cannot run.",
     )
     parser.parse_args(argv)

@@ -4,9 +4,11 @@
     lm_eval.simple_evaluate(model=MegazeroLM("runs/bloom"), tasks=["lambada_openai"])
 
     python -m megazero.harness run --model megazero --model_args path=runs/bloom --tasks lambada_openai
-    torchrun --nproc-per-node 4 -m megazero.harness run --model megazero --model_args path=hub/bloom-7b1,tp=2,pp=2 --tasks hellaswag
+    torchrun --nproc-per-node 4 -m megazero.harness run --model megazero \
+        --model_args path=hub/bloom-7b1,tp=2,pp=2 --tasks hellaswag
 
-The second form is lm_eval's own command line, which knows the model by name once this module is imported. Needs the package lm_eval.
+The second form is lm_eval's own command line, which knows the model by name once this module is imported. Needs the
+package lm_eval.
 """
 
 from __future__ import annotations
@@ -44,11 +46,12 @@ class MegazeroLM(HarnessModel):
     tp, pp           ranks that share the model; what they leave of the processes are replicas that share the requests
     precision        to compute in: fp64, fp32, bf16, fp16; None: the checkpoint's
     batch_size       rows of one forward pass
-    device           auto, cpu or cuda, of which a rank takes the card of its local rank. lm_eval's command line says cuda:0 where its
-                     user says nothing: that is auto
+    device           auto, cpu or cuda, of which a rank takes the card of its local rank. lm_eval's command line says
+                     cuda:0 where its user says nothing: that is auto
     max_length       tokens that the model reads at once; None: its sequence length or position table
     tokenizer, tokenizer_path    None: the checkpoint's own
-    prefix_token_id  stands before texts without context; None: the tokenizer's begin token if it has one, else its end token
+    prefix_token_id  stands before texts without context; None: the tokenizer's begin token if it has one, else its end
+    token
     add_bos_token    whether texts begin with the begin token; None: as the tokenizer itself does it
     format           of the checkpoint, where it could be taken for another
     grid             where the caller has one already; None: this process, or those that torchrun started
@@ -78,7 +81,9 @@ class MegazeroLM(HarnessModel):
         device = "auto" if device == "cuda:0" else device
         environment = Environment.read()
         if grid is None and (min(tp, pp) < 1 or environment.world_size % (tp * pp)):
-            raise ValueError(f"tp {tp} x pp {pp} does not divide the {environment.world_size} processes that were started")
+            raise ValueError(
+                f"tp {tp} x pp {pp} does not divide the {environment.world_size} processes that were started"
+            )
         self._closing = ExitStack()
         if grid is None:
             grid = self._closing.enter_context(launch(ParallelConfig(tp=tp, pp=pp, device=device), environment))
@@ -133,7 +138,10 @@ def main() -> None:
                 if environment.rank:
                     stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
                 if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:2]):
-                    print(f"{__doc__}\nWhat --model_args may name:\n\n{getdoc(MegazeroLM)}\n\nAll else is lm_eval's:\n", flush=True)
+                    print(
+                        f"{__doc__}\nWhat --model_args may name:\n\n{getdoc(MegazeroLM)}\n\nAll else is lm_eval's:\n",
+                        flush=True,
+                    )
                 cli_evaluate()
         except (ConversionError, DataError) as error:
             raise ConfigError([str(error)]) from error

@@ -27,9 +27,13 @@ from megazero.telemetry.watchdog import die_with_parent
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
 WAIT_FOR_OTHERS = 60.0
-"""Seconds within which all ranks that a launcher stops have said that they were told: each imports torch first, on a host where all do so."""
+"""Seconds within which all ranks that a launcher stops have said that they were told: each imports torch first, on a
+host where all do so.
+"""
 WRONG = "megazero/configuration"
-"""In the launcher's store once rank 0 has told what is wrong with the configuration; with a rank behind it, once that rank knows."""
+"""In the launcher's store once rank 0 has told what is wrong with the configuration; with a rank behind it, once that
+rank knows.
+"""
 RANK_0_SAYS = "the configuration is wrong; rank 0 says how"
 
 
@@ -73,15 +77,19 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
     if parallel.cuda_graphs and parallel.tp > 1 and backend != "nccl":
         reason = "which is chosen where ranks share a card" if parallel.backend == "auto" else "which sums on the host"
         raise ConfigError(
-            [f"--cuda-graphs with --tp {parallel.tp} captures its collectives, which {backend} cannot ({reason}); nearest: --tp 1"]
+            [
+                f"--cuda-graphs with --tp {parallel.tp} captures its collectives, which {backend} cannot ({reason}); "
+                "nearest: --tp 1"
+            ]
         )
     if parallel.cuda_graphs:
-        # NCCL registers the memory of captured collectives and takes it for one piece, which a segment that grows is not: hangs and
-        # accesses outside of it (pytorch/pytorch#158029).
+        # NCCL registers the memory of captured collectives and takes it for one piece, which a segment that grows is
+        # not: hangs and accesses outside of it (pytorch/pytorch#158029).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    # Without device_id: given one, torch splits the world's communicator for every further group (ncclCommSplit), and waits for all ranks
-    # of the world; but ranks make their own groups only, and use them in their own order (pytorch/pytorch#134314).
+    # Without device_id: given one, torch splits the world's communicator for every further group (ncclCommSplit), and
+    # waits for all ranks of the world; but ranks make their own groups only, and use them in their own order
+    # (pytorch/pytorch#134314).
     dist.init_process_group(backend, timeout=timeout, pg_options=stream_options(backend, timeout))
     yield build_grid(axes, device, timeout, shared_memory=parallel.shared_memory)
     dist.barrier()
@@ -95,7 +103,9 @@ def _backend_for(device: torch.device, environment: Environment) -> str:
 
 
 def exit_status(main: Callable[[], None], environment: Environment) -> int:
-    """Run `main` and turn how it ends into the status of the process: 0, 2 for a wrong configuration, 1 for the rest."""
+    """Run `main` and turn how it ends into the status of the process: 0, 2 for a wrong configuration,
+    1 for the rest.
+    """
     try:
         main()
     except ConfigError as error:
@@ -128,9 +138,10 @@ def leave(status: int) -> NoReturn:
 def stop_early(signal: str, environment: Environment) -> NoReturn:
     """End this process because of a signal that came before the first step, when there is nothing to save.
 
-    Status 0 where all ranks were told, as launchers and schedulers do. A rank that is alone with it has status 1: the others would wait
-    for it, and so the launcher ends them. Where rank 0 has told that the configuration is wrong, the launcher ends whoever leaves after the
-    first: the status is 2 all the same. Communicates through the launcher's store, if it has one.
+    Status 0 where all ranks were told, as launchers and schedulers do. A rank that is alone with it has status 1: the
+    others would wait for it, and so the launcher ends them. Where rank 0 has told that the configuration is wrong, the
+    launcher ends whoever leaves after the first: the status is 2 all the same. Communicates through the launcher's
+    store, if it has one.
     """
     world, told = environment.world_size, environment.world_size
     if _agent_serves():
@@ -145,7 +156,11 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
                 time.sleep(0.05)
                 told = store.add("megazero/told to stop", 0)
     if told < world:
-        _say_last(f"rank {environment.rank} stopped: {signal} came before the first step, and to {told} of {world} ranks only", first=True)
+        _say_last(
+            f"rank {environment.rank} stopped: {signal} came before the first step, and to {told} of {world} ranks "
+            "only",
+            first=True,
+        )
         leave(EXIT_FAILURE)
     if environment.rank == 0:
         print(f"stopped by {signal} before the first step: there is nothing to save", flush=True)
@@ -175,9 +190,11 @@ def _say_last(message: str, *, first: bool) -> None:
 
 
 def _record(message: str, *, first: bool) -> None:
-    """Leave a message where torchrun looks for it when a rank has failed: its summary, which is the last on the screen, then ends with it.
+    """Leave a message where torchrun looks for it when a rank has failed: its summary, which is the last on the screen,
+    then ends with it.
 
-    Its root cause is the earliest failure by the clock in these files; `first` is false where another rank's failure is the cause.
+    Its root cause is the earliest failure by the clock in these files; `first` is false where another rank's failure is
+    the cause.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

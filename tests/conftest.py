@@ -27,7 +27,9 @@ LONGEST = (
     "tests/pipeline",
     "tests/zero",
 )
-"""Rooms whose files come first: where processes of pytest share the files, none is to begin a long one when the others have ended."""
+"""Rooms whose files come first: where processes of pytest share the files, none is to begin a long one when the others
+have ended.
+"""
 BYTES_PER_WORKER = 4 * 2**30
 
 # On a busy machine an example takes as long as it takes.
@@ -35,7 +37,8 @@ settings.register_profile("megazero", deadline=None)
 settings.load_profile("megazero")
 
 
-# A shell that starts the tests in the background has them ignore what some of them send, and so would all that they start.
+# A shell that starts the tests in the background has them ignore what some of them send, and so would all that they
+# start.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(number, handler)
@@ -43,10 +46,18 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megazero")
-    group.addoption("--depth", choices=("check", "test", "all"), default="test", help="how much runs: see docs/testing.md")
-    group.addoption("--seed", type=int, metavar="N", help="draws the samples and layouts again that a run with this seed drew")
-    group.addoption("--layouts", type=int, metavar="N", help="how many generated layouts each test of tests/parity tries")
-    group.addoption("--cpu", type=int, metavar="N", help="list the N tests, files and rooms that took most processor time")
+    group.addoption(
+        "--depth", choices=("check", "test", "all"), default="test", help="how much runs: see docs/testing.md"
+    )
+    group.addoption(
+        "--seed", type=int, metavar="N", help="draws the samples and layouts again that a run with this seed drew"
+    )
+    group.addoption(
+        "--layouts", type=int, metavar="N", help="how many generated layouts each test of tests/parity tries"
+    )
+    group.addoption(
+        "--cpu", type=int, metavar="N", help="list the N tests, files and rooms that took most processor time"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,7 +82,8 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: a process of pytest per core, each of which may have eight ranks and a compiler in memory.
 
-    With one more, so that none waits for a program, ranks took 1.4 times the processor time that they take with two, and nothing was gained.
+    With one more, so that none waits for a program, ranks took 1.4 times the processor time that they take with two,
+    and nothing was gained.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
@@ -81,7 +93,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], out = thinned(items, config.option.depth, config.option.seed)
     config.hook.pytest_deselected(items=out)
-    items.sort(key=lambda item: next((n for n, room in enumerate(LONGEST) if item.nodeid.startswith(f"{room}/")), len(LONGEST)))
+    items.sort(
+        key=lambda item: next((n for n, room in enumerate(LONGEST) if item.nodeid.startswith(f"{room}/")), len(LONGEST))
+    )
 
 
 @pytest.fixture(scope="session")

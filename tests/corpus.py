@@ -10,7 +10,9 @@ from megazero.data.indexed import dtype_for
 from megazero.data.writer import PairWriter
 
 
-def write_corpus(prefix: Path, *, documents: int = 200, vocabulary: int = 1003, longest: int = 120, seed: int = 5) -> Path:
+def write_corpus(
+    prefix: Path, *, documents: int = 200, vocabulary: int = 1003, longest: int = 120, seed: int = 5
+) -> Path:
     """Documents of 3 to `longest` tokens: a walk over ids 1 .. vocabulary - 1 in small steps, ended by id 0."""
     random = np.random.default_rng(seed)
     with PairWriter(prefix, dtype_for(vocabulary)) as writer:

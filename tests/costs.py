@@ -1,7 +1,8 @@
 """What each test costs, in seconds of processor time: `pytest --cpu 30` lists the dearest tests, files and rooms.
 
-Time by the clock says little where other programs run, or where two processes of pytest share the cores. What is counted is the time
-of this process and of everything below it: the pool's workers, programs that a test starts, compilers.
+Time by the clock says little where other programs run, or where two processes of pytest share the cores. What is
+counted is the time of this process and of everything below it: the pool's workers, programs that a test starts,
+compilers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def _tree_seconds(pid: int) -> float:
     """Processor seconds of a process, of children that it has waited for, and of all that live below it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-        children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        children = [
+            child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        ]
     except OSError:  # it ended meanwhile: its parent has its time once it has waited
         return 0.0
     fields = stat.rpartition(")")[2].split()
@@ -50,7 +53,9 @@ class Costs:
             self.before = now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += sum(float(str(value)) for name, value in report.user_properties if name == PROPERTY)
+        self.seconds[report.nodeid] += sum(
+            float(str(value)) for name, value in report.user_properties if name == PROPERTY
+        )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         files, rooms = defaultdict[str, float](float), defaultdict[str, float](float)

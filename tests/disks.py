@@ -12,11 +12,17 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """A file system of `size` bytes at `folder`, for the length of the block. The test is skipped where none may be mounted."""
+    """A file system of `size` bytes at `folder`, for the length of the block.
+
+    The test is skipped where none may be mounted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except FileNotFoundError:
         pytest.skip("a full disk: there is no mount command")

@@ -1,6 +1,8 @@
-"""Collectives whose results come as late as they may: until `wait` a result is NaN, and what travels must not be touched.
+"""Collectives whose results come as late as they may: until `wait` a result is NaN, and what travels must not be
+touched.
 
-A race between a collective and whoever forgets to wait for it shows by chance, on tiny tensors hardly ever. Here it shows always.
+A race between a collective and whoever forgets to wait for it shows by chance, on tiny tensors hardly ever. Here it
+shows always.
 """
 
 from __future__ import annotations

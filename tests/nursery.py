@@ -1,10 +1,12 @@
-"""Processes that have imported torch and are forked on demand: a rank costs a tenth of a second, and not two seconds of imports.
+"""Processes that have imported torch and are forked on demand: a rank costs a tenth of a second, and not two seconds of
+imports.
 
     nursery = Nursery("1")            # a process that imports, with this hash seed, and then waits
     pid = nursery.fork(pipe)          # a child of it that serves this pipe with tests.ranks.serve
 
-A nursery starts no threads, so that its children may do as they like. Sets of strings have one order in all children of a nursery; the ranks
-of a world are children of two nurseries with two orders, since a program that sends in such an order must not pass.
+A nursery starts no threads, so that its children may do as they like. Sets of strings have one order in all children of
+a nursery; the ranks of a world are children of two nurseries with two orders, since a program that sends in such an
+order must not pass.
 """
 
 from __future__ import annotations
@@ -20,8 +22,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTED = ("torch.distributed", "torch.fx.experimental.symbolic_shapes", "numpy", "yaml", "safetensors.torch", "regex", "pytest")
-"""The second is imported by the first backward of any process, with sympy. Nothing of the program: its modules may look at their process when they are imported, and find their own here."""
+IMPORTED = (
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",
+    "numpy",
+    "yaml",
+    "safetensors.torch",
+    "regex",
+    "pytest",
+)
+"""The second is imported by the first backward of any process, with sympy.
+
+Nothing of the program: its modules may look at their process when they are imported, and find their own here.
+"""
 
 
 class Nursery:

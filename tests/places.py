@@ -71,9 +71,9 @@ def gradients_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
 def assemble(ranks: Iterable[Iterable[Piece]], *, unreduced: bool = False, tolerance: float = 0.0) -> dict[str, Tensor]:
     """The global tensors that the pieces of all ranks make up.
 
-    Replicas must agree to `tolerance` (largest difference over largest value; 0: bitwise). With `unreduced`, pieces whose
-    place says tp_partial or tied are partial sums and are added up instead (the ranks then have to be of one dp index).
-    Fails where elements are covered by no piece, or shapes, kinds or standard deviations of a name differ.
+    Replicas must agree to `tolerance` (largest difference over largest value; 0: bitwise). With `unreduced`, pieces
+    whose place says tp_partial or tied are partial sums and are added up instead (the ranks then have to be of one dp
+    index). Fails where elements are covered by no piece, or shapes, kinds or standard deviations of a name differ.
     """
     whole: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
@@ -82,7 +82,9 @@ def assemble(ranks: Iterable[Iterable[Piece]], *, unreduced: bool = False, toler
         for piece in pieces:
             place = piece.place
             known = facts.setdefault(place.name, (place.shape, place.kind, place.std, place.fill))
-            assert known == (place.shape, place.kind, place.std, place.fill), f"{place.name}: ranks tell {known} and {place}"
+            assert known == (place.shape, place.kind, place.std, place.fill), (
+                f"{place.name}: ranks tell {known} and {place}"
+            )
             total = whole.setdefault(place.name, torch.zeros(place.shape, dtype=piece.values.dtype))
             mark = covered.setdefault(place.name, torch.zeros(place.shape, dtype=torch.bool))
             region = tuple(slice(start, stop) for start, stop in place.box)

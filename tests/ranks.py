@@ -3,11 +3,12 @@
     def body(rank: int, x: int) -> Tensor: ...          # at module level: it is sent by name
     results = run_ranks(4, body, 3)                     # one result per rank
 
-Each call gets a fresh gloo world over its own store; it is torn down after the call. The first exception of any rank
-is raised here with that rank's traceback, and the pool is discarded (its peers may hang in a collective). The workers are forks
-(`tests.nursery`), so another one is there in a moment.
+Each call gets a fresh gloo world over its own store; it is torn down after the call. The first exception of any rank is
+raised here with that rank's traceback, and the pool is discarded (its peers may hang in a collective). The workers are
+forks (`tests.nursery`), so another one is there in a moment.
 
-Results travel as plain pickles: torch's own way of sending tensors between processes shakes hands twice for each of them.
+Results travel as plain pickles: torch's own way of sending tensors between processes shakes hands twice for each of
+them.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def serve(pipe: Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
             result = function(rank, *args)
             dist.barrier()
-            # What the function leaves in reference cycles would keep its process groups, whose threads turn in a busy loop
-            # once the other end of their connections is closed.
+            # What the function leaves in reference cycles would keep its process groups, whose threads turn in a busy
+            # loop once the other end of their connections is closed.
             gc.collect()
             dist.destroy_process_group()
             pipe.send_bytes(pickle.dumps((True, result)))
@@ -61,7 +62,9 @@ def serve(pipe: Connection) -> None:
 
 
 def be_deterministic(strict: bool) -> None:
-    """`torch.use_deterministic_algorithms`, where that changes something: each call imports all of torch.compile, 0.9 s in a new process."""
+    """`torch.use_deterministic_algorithms`, where that changes something: each call imports all of torch.compile, 0.9 s
+    in a new process.
+    """
     import torch
 
     if strict != torch.are_deterministic_algorithms_enabled():

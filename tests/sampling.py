@@ -1,9 +1,10 @@
-"""Which cases of an exhaustive grid run: all of them in `make test-all`, elsewhere a sample that another seed draws anew.
+"""Which cases of an exhaustive grid run: all of them in `make test-all`, elsewhere a sample that another seed draws
+anew.
 
-A test with the mark `sampled` has a grid of parameters. A sample of strength 2 has every pair of values of every two parameters in some case,
-one of strength 1, as `sampled(strength=1)` asks for, every value of each. What a fault depends on is nearly always one value or two; a third is
-left to other seeds and to `make test-all`, which also has the tests with the mark `exhaustive`. `sampled(cases=3)` is for dear cases that are much
-alike: so many of them run.
+A test with the mark `sampled` has a grid of parameters. A sample of strength 2 has every pair of values of every two
+parameters in some case, one of strength 1, as `sampled(strength=1)` asks for, every value of each. What a fault depends
+on is nearly always one value or two; a third is left to other seeds and to `make test-all`, which also has the tests
+with the mark `exhaustive`. `sampled(cases=3)` is for dear cases that are much alike: so many of them run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from fused_ops.native.compile import LEVELS
 from fused_ops.native.library import EMULATED, level
 
 STRENGTHS = {"check": (1, 0), "test": (2, 1)}
-"""Of a sampled test, and of the cases on emulated CUDA kernels of any test, which are slow. Beyond these depths is `all`."""
+"""Of a sampled test, and of the cases on emulated CUDA kernels of any test, which are slow.
+
+Beyond these depths is `all`.
+"""
 
 OF_LEVELS = ("level", "cpu_level")
 """Parameters that choose an instruction set of the CPU's kernels."""
@@ -47,7 +51,8 @@ def sample(cases: Sequence[Case], strength: int, random_: random.Random) -> list
     missing = set().union(*offers.values())
     chosen = []
     while missing:
-        # What a case can still add only shrinks, so that the first whose new count is at least the next one's old is the best.
+        # What a case can still add only shrinks, so that the first whose new count is at least the next one's old is
+        # the best.
         ranked = sorted(order, key=lambda number: -len(offers[number]))
         best, most = ranked[0], 0
         for number in ranked:
@@ -80,7 +85,8 @@ def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytes
 
 
 def levels_left_out(depth: str, seed: int, levels: Sequence[str], own: str) -> set[str]:
-    """Instruction sets whose kernels do not run: of those below the processor's own all but one in `make test`, and all in `make check`.
+    """Instruction sets whose kernels do not run: of those below the processor's own all but one in `make test`, and all
+    in `make check`.
 
     levels: all there are, the best first. A library on torch's headers takes half a minute to compile for each.
     """

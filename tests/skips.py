@@ -1,7 +1,8 @@
-"""What a continuous integration run may skip: what its machine lacks, and nothing that its own installation should have.
+"""What a continuous integration run may skip: what its machine lacks, and nothing that its own installation should
+have.
 
-Where the variable CI is set, as its services do, a skip for any other reason is a failure: of an extra that `make test` installs, or of a
-program that its machine has, the tests must not go without a word.
+Where the variable CI is set, as its services do, a skip for any other reason is a failure: of an extra that `make test`
+installs, or of a program that its machine has, the tests must not go without a word.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     if not allowed(reason):
         report.outcome = "failed"
-        report.longrepr = f"{reason}\nCI is set, and its installation should have this: tests/skips.py lists what may be missing."
+        report.longrepr = (
+            f"{reason}\nCI is set, and its installation should have this: tests/skips.py lists what may be missing."
+        )
 
 
 class SkipsAreFailures:

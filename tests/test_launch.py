@@ -39,7 +39,9 @@ def stopped(rank: int) -> int:
     return int(left.value.args[0])
 
 
-def test_a_rank_that_alone_is_told_to_stop_fails(store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_alone_is_told_to_stop_fails(
+    store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The others would wait for it: status 1 has the launcher end them, and its summary says why."""
     assert stopped(1) == 1
     said = "rank 1 stopped: SIGTERM came before the first step, and to 1 of 2 ranks only"
@@ -48,7 +50,9 @@ def test_a_rank_that_alone_is_told_to_stop_fails(store: dist.Store, tmp_path: Pa
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == said
 
 
-def test_ranks_that_are_all_told_to_stop_end_well(store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_are_all_told_to_stop_end_well(
+    store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store.add("megazero/told to stop", 1)
     assert stopped(0) == 0
     captured = capsys.readouterr()
@@ -60,7 +64,9 @@ def test_ranks_that_are_all_told_to_stop_end_well(store: dist.Store, tmp_path: P
 def test_a_wrong_configuration_is_one_whoever_leaves_first(
     rank: int, left: str, store: dist.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The launcher ends the ranks that are slower to leave: nothing is put over what they have said, and their status is that of the others."""
+    """The launcher ends the ranks that are slower to leave: nothing is put over what they have said, and their status
+    is that of the others.
+    """
     store.set("megazero/configuration", "reported")
     (tmp_path / "error.json").write_text(json.dumps({"message": {"message": "--hidden-size 0"}}))
     assert stopped(rank) == 2

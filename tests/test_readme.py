@@ -39,7 +39,9 @@ def test_make_knows_the_targets(line: str) -> None:
 
 
 TRAINING = [line for line in commands("torchrun ") if "pretrain_gpt.py" in line]
-TOOLS = [line for line in COMMANDS if line.startswith("python ") or (line.startswith("torchrun ") and line not in TRAINING)]
+TOOLS = [
+    line for line in COMMANDS if line.startswith("python ") or (line.startswith("torchrun ") and line not in TRAINING)
+]
 IN_PLACE = re.compile(r"models/|runs/|notes[.]txt")
 
 
@@ -68,8 +70,12 @@ def place(tmp_path_factory):
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([README], tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, special_tokens=["</s>"]))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(folder / "models" / "bloom")
+    made.train_from_iterator(
+        [README], tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, special_tokens=["</s>"])
+    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(
+        folder / "models" / "bloom"
+    )
     shutil.copytree(folder / "models" / "bloom", folder / "models" / "tuned")
     (folder / "models" / "tuned" / "chat_template.jinja").write_text(
         "{% for turn in messages %}{{ turn['content'] }}{{ eos_token }}{% endfor %}"
@@ -82,7 +88,9 @@ def run_in(place: Path, *words: str) -> str:
     """A command of the README where its files are; the tools are named as from the project's folder."""
     named = [str(ROOT / word) if word.startswith("tools/") or word == "pretrain_gpt.py" else word for word in words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *named], cwd=place, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *named], cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -110,12 +118,22 @@ PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "d
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_named_files_exist(page: str) -> None:
     text = (ROOT / page).read_text()
-    links = [ROOT / page if link.startswith("#") else (ROOT / page).parent / link for link in re.findall(r"\]\(([^)]+)\)", text)]
-    named = [ROOT / path.rstrip("/") for path in re.findall(r"`((?:megazero|tools|tests|examples|fused_ops|docs)/[\w./-]*)`", text)]
+    links = [
+        ROOT / page if link.startswith("#") else (ROOT / page).parent / link
+        for link in re.findall(r"\]\(([^)]+)\)", text)
+    ]
+    named = [
+        ROOT / path.rstrip("/")
+        for path in re.findall(r"`((?:megazero|tools|tests|examples|fused_ops|docs)/[\w./-]*)`", text)
+    ]
     assert not [str(path.relative_to(ROOT)) for path in links + named if not path.exists()]
 
 
 def test_the_first_screen_says_it_all() -> None:
     screen = "\n".join(README.splitlines()[:24])
-    for needed in ("make pretrain", "make test", "torchrun --nproc-per-node 48 pretrain_gpt.py --tp 4 --pp 12 --zero-stage 1"):
+    for needed in (
+        "make pretrain",
+        "make test",
+        "torchrun --nproc-per-node 48 pretrain_gpt.py --tp 4 --pp 12 --zero-stage 1",
+    ):
         assert needed in screen

@@ -1,4 +1,6 @@
-"""Set-up: an isolated build brings no torch, versions are pinned, and what is missing is said with the line that installs it."""
+"""Set-up: an isolated build brings no torch, versions are pinned, and what is missing is said with the line that
+installs it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def constraints() -> dict[str, str]:
 
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     wanted = [Requirement(line) for line in lines]
-    return {r.name.lower(): str(r.specifier).removeprefix("==") for r in wanted if r.marker is None or r.marker.evaluate()}
+    return {
+        r.name.lower(): str(r.specifier).removeprefix("==") for r in wanted if r.marker is None or r.marker.evaluate()
+    }
 
 
 def names(requirements: list[str]) -> list[str]:
@@ -77,10 +81,14 @@ def test_the_installed_torch_is_the_pinned_one() -> None:
 
 @pytest.mark.slow
 def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None:
-    """What pip does in its own environment: setuptools and nothing else. -S -I hides every installed package but those named. The
-    compiler is a stand-in that links what it is told and compiles nothing: installing the tests has compiled the kernels."""
+    """What pip does in its own environment: setuptools and nothing else. -S -I hides every installed package but those
+    named. The compiler is a stand-in that links what it is told and compiles nothing: installing the tests has compiled
+    the kernels.
+    """
     source = tmp_path / "source"
-    tracked = shutil.ignore_patterns(".git", ".venv", "runs", "tests", "__pycache__", ".mypy_cache", ".hypothesis", "*.egg-info")
+    tracked = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "tests", "__pycache__", ".mypy_cache", ".hypothesis", "*.egg-info"
+    )
     shutil.copytree(ROOT, source, ignore=tracked)
     only = tmp_path / "only"
     only.mkdir()
@@ -90,7 +98,8 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
             (only / found.name).symlink_to(found)
     build = (
         f"import sys; sys.path.insert(0, {str(only)!r}); import setuptools.build_meta as b; "
-        f"assert not b.get_requires_for_build_wheel(); b.build_wheel({str(tmp_path)!r}); assert 'torch' not in sys.modules"
+        f"assert not b.get_requires_for_build_wheel(); b.build_wheel({str(tmp_path)!r}); assert 'torch' not in "
+        "sys.modules"
     )
     nothing = tmp_path / "nothing"
     nothing.write_text(
@@ -100,20 +109,29 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
     nothing.chmod(0o755)
     environment = {**os.environ, "CXX": str(nothing)}
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", build], cwd=source, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-S", "-c", build],
+        cwd=source,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("megazero-*.whl")
     with zipfile.ZipFile(wheel) as opened:
         inside = opened.namelist()
         metadata = opened.read(next(name for name in inside if name.endswith("METADATA"))).decode()
-    assert {"megazero/plan/flops.py", "fused_ops/__init__.py", "fused_ops/csrc/cpu/vec.h", "pretrain_gpt.py"} <= set(inside)
+    assert {"megazero/plan/flops.py", "fused_ops/__init__.py", "fused_ops/csrc/cpu/vec.h", "pretrain_gpt.py"} <= set(
+        inside
+    )
     assert any(name.startswith("fused_ops/_kernels/cpu_") for name in inside) and "none-any" not in wheel.name
     assert not [name for name in inside if name.startswith(("tests/", "tools/"))]
     assert "Requires-Dist: torch>=" in metadata
 
 
-def install(tmp_path: Path, python: str | None, programs: tuple[str, ...] = ("git", "make")) -> subprocess.CompletedProcess[str]:
+def install(
+    tmp_path: Path, python: str | None, programs: tuple[str, ...] = ("git", "make")
+) -> subprocess.CompletedProcess[str]:
     """Run the installer where only these programs and this stand-in for python3 are found."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -166,7 +184,9 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path, goal: str, given: bool) 
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0 and done.stdout == ""
     said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
-    assert len(said) == 1 and said[0].startswith(f"make {goal}: torch ") and "finds no NVIDIA GPU" in said[0], done.stderr
+    assert len(said) == 1 and said[0].startswith(f"make {goal}: torch ") and "finds no NVIDIA GPU" in said[0], (
+        done.stderr
+    )
     assert sorted(tmp_path.rglob("*")) == before and time.monotonic() - began < 30
 
 
@@ -174,7 +194,9 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path, goal: str, given: bool) 
 def test_without_torch_the_line_names_the_python(tmp_path: Path, program: str) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(ROOT / program)], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode != 0
     assert sys.executable in done.stderr and "no torch here" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -193,11 +215,19 @@ def test_the_pretraining_script_is_a_valid_run_of_four_ranks(tmp_path: Path) -> 
         (tmp_path / name).write_text(f'#!/bin/sh\nprintf "{prints} %s\\n" "$@"\n')
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(tmp_path / "run")}
-    done = subprocess.run([str(ROOT / "examples/pretrain_stdlib.sh")], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [str(ROOT / "examples/pretrain_stdlib.sh")], env=environment, capture_output=True, text=True, check=True
+    )
     words = [line.removeprefix("word ") for line in done.stdout.splitlines() if line.startswith("word ")]
     ranks, script = words[words.index("--nproc-per-node") + 1], words.index("pretrain_gpt.py")
     run = parse_run(words[script + 1 :], int(ranks))
-    assert (ranks, run.parallel.tp, run.parallel.pp, run.parallel.zero_stage, run.optimizer.precision) == ("4", 2, 2, 1, "bf16")
+    assert (ranks, run.parallel.tp, run.parallel.pp, run.parallel.zero_stage, run.optimizer.precision) == (
+        "4",
+        2,
+        2,
+        1,
+        "bf16",
+    )
     tools = [line.removeprefix("tool ") for line in done.stdout.splitlines() if line.startswith("tool ")]
     assert tools[0] == "tools/convert_checkpoint.py" and tools[tools.index("--to") + 1] == "hf" and "--verify" in tools
     assert "tools/generate_text.py" in tools and tools[tools.index("--load") + 1] == f"{tmp_path}/run/hf"
@@ -208,5 +238,7 @@ def test_linting_and_the_program_install_no_other_trainers() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     assert {"ruff", "mypy", "types-pyyaml", "pytest"} == set(names(extras["lint"]))
     for goal, wanted in (("install", '""'), ("lint", "lint")):
-        plan = subprocess.run(["make", "-n", goal, "VENV=elsewhere"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        plan = subprocess.run(
+            ["make", "-n", goal, "VENV=elsewhere"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         assert f'tools/install.sh "elsewhere" {wanted}' in plan and 'elsewhere" test' not in plan, plan

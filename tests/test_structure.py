@@ -1,4 +1,6 @@
-"""The house stands: imports run downwards, no globals, one file for the device, short files and functions, clean linters."""
+"""The house stands: imports run downwards, no globals, one file for the device, short files and functions, clean
+linters.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 70
 
 
 def drawn() -> dict[str, int]:
-    """Room -> floor, as the table in docs/architecture.md draws it. A room is a package, or a module directly under megazero."""
+    """Room -> floor, as the table in docs/architecture.md draws it.
+
+    A room is a package, or a module directly under megazero.
+    """
     found: dict[str, int] = {}
     floor = 0
     table = (ROOT / "docs" / "architecture.md").read_text().split("## Floors")[1].split("\n## ")[0]
     for cells in (line.split("|") for line in table.splitlines() if line.startswith("|") and "`" in line):
         floor = int(cells[1]) if cells[1].strip() else floor
-        found |= {name.strip("/").removesuffix(".py").replace("/", "."): floor for name in re.findall("`(.*?)`", cells[2])}
+        found |= {
+            name.strip("/").removesuffix(".py").replace("/", "."): floor for name in re.findall("`(.*?)`", cells[2])
+        }
     return found
 
 
@@ -80,7 +87,9 @@ def imports(module: str, path: Path) -> Iterator[tuple[int, str]]:
 def test_there_is_something_to_check() -> None:
     assert len(OURS) > 30
     assert "megazero.plan.flops" in OURS
-    assert ("megazero.config.schema") in {target for _, target in imports("megazero.plan.flops", OURS["megazero.plan.flops"])}
+    assert ("megazero.config.schema") in {
+        target for _, target in imports("megazero.plan.flops", OURS["megazero.plan.flops"])
+    }
 
 
 def test_every_module_stands_in_a_room_and_every_room_has_one() -> None:
@@ -90,12 +99,17 @@ def test_every_module_stands_in_a_room_and_every_room_has_one() -> None:
 
 
 def test_imports_run_strictly_downwards() -> None:
-    """A room imports rooms of lower floors and its own files, nothing else: rooms of one floor never import each other."""
+    """A room imports rooms of lower floors and its own files, nothing else: rooms of one floor never
+    import each other.
+    """
     wrong = []
     for module, path in OURS.items():
         for line, target in imports(module, path):
             if room(module) != room(target) and floor(target) >= floor(module):
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {module} (floor {floor(module)}) imports {target} (floor {floor(target)})")
+                wrong.append(
+                    f"{path.relative_to(ROOT)}:{line}: {module} (floor {floor(module)}) imports {target} (floor "
+                    f"{floor(target)})"
+                )
     assert not wrong, "\n".join(wrong)
 
 
@@ -112,14 +126,18 @@ def test_a_models_parameters_are_named_in_the_inventory_alone() -> None:
         wrong += [
             f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
             for node in ast.walk(parsed(path))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents and NAMES.match(node.value)
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documents
+            and NAMES.match(node.value)
         ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_import_cycles() -> None:
     graph = {
-        module: {target for _, target in imports(module, path) if target in OURS and target != module} for module, path in OURS.items()
+        module: {target for _, target in imports(module, path) if target in OURS and target != module}
+        for module, path in OURS.items()
     }
     done: set[str] = set()
 
@@ -146,19 +164,32 @@ def test_nobody_imports_tests() -> None:
 
 
 def test_no_global_statement() -> None:
-    wrong = [f"{path.relative_to(ROOT)}:{n.lineno}" for path in OURS.values() for n in ast.walk(parsed(path)) if isinstance(n, ast.Global)]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{n.lineno}"
+        for path in OURS.values()
+        for n in ast.walk(parsed(path))
+        if isinstance(n, ast.Global)
+    ]
     assert not wrong, wrong
 
 
 def touches_cuda(path: Path) -> list[int]:
     """Lines whose code (not comments or strings) names torch.cuda or imports it."""
     lines = []
-    words = [t for t in tokenize.generate_tokens(io.StringIO(path.read_text()).readline) if t.type in (tokenize.NAME, tokenize.OP)]
+    words = [
+        t
+        for t in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if t.type in (tokenize.NAME, tokenize.OP)
+    ]
     for first, dot, last in zip(words, words[1:], words[2:], strict=False):
         if (first.string, dot.string, last.string) == ("torch", ".", "cuda"):
             lines.append(first.start[0])
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and node.module == "torch" and any(alias.name == "cuda" for alias in node.names):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "torch"
+            and any(alias.name == "cuda" for alias in node.names)
+        ):
             lines.append(node.lineno)
     return lines
 
@@ -197,8 +228,9 @@ def dotted(node: ast.expr) -> str:
 def test_no_pickle_is_loaded() -> None:
     """torch.load only with weights_only=True, numpy.load only without allow_pickle, and no unpickling module at all.
 
-    One file is exempt from the last: `megazero/convert/files/unpickle.py` takes the instructions of Python's pickle machine and replaces those that
-    name, call or set anything (BLOOM's own checkpoints are pickles with DeepSpeed's classes in them, which torch.load refuses).
+    One file is exempt from the last: `megazero/convert/files/unpickle.py` takes the instructions of Python's pickle
+    machine and replaces those that name, call or set anything (BLOOM's own checkpoints are pickles with DeepSpeed's
+    classes in them, which torch.load refuses).
     """
     wrong = []
     for path in OURS.values():
@@ -208,20 +240,33 @@ def test_no_pickle_is_loaded() -> None:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
                 unpickles = path == ROOT / "megazero" / "convert" / "files" / "unpickle.py" and names == ["pickle"]
                 names = [] if unpickles else names
-                wrong += [where for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")]
+                wrong += [
+                    where
+                    for name in names
+                    if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")
+                ]
             if isinstance(node, ast.Call):
                 keywords = {word.arg: word.value for word in node.keywords}
                 called = dotted(node.func)
-                safe = isinstance(keywords.get("weights_only"), ast.Constant) and ast.unparse(keywords["weights_only"]) == "True"
+                safe = (
+                    isinstance(keywords.get("weights_only"), ast.Constant)
+                    and ast.unparse(keywords["weights_only"]) == "True"
+                )
                 if called == "torch.load" and not safe:
                     wrong.append(where)
-                if called.endswith(".load") and "allow_pickle" in keywords and ast.unparse(keywords["allow_pickle"]) != "False":
+                if (
+                    called.endswith(".load")
+                    and "allow_pickle" in keywords
+                    and ast.unparse(keywords["allow_pickle"]) != "False"
+                ):
                     wrong.append(where)
     assert not wrong, wrong
 
 
 def test_no_module_level_containers_to_fill() -> None:
-    """A module-level name bound to an empty container is a cache or a registry in the making: state that nobody passed."""
+    """A module-level name bound to an empty container is a cache or a registry in the making: state
+    that nobody passed.
+    """
     makers = ("dict", "list", "set", "defaultdict", "Counter", "collections.defaultdict", "collections.Counter")
     wrong = []
     for path in OURS.values():

@@ -1,4 +1,6 @@
-"""The machinery of the tests themselves: samples of grids, skips in continuous integration, what tests cost, the pool of ranks."""
+"""The machinery of the tests themselves: samples of grids, skips in continuous integration, what tests cost, the pool
+of ranks.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
     items = pytester.getitems(
         """
         import pytest
-        grid = pytest.mark.parametrize("a", range(2)), pytest.mark.parametrize("b", range(2)), pytest.mark.parametrize("c", range(3))
+        grid = [pytest.mark.parametrize(name, range(n)) for name, n in (("a", 2), ("b", 2), ("c", 3))]
         def on(marks, test):
             for mark in marks:
                 test = mark(test)
@@ -85,7 +87,14 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
     once = {"test_plain": 1, "test_slow": 1, "test_lint": 1}
     assert counts("all") == {"test_all": 12, "test_some": 12, "test_two": 6, "test_level": 2, "emulated": 2} | once
     assert counts("test") == {"test_all": 12, "test_some": 6, "test_two": 2, "test_level": 2, "emulated": 2} | once
-    assert counts("check") == {"test_all": 12, "test_some": 3, "test_two": 2, "test_level": 2, "test_plain": 1, "test_lint": 1}
+    assert counts("check") == {
+        "test_all": 12,
+        "test_some": 3,
+        "test_two": 2,
+        "test_level": 2,
+        "test_plain": 1,
+        "test_lint": 1,
+    }
 
 
 def test_one_lower_level_of_kernels_runs_beside_the_processors_own() -> None:
@@ -125,7 +134,8 @@ def test_a_skip_for_what_should_be_installed_fails(pytester: pytest.Pytester) ->
 def test_costs_count_what_runs_below(pytester: pytest.Pytester) -> None:
     burning = "import time\nwhile time.process_time() < 0.5: pass"
     test = pytester.makepyfile(
-        f"import subprocess, sys\ndef test_below(): subprocess.run([sys.executable, '-c', {burning!r}], check=True)\ndef test_idle(): ..."
+        f"import subprocess, sys\ndef test_below(): subprocess.run([sys.executable, '-c', {burning!r}], "
+        "check=True)\ndef test_idle(): ..."
     )
     costs = Costs(5)
     pytester.inline_run(test, plugins=[costs]).assertoutcome(passed=2)
@@ -142,7 +152,9 @@ def failing(rank: int) -> None:
 
 
 def test_neighbours_order_their_sets_differently() -> None:
-    """A program whose messages follow the order of a set must not pass because all ranks were forked from one process."""
+    """A program whose messages follow the order of a set must not pass because all ranks were forked
+    from one process.
+    """
     found = run_ranks(4, identity)
     assert len({pid for pid, _ in found}) == 4
     assert found[0][1] == found[2][1] != found[1][1] == found[3][1]
@@ -159,9 +171,17 @@ def test_a_rank_that_fails_costs_its_pool_and_no_more() -> None:
 @pytest.mark.slow
 def test_workers_end_with_the_process_that_asked_for_them() -> None:
     """Killed, it can tell nobody."""
-    program = "import os; from tests.ranks import run_ranks; from tests.test_suite import identity; print(run_ranks(2, identity)[1][0]);"
-    done = subprocess.run([sys.executable, "-c", f"{program} os.kill(os.getpid(), 9)"], capture_output=True, text=True, check=False)
+    program = (
+        "import os; from tests.ranks import run_ranks; from tests.test_suite import identity; "
+        "print(run_ranks(2, "
+        "identity)[1][0]);"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program} os.kill(os.getpid(), 9)"], capture_output=True, text=True, check=False
+    )
     (worker,) = done.stdout.split()
     # Its output is a pipe that the nurseries inherited: the run above returned when the last of them had ended.
     status = Path(f"/proc/{worker}/status")
-    assert done.returncode == -9 and (not status.exists() or "State:\tZ" in status.read_text())  # ended, if nobody has asked how yet
+    assert done.returncode == -9 and (
+        not status.exists() or "State:\tZ" in status.read_text()
+    )  # ended, if nobody has asked how yet

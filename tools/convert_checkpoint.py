@@ -1,4 +1,5 @@
-"""Convert a checkpoint of any known format into any other; weights stay bit for bit what they are, unless --dtype asks for others.
+"""Convert a checkpoint of any known format into any other; weights stay bit for bit what they are, unless --dtype asks
+for others.
 
 python tools/convert_checkpoint.py --input bloom-560m --to megazero --output runs/bloom --verify
 python tools/convert_checkpoint.py --input runs/mine --to hf --output mine-hf --verify
@@ -28,14 +29,27 @@ def parser() -> argparse.ArgumentParser:
     known = format_table()
     add_checkpoint_flags(made, "--input")
     made.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder that is not there yet")
-    made.add_argument("--to", required=True, choices=tuple(name for name, format in known.items() if format.write), help="format to write")
+    made.add_argument(
+        "--to",
+        required=True,
+        choices=tuple(name for name, format in known.items() if format.write),
+        help="format to write",
+    )
     made.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the target, where it has a layout")
     made.add_argument("--pp", type=int, default=1, help="pipeline stages of the target, where it has a layout")
     made.add_argument("--dp", type=int, default=1, help="data-parallel ranks that the target's optimizer files are for")
-    made.add_argument("--dtype", choices=tuple(PRECISION_OF.values()), help="of the model's weights; default: what the model computes in")
-    made.add_argument("--vocab-size", type=int, metavar="V", help="leave out rows beyond these, the padding of another program")
     made.add_argument(
-        "--verify", action="store_true", help="compare every tensor afterwards, and the logits where the model fits in memory"
+        "--dtype",
+        choices=tuple(PRECISION_OF.values()),
+        help="of the model's weights; default: what the model computes in",
+    )
+    made.add_argument(
+        "--vocab-size", type=int, metavar="V", help="leave out rows beyond these, the padding of another program"
+    )
+    made.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every tensor afterwards, and the logits where the model fits in memory",
     )
     return made
 

@@ -34,14 +34,20 @@ def arguments() -> argparse.ArgumentParser:
     add("--schedule", choices=SCHEDULES, help="default: 1f1b, with several chunks per stage interleaved")
     add("--forward-time", type=float, default=1.0, metavar="T", help="time of one chunk's forward (default 1)")
     add("--backward-time", type=float, default=2.0, metavar="T", help="time of one chunk's backward (default 2)")
-    add("--weight-time", type=float, metavar="T", help="part of a backward's time that is for the weights (default half)")
+    add(
+        "--weight-time",
+        type=float,
+        metavar="T",
+        help="part of a backward's time that is for the weights (default half)",
+    )
     add("--message-time", type=float, default=0.0, metavar="T", help="time of one message between stages (default 0)")
     add(
         "--profile",
         type=float,
         nargs=4,
         metavar=("F", "B", "W", "MESSAGE"),
-        help="instead: times of a whole stage's forward, backward of inputs and of weights, spread over its chunks, and of a message",
+        help="instead: times of a whole stage's forward, backward of inputs and of weights, spread over its chunks, "
+        "and of a message",
     )
     add("--forward-only", action="store_true", help="draw the evaluation's schedule")
     add("--width", type=int, help="columns (default: the terminal's)")

@@ -4,15 +4,16 @@
     torchrun --nproc-per-node 4 tools/evaluate.py hub/bloom-7b1 --tp 2 --pp 2 --input text/ --output scores.jsonl
     python tools/evaluate.py runs/bloom --input notes.txt --document line --stride 512 --json
 
-The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout: what tp and pp leave of the processes are replicas that
-share the documents. The result depends on neither, nor on the batch size, but for rounding.
+The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout: what tp and pp leave of the
+processes are replicas that share the documents. The result depends on neither, nor on the batch size, but for rounding.
 
-Each token is scored once. A document starts with its separator (--prefix-id, else the run's or tokenizer's end-of-document token), from which its
-first token is predicted; without one, or with --no-prefix, first tokens are context only. Documents longer than the context are cut into
-windows, each with `stride` tokens to score: the less of them, the more context each has, and the longer it takes.
+Each token is scored once. A document starts with its separator (--prefix-id, else the run's or tokenizer's
+end-of-document token), from which its first token is predicted; without one, or with --no-prefix, first tokens are
+context only. Documents longer than the context are cut into windows, each with `stride` tokens to score: the less of
+them, the more context each has, and the longer it takes.
 
-Printed are, for all documents together: mean loss in nats per token, its sum, perplexity, and bits per byte for text. Status: 0, 2 for a mistake
-in arguments or files, 1 for anything else.
+Printed are, for all documents together: mean loss in nats per token, its sum, perplexity, and bits per byte for text.
+Status: 0, 2 for a mistake in arguments or files, 1 for anything else.
 """
 
 from __future__ import annotations
@@ -56,20 +57,50 @@ def parser() -> argparse.ArgumentParser:
     add_checkpoint_flags(flags)
     text = flags.add_argument_group("documents, at least one of the two")
     text.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx pairs")
-    text.add_argument("--input", nargs="+", default=[], metavar="FILE", help="files and folders of jsonl or text, also .gz and .zst")
+    text.add_argument(
+        "--input", nargs="+", default=[], metavar="FILE", help="files and folders of jsonl or text, also .gz and .zst"
+    )
     text.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
-    text.add_argument("--format", dest="text_format", default="auto", choices=("auto", "jsonl", "text"), help="of --input; auto: by ending")
+    text.add_argument(
+        "--format",
+        dest="text_format",
+        default="auto",
+        choices=("auto", "jsonl", "text"),
+        help="of --input; auto: by ending",
+    )
     text.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
-    text.add_argument("--encoding-errors", default="strict", choices=("strict", "replace"), help="bytes that are no UTF-8: stop, or U+FFFD")
-    text.add_argument("--append-eod", action="store_true", help="end documents of --input with the end-of-document token, and score it")
+    text.add_argument(
+        "--encoding-errors",
+        default="strict",
+        choices=("strict", "replace"),
+        help="bytes that are no UTF-8: stop, or U+FFFD",
+    )
+    text.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end documents of --input with the end-of-document token, and score it",
+    )
     add_tokenizer_flags(text)
     text.add_argument("--limit", type=int, metavar="N", help="score the first N documents only")
     how = flags.add_argument_group("scoring")
-    how.add_argument("--context", type=int, metavar="N", help="tokens that the model reads at once (default: its sequence length)")
-    how.add_argument("--stride", type=int, metavar="N", help="tokens scored per window of a long document (default: the context)")
-    how.add_argument("--prefix-id", type=int, metavar="ID", help="token that documents start after (default: the end-of-document token)")
-    how.add_argument("--no-prefix", action="store_true", help="documents start after nothing: first tokens are not scored")
-    how.add_argument("--micro-batch-size", type=int, default=8, metavar="N", help="windows of one forward pass (%(default)s)")
+    how.add_argument(
+        "--context", type=int, metavar="N", help="tokens that the model reads at once (default: its sequence length)"
+    )
+    how.add_argument(
+        "--stride", type=int, metavar="N", help="tokens scored per window of a long document (default: the context)"
+    )
+    how.add_argument(
+        "--prefix-id",
+        type=int,
+        metavar="ID",
+        help="token that documents start after (default: the end-of-document token)",
+    )
+    how.add_argument(
+        "--no-prefix", action="store_true", help="documents start after nothing: first tokens are not scored"
+    )
+    how.add_argument(
+        "--micro-batch-size", type=int, default=8, metavar="N", help="windows of one forward pass (%(default)s)"
+    )
     add_layout_flags(flags)
     out = flags.add_argument_group("output")
     out.add_argument(
@@ -121,7 +152,9 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
         yield from indexed_documents(prefix)
     if args.input:
         if tokenizer is None:
-            raise DataError(f"--input: {checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path")
+            raise DataError(
+                f"--input: {checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path"
+            )
         if args.append_eod and eod is None:
             raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
         reader = Reader(args.json_key, args.text_format, args.document, args.encoding_errors)
@@ -140,7 +173,10 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     unfinished = None if args.output is None or grid.rank else args.output.with_name(f"{args.output.name}.unfinished")
     with ExitStack() as stack:
         lines: IO[str] | None = stack.enter_context(open(unfinished, "w", encoding="utf-8")) if unfinished else None
-        chosen = (document for _, document in zip(range(args.limit or sys.maxsize), documents(args, tokenizer, eod), strict=False))
+        chosen = (
+            document
+            for _, document in zip(range(args.limit or sys.maxsize), documents(args, tokenizer, eod), strict=False)
+        )
         for score in score_documents(scorer, chosen, cut):
             totals.add(score)
             if lines is not None:
@@ -157,12 +193,22 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
 
 def report(args: argparse.Namespace, cut: Cut, totals: Totals, seconds: float) -> None:
     record = totals.record(every_token=cut.prefix is not None)
-    about = {"checkpoint": str(checkpoint_of(args)), "context": cut.context, "stride": cut.stride, "prefix_id": cut.prefix}
+    about = {
+        "checkpoint": str(checkpoint_of(args)),
+        "context": cut.context,
+        "stride": cut.stride,
+        "prefix_id": cut.prefix,
+    }
     if args.json:
-        print(json.dumps(about | record | {"seconds": seconds, "tokens_per_second": totals.tokens / seconds}), flush=True)
+        print(
+            json.dumps(about | record | {"seconds": seconds, "tokens_per_second": totals.tokens / seconds}), flush=True
+        )
         return
     shown = {"loss": "nats per token", "perplexity": "", "bits_per_byte": "", "total_loss": "nats in all"}
-    print(f"{totals.documents:,} documents, {totals.tokens:,} tokens in {seconds:.1f} s ({totals.tokens / seconds:,.0f} tokens/s)")
+    print(
+        f"{totals.documents:,} documents, {totals.tokens:,} tokens in {seconds:.1f} s ({totals.tokens / seconds:,.0f} "
+        "tokens/s)"
+    )
     print(
         f"context {cut.context}, stride {cut.stride}, "
         + (f"after token {cut.prefix}" if cut.prefix is not None else "first tokens not scored")

@@ -5,18 +5,21 @@
     python tools/generate_text.py --load runs/chat --chat --interactive
     echo "3 1 4 1 5" | python tools/generate_text.py --load runs/ids --ids --max-new-tokens 20
 
-The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout. Prompts come from --prompt, from the lines of
---prompt-file (of .jsonl: strings, or "prompt" of each line; - is the standard input), else from the standard input. A single continuation is shown
-as it comes, several one after the other, each under its number; --json prints a line of JSON for each, with prompt, text, ids, and what ended it.
-The text goes to the standard output, where a terminal gets control characters as escapes (\\x1b), but for line feed and tab; all else goes to the
-standard error. Draws depend on the seed and on a prompt's place among the prompts: the same seed gives the same text on every layout, whatever
-the other prompts say, but for rounding.
+The checkpoint is of any format that tools/convert_checkpoint.py reads, on any layout. Prompts come from --prompt, from
+the lines of --prompt-file (of .jsonl: strings, or "prompt" of each line; - is the standard input), else from the
+standard input. A single continuation is shown as it comes, several one after the other, each under its number; --json
+prints a line of JSON for each, with prompt, text, ids, and what ended it. The text goes to the standard output, where a
+terminal gets control characters as escapes (\\x1b), but for line feed and tab; all else goes to the standard error.
+Draws depend on the seed and on a prompt's place among the prompts: the same seed gives the same text on every layout,
+whatever the other prompts say, but for rounding.
 
-With --chat a prompt is a user's turn, written by the chat template beside the model's tokenizer, and what comes is the answer, up to the token that
-ends it. --chat --interactive is a conversation, which remembers its turns; /help lists its commands (/reset, /system TEXT, /temperature T). Ctrl-C
-stops an answer and not the program. A special token that a prompt spells is plain text, with --chat and without, and a warning says so.
+With --chat a prompt is a user's turn, written by the chat template beside the model's tokenizer, and what comes is the
+answer, up to the token that ends it. --chat --interactive is a conversation, which remembers its turns; /help lists its
+commands (/reset, /system TEXT, /temperature T). Ctrl-C stops an answer and not the program. A special token that a
+prompt spells is plain text, with --chat and without, and a warning says so.
 
-Status: 0, 2 for a mistake in arguments or files, 130 on Ctrl-C, 141 where nobody reads the output any more, 1 for anything else.
+Status: 0, 2 for a mistake in arguments or files, 130 on Ctrl-C, 141 where nobody reads the output any more, 1 for
+anything else.
 """
 
 from __future__ import annotations
@@ -69,34 +72,64 @@ def parser() -> argparse.ArgumentParser:
     add_checkpoint_flags(flags)
     text = flags.add_argument_group("prompts")
     text.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
-    text.add_argument("--prompt-file", metavar="FILE", help="a prompt in each line, as text or jsonl; - is the standard input")
-    text.add_argument("--interactive", action="store_true", help="ask for one prompt after the other, until the end of the input")
     text.add_argument(
-        "--chat", action="store_true", help="prompts are turns of a user, which the model's chat template writes; the model answers"
+        "--prompt-file", metavar="FILE", help="a prompt in each line, as text or jsonl; - is the standard input"
+    )
+    text.add_argument(
+        "--interactive", action="store_true", help="ask for one prompt after the other, until the end of the input"
+    )
+    text.add_argument(
+        "--chat",
+        action="store_true",
+        help="prompts are turns of a user, which the model's chat template writes; the model answers",
     )
     text.add_argument("--system", metavar="TEXT", help="what a system's turn in front of a chat says")
-    text.add_argument("--ids", action="store_true", help="prompts and continuations are token ids; no tokenizer is used")
+    text.add_argument(
+        "--ids", action="store_true", help="prompts and continuations are token ids; no tokenizer is used"
+    )
     add_tokenizer_flags(text)
-    text.add_argument("--prefix-id", type=int, metavar="ID", help="token in front of every prompt, as some models want one")
-    how = flags.add_argument_group("sampling", "What is not given is as the model's generation_config.json says, else as in brackets.")
+    text.add_argument(
+        "--prefix-id", type=int, metavar="ID", help="token in front of every prompt, as some models want one"
+    )
+    how = flags.add_argument_group(
+        "sampling", "What is not given is as the model's generation_config.json says, else as in brackets."
+    )
     how.add_argument("--max-new-tokens", type=int, metavar="N", help=f"of each continuation ({MOST_TOKENS})")
-    how.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)")
+    how.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)"
+    )
     how.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
     how.add_argument("--temperature", type=float, metavar="T", help="logits are divided by it (1.0)")
     how.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0: from all (0)")
     how.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that add up to P (1.0)")
-    how.add_argument("--repetition-penalty", type=float, metavar="R", help="makes tokens that were there less likely (1.0)")
-    how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a continuation, and is not shown; may be repeated")
     how.add_argument(
-        "--stop-id", action="append", type=int, default=[], metavar="ID", help="token that ends a continuation; may be repeated"
+        "--repetition-penalty", type=float, metavar="R", help="makes tokens that were there less likely (1.0)"
+    )
+    how.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends a continuation, and is not shown; may be repeated",
+    )
+    how.add_argument(
+        "--stop-id",
+        action="append",
+        type=int,
+        default=[],
+        metavar="ID",
+        help="token that ends a continuation; may be repeated",
     )
     how.add_argument(
         "--ignore-eod",
         action="store_true",
-        help="go on behind the token that ends a document, and others at which the model's files or the chat template end a text",
+        help="go on behind the token that ends a document, and others at which the model's files or the chat template "
+        "end a text",
     )
     how.add_argument("--seed", type=int, default=Sampling.seed, help="of the draws (%(default)s)")
-    how.add_argument("--batch-size", type=int, default=16, metavar="N", help="continuations that are computed at once (%(default)s)")
+    how.add_argument(
+        "--batch-size", type=int, default=16, metavar="N", help="continuations that are computed at once (%(default)s)"
+    )
     add_layout_flags(flags)
     flags.add_argument("--json", action="store_true", help="a line of JSON for each continuation")
     return flags
@@ -125,7 +158,9 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     if args.chat and args.ids:
         wrong.append("--chat and --ids exclude each other: a chat is text")
     if args.chat and args.prefix_id is not None:
-        wrong.append(f"--chat and --prefix-id {args.prefix_id} exclude each other: the chat template writes what begins a chat")
+        wrong.append(
+            f"--chat and --prefix-id {args.prefix_id} exclude each other: the chat template writes what begins a chat"
+        )
     if "" in args.stop:
         wrong.append("--stop: a stop string is empty")
     if args.interactive and (args.prompt or args.prompt_file):
@@ -150,7 +185,10 @@ def tokenizer_for(args: argparse.Namespace, opened: Opened) -> Tokenizer:
         return IdTokenizer(opened.run.model.vocab_size)
     found = tokenizer_named(args, opened)
     if found is None:
-        raise DataError(f"{checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on --ids")
+        raise DataError(
+            f"{checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on "
+            "--ids"
+        )
     if not args.chat:
         return found
     try:
@@ -192,8 +230,14 @@ def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     talk = Talk(opened.run.model, pipeline, tokenizer, manner, grid.rank == 0, partial(note, grid))
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.begins) == 1 and args.prefix_id is None:
         begins = tokenizer.begins[0]
-        talk.note(f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id {begins} does")
-    talk.note(f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on {grid.device}")
+        talk.note(
+            f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id "
+            f"{begins} does"
+        )
+    talk.note(
+        f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on "
+        f"{grid.device}"
+    )
     if advice := followed(advised(opened.generation), given(args)):
         words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
         talk.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
@@ -204,7 +248,11 @@ def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
 
     def read() -> list[Prompt]:
         given = read_prompts(args.prompt, file)
-        return talk.read_chats([asked(args.system, of_user(prompt)) for prompt in given]) if args.chat else talk.read(given)
+        return (
+            talk.read_chats([asked(args.system, of_user(prompt)) for prompt in given])
+            if args.chat
+            else talk.read(given)
+        )
 
     prompts = shared(grid, read)
     if not prompts:

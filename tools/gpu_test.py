@@ -4,8 +4,8 @@
     python tools/gpu_test.py --only ranks   # stages whose name contains this
     python tools/gpu_test.py --logs DIR     # keep what each stage printed
 
-Stages that need the card for themselves run alone, the others beside each other. What is most likely to be wrong comes first, and
-what fails is printed when it fails. Status 0: everything passed; 1: something failed, or there is no card.
+Stages that need the card for themselves run alone, the others beside each other. What is most likely to be wrong comes
+first, and what fails is printed when it fails. Status 0: everything passed; 1: something failed, or there is no card.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def sanitizer() -> str | None:
 
 
 def sanitized(program: str, tool: str) -> Stage:
-    """Every kernel under a tool of the sanitizer. Without torch's cache each tensor is an allocation, whose ends are known."""
+    """Every kernel under a tool of the sanitizer.
+
+    Without torch's cache each tensor is an allocation, whose ends are known.
+    """
     options = ("--error-exitcode", str(FOUND), "--report-api-errors", "no")
     command = (program, "--tool", tool, *options, sys.executable, "tests/gpu/sanitize.py")
     return Stage(tool, command, 100, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, sanitizer=True)
@@ -94,10 +97,22 @@ class Running:
     @classmethod
     def start(cls, stage: Stage, folder: Path) -> Running:
         log = folder / f"{stage.name.replace(' ', '-')}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **stage.environment}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            **stage.environment,
+        }
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                stage.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+                stage.command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
             )
         return cls(stage, process, log, time.monotonic())
 
@@ -109,7 +124,9 @@ class Running:
             status = None
             stop(self.process)
         output = self.log.read_text(errors="replace")
-        return Result(self.stage, judged(self.stage, status, output), last_line(output), time.monotonic() - self.began, output)
+        return Result(
+            self.stage, judged(self.stage, status, output), last_line(output), time.monotonic() - self.began, output
+        )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -142,7 +159,11 @@ def judged(stage: Stage, status: int | None, output: str) -> str:
         return "OUT OF TIME"
     if stage.sanitizer and status != FOUND and re.search(r"(?m)^=+ .*(not supported|Unable to|Internal)", output):
         return "left out"
-    if stage.sanitizer and status == 0 and not re.search(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", output):
+    if (
+        stage.sanitizer
+        and status == 0
+        and not re.search(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", output)
+    ):
         return "FAILED"
     return "passed" if status == 0 else "FAILED"
 

@@ -1,7 +1,8 @@
-"""Show what data are, and, with a sequence length, show or dump the samples that a training run would read, in its order.
+"""Show what data are, and, with a sequence length, show or dump the samples that a training run would read, in its
+order.
 
-python tools/inspect_data.py --data-path PREFIX
-python tools/inspect_data.py --data-path PREFIX --split 969,30,1 --seq-length 2048 --seed 1234 --samples 4000,200,20 --dump FILE.npz
+python tools/inspect_data.py --data-path PREFIX python tools/inspect_data.py --data-path PREFIX --split 969,30,1
+--seq-length 2048 --seed 1234 --samples 4000,200,20 --dump FILE.npz
 """
 
 import argparse
@@ -21,7 +22,8 @@ from megazero.data.tool import add_tokenizer_flags, run
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="What data are: documents, tokens, lengths. With --seq-length what training reads of them: samples of each split and their text."
+        description="What data are: documents, tokens, lengths. With --seq-length what training reads of them: samples "
+        "of each split and their text."
     )
     parser.add_argument("--data-path", nargs="+", required=True, help="PREFIX, or WEIGHT PREFIX pairs")
     parser.add_argument("--valid-data-path", nargs="+", default=(), help="NAME PREFIX pairs: named validation sets")
@@ -38,7 +40,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.seq_length is None and (args.dump or args.samples):
         raise DataError(f"{'--dump' if args.dump else '--samples'} needs --seq-length: the tokens of a sample")
-    for prefix in dict.fromkeys((*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())):
+    for prefix in dict.fromkeys(
+        (*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())
+    ):
         print(summary(prefix))
     if args.seq_length is not None:
         samples(args)

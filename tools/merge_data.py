@@ -11,7 +11,9 @@ from megazero.data.writer import merge
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Join pairs in the order given; the widest dtype wins. Whole or not at all.")
+    parser = argparse.ArgumentParser(
+        description="Join pairs in the order given; the widest dtype wins. Whole or not at all."
+    )
     parser.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx pairs")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")

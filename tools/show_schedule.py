@@ -83,7 +83,9 @@ def main() -> int:
     try:
         schedule = parse_run(rest, None, model_level).schedule
         if schedule.epochs is not None:
-            problems.append(f"--epochs {schedule.epochs:g}: how many samples these are, only the data say; give --train-samples")
+            problems.append(
+                f"--epochs {schedule.epochs:g}: how many samples these are, only the data say; give --train-samples"
+            )
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -22,11 +22,19 @@ def main() -> None:
     add_reader_flags(parser)
     parser.add_argument("--vocab-size", type=int, default=32000, help="tokens, 256 bytes and the separator included")
     parser.add_argument(
-        "--chat", action="store_true", help="with tokens around the turns of a chat, and a chat template: for models that talk"
+        "--chat",
+        action="store_true",
+        help="with tokens around the turns of a chat, and a chat template: for models that talk",
     )
     parser.add_argument("--output", required=True, help="folder for the files")
     args = parser.parse_args()
-    train_bpe(texts(args.input, reader_of(args), to_stderr, "reading"), args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
+    train_bpe(
+        texts(args.input, reader_of(args), to_stderr, "reading"),
+        args.vocab_size,
+        Path(args.output),
+        to_stderr,
+        chat=args.chat,
+    )
     to_stderr(f"the tokenizer is in {args.output}")
 
 

@@ -26,16 +26,22 @@ def decayed(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str,
     """Two groups: matrices and embeddings decay, norms and biases do not."""
     held = list(parameters)
     matrices = [p for p in held if p.dim() > 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": [p for p in held if p.dim() < 2], "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": [p for p in held if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def adamw(parameters: Iterable[Tensor], work: Workload) -> torch.optim.AdamW:
     """torch's fused AdamW."""
-    return torch.optim.AdamW(decayed(parameters, work.weight_decay), lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+    return torch.optim.AdamW(
+        decayed(parameters, work.weight_decay), lr=work.lr, betas=work.betas, eps=work.eps, fused=True
+    )
 
 
 class MasterAdamW:
-    """bf16 parameters with fp32 masters: widen the gradients, clip, fused AdamW, round back. Every pass is a foreach of torch.
+    """bf16 parameters with fp32 masters: widen the gradients, clip, fused AdamW, round back. Every pass is a foreach of
+    torch.
 
     split: the model is shared out over the ranks, so the norm's squares are summed over them.
     """
@@ -78,7 +84,9 @@ class AutocastAdamW:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """One graph for all blocks, which differ in their weights only: a tenth of the time that a graph of the whole model takes."""
+    """One graph for all blocks, which differ in their weights only: a tenth of the time that a graph of the whole model
+    takes.
+    """
     torch._dynamo.config.recompile_limit = 64  # where a block's number is in its graph after all
     for block in model.get_submodule("transformer.h").children():
         block.compile(dynamic=False)
@@ -93,9 +101,15 @@ def compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
 
 
 def steps_of(
-    forward: Callable[[Tensor, Tensor], Tensor], optimizer: Any, batches: Callable[[], tuple[Tensor, Tensor]], micro_batches: int = 1
+    forward: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Any,
+    batches: Callable[[], tuple[Tensor, Tensor]],
+    micro_batches: int = 1,
 ) -> Step:
-    """forward: (tokens, labels) -> loss. Gradients of a step's micro-batches are added up where the parameters have them."""
+    """forward: (tokens, labels) -> loss.
+
+    Gradients of a step's micro-batches are added up where the parameters have them.
+    """
 
     def step() -> Tensor:
         losses = []
@@ -110,9 +124,14 @@ def steps_of(
 
 
 def in_one_process(
-    model: nn.Module, logits_of: Callable[[nn.Module, Tensor], Tensor], work: Workload, compile: bool | str, precision: str
+    model: nn.Module,
+    logits_of: Callable[[nn.Module, Tensor], Tensor],
+    work: Workload,
+    compile: bool | str,
+    precision: str,
 ) -> Step:
-    """precision "master": bf16 parameters with fp32 masters, else autocast over fp32 ones. logits_of: (model, tokens) -> logits.
+    """precision "master": bf16 parameters with fp32 masters, else autocast over fp32 ones. logits_of: (model, tokens)
+    -> logits.
 
     compile: True for model and loss as one graph, "blocks" for one of a block and one of the loss.
     """

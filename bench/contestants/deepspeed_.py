@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-1, 2 and 3 around transformers' BLOOM: its bf16 engine with fp32 masters, its own CPU Adam where that builds."""
+"""DeepSpeed ZeRO-1, 2 and 3 around transformers' BLOOM: its bf16 engine with fp32 masters, its own CPU Adam where that
+builds.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def optimizer_of(kind: str, parameters: Any, work: Workload) -> Any:
     return DeepSpeedCPUAdam(groups, lr=work.lr, betas=work.betas, eps=work.eps, adamw_mode=True)
 
 
-def build(work: Workload, stage: int, compile: bool = False, adam: str = "deepspeed", reduce: str = "") -> Callable[[], float]:
+def build(
+    work: Workload, stage: int, compile: bool = False, adam: str = "deepspeed", reduce: str = ""
+) -> Callable[[], float]:
     """reduce: dtype in which gradients travel, as its `communication_data_type`; "" is its default."""
     torch.manual_seed(1234)
     model, batches = model_of(work, "bloom", "eager"), Batches(work, rank())
@@ -44,7 +48,9 @@ def build(work: Workload, stage: int, compile: bool = False, adam: str = "deepsp
         for block in model.get_submodule("transformer.h").children():
             block.compile(dynamic=False)
     deepspeed.init_distributed("gloo")
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(adam, model.parameters(), work), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer_of(adam, model.parameters(), work), config=config
+    )
 
     def step() -> float:
         tokens, labels = batches()

@@ -1,4 +1,6 @@
-"""megazero's step, with an account of its resident memory: what holds each byte above the imports when a step needs most."""
+"""megazero's step, with an account of its resident memory: what holds each byte above the imports when a step needs
+most.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def heap_in_use() -> int:
 
 
 def resident() -> Counter[str]:
-    """Resident bytes of this process: "heap" that grows at the program's end, "files" mapped, "shared" memory, and other "pages"."""
+    """Resident bytes of this process: "heap" that grows at the program's end, "files" mapped, "shared" memory, and
+    other "pages".
+    """
     found, kind = Counter(heap=0, files=0, shared=0, pages=0), "pages"
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -65,9 +69,15 @@ def kept_tensors() -> int:
 
 
 def largest(events: list[dict[str, Any]]) -> dict[str, int]:
-    """From a trace of torch's profiler: what was allocated in it and alive when that was most, in bytes by the function that asked."""
+    """From a trace of torch's profiler: what was allocated in it and alive when that was most, in bytes by the function
+    that asked.
+    """
     changes = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
-    calls = [event for event in events if event.get("cat") == "python_function" and event["name"].startswith(("megazero/", "fused_ops/"))]
+    calls = [
+        event
+        for event in events
+        if event.get("cat") == "python_function" and event["name"].startswith(("megazero/", "fused_ops/"))
+    ]
     alive: dict[int, dict[str, Any]] = {}
     held = most = 0
     then: list[dict[str, Any]] = []
@@ -82,7 +92,9 @@ def largest(events: list[dict[str, Any]]) -> dict[str, int]:
             most, then = held, list(alive.values())
     found: Counter[str] = Counter()
     for change in then:
-        around = [call for call in calls if call["tid"] == change["tid"] and 0 <= change["ts"] - call["ts"] <= call["dur"]]
+        around = [
+            call for call in calls if call["tid"] == change["tid"] and 0 <= change["ts"] - call["ts"] <= call["dur"]
+        ]
         innermost = max(around, key=lambda call: call["ts"])["name"] if around else "elsewhere"
         found[innermost] += change["args"]["Bytes"]
     return dict(found.most_common())
@@ -120,7 +132,10 @@ class Step:
             "shared memory": grown["shared"],
             "files: code and constants that ran": grown["files"],
         }
-        return {"parts": {k: v / 2**20 for k, v in found.items()}, "tensors": {k: v / 2**20 for k, v in tensors.items()}}
+        return {
+            "parts": {k: v / 2**20 for k, v in found.items()},
+            "tensors": {k: v / 2**20 for k, v in tensors.items()},
+        }
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:

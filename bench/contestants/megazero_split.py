@@ -1,7 +1,8 @@
 """megazero's step, with a clock that always belongs to exactly one part of it.
 
-forward and backward are those of the layers; loss is the head: its norm, its product with the vocabulary, the cross-entropy,
-forward and backward; communication is the time a rank waits for a message (what overlaps with compute is not in it).
+forward and backward are those of the layers; loss is the head: its norm, its product with the vocabulary, the
+cross-entropy, forward and backward; communication is the time a rank waits for a message (what overlaps with compute is
+not in it).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ PARTS = ("forward", "backward", "loss", "optimizer", "communication", "other")
 
 
 class Clock:
-    """Seconds of each part. `switch` says what begins now and returns what was going on; only one thread's time is taken."""
+    """Seconds of each part. `switch` says what begins now and returns what was going on; only one thread's time is
+    taken.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)

@@ -1,7 +1,8 @@
 """A GPT in a page of plain torch, as people write one for themselves: learned positions, pre-norm, tied head.
 
-s sequence, b micro-batch, h hidden, n heads, d head dim, v vocabulary. Query, key and value rows lie head by head, so that
-a tensor-parallel shard of the projection is a range of heads. `Trunk` may hold a part of the layers (a pipeline stage).
+s sequence, b micro-batch, h hidden, n heads, d head dim, v vocabulary. Query, key and value rows lie head by head, so
+that a tensor-parallel shard of the projection is a range of heads. `Trunk` may hold a part of the layers (a pipeline
+stage).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Attention(nn.Module):
         b, s, _ = x.shape
         query, key, value = self.mixed(x).view(b, s, -1, 3, self.size).permute(3, 0, 2, 1, 4).unbind(0)
         if self.eager:
-            scores = (query @ key.transpose(-1, -2)) * (1 / math.sqrt(self.size)) + self.get_buffer("future").to(query.dtype)
+            scores = (query @ key.transpose(-1, -2)) * (1 / math.sqrt(self.size)) + self.get_buffer("future").to(
+                query.dtype
+            )
             context = torch.softmax(scores, dim=-1).to(query.dtype) @ value
         else:
             context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -75,7 +78,9 @@ class Embedding(nn.Module):
 
 
 class Trunk(nn.Module):
-    """tokens [b, s] (or hidden states [b, s, h], without the embedding) -> logits (or hidden states, without the head)."""
+    """tokens [b, s] (or hidden states [b, s, h], without the embedding) -> logits (or hidden states,
+    without the head).
+    """
 
     def __init__(
         self,

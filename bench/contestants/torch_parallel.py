@@ -1,5 +1,5 @@
-"""torch's own parallelism on two ranks: DDP and FSDP2 around transformers' BLOOM, DTensor's tensor parallelism and `pipelining`
-around the plain GPT. gloo carries all of them, as it does on a CPU unless one builds something else.
+"""torch's own parallelism on two ranks: DDP and FSDP2 around transformers' BLOOM, DTensor's tensor parallelism and
+`pipelining` around the plain GPT. gloo carries all of them, as it does on a CPU unless one builds something else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def ddp(work: Workload, compile: bool = False, precision: str = "autocast") -> S
     model = model.to(torch.bfloat16) if precision == "master" else model
     _compile_blocks(model.get_submodule("transformer.h"), compile)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    optimizer = MasterAdamW(model.parameters(), work) if precision == "master" else AutocastAdamW(model.parameters(), work)
+    optimizer = (
+        MasterAdamW(model.parameters(), work) if precision == "master" else AutocastAdamW(model.parameters(), work)
+    )
 
     def forward(tokens: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -69,7 +71,9 @@ def fsdp2(work: Workload, compile: bool = False, reduce: str = "float32") -> Ste
 
 
 class LocalAdamW:
-    """AdamW on what a rank holds of DTensors and plain tensors: torch's fused step takes no mixture, and this costs no dispatch."""
+    """AdamW on what a rank holds of DTensors and plain tensors: torch's fused step takes no mixture, and this costs no
+    dispatch.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], work: Workload) -> None:
         self.parameters = list(parameters)
@@ -98,7 +102,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def tensor_parallel(work: Workload, compile: bool = False, attention: str = "sdpa") -> Step:
-    """Column- and row-parallel linears of every block, embedding and head sharded over the vocabulary, loss on the shards."""
+    """Column- and row-parallel linears of every block, embedding and head sharded over the vocabulary, loss on the
+    shards.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Trunk(work, attention)
     for block in model.blocks:

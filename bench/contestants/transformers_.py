@@ -55,5 +55,11 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
-def build(work: Workload, shape: str = "bloom", attention: str = "sdpa", compile: bool | str = False, precision: str = "autocast") -> Step:
+def build(
+    work: Workload,
+    shape: str = "bloom",
+    attention: str = "sdpa",
+    compile: bool | str = False,
+    precision: str = "autocast",
+) -> Step:
     return in_one_process(model_of(work, shape, attention).train(), _logits, work, compile, precision)

@@ -1,7 +1,7 @@
 """Attention of new tokens on the keys and values that are kept of the tokens before them, and the keeping.
 
-s new tokens in each of b rows, n heads, g key-value heads, r = n/g, d head dim. A cache holds keys and values as [slots, g, L, d], with
-room for L positions; each row of the batch continues a slot of its own. No gradients.
+s new tokens in each of b rows, n heads, g key-value heads, r = n/g, d head dim. A cache holds keys and values as
+[slots, g, L, d], with room for L positions; each row of the batch continues a slot of its own. No gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def cached_attention(
     scale: float,
     slopes: Tensor | None,
 ) -> Tensor:
-    """softmax(scale query key^T + slope * key position) value over all keys up to the query's own: [s, b, g(r + 2)d] -> [s, b, nd].
+    """softmax(scale query key^T + slope * key position) value over all keys up to the query's own: [s, b, g(r + 2)d] ->
+    [s, b, nd].
 
     mixed      the projection of the new tokens, whose keys and values are written into the cache first
     slots      int64 [b], ascending and distinct
@@ -53,7 +54,9 @@ def cached_attention(
     slopes = None if slopes is None else slopes.to(torch.float32)
     sizes = s, b, groups, repeats, head_dim, keys.shape[2]
     name = f"cached_attention_{suffix(mixed.dtype)}"
-    library.call(name, mixed.contiguous(), keys, values, slots, positions.contiguous(), slopes, out, *sizes, float(scale))
+    library.call(
+        name, mixed.contiguous(), keys, values, slots, positions.contiguous(), slopes, out, *sizes, float(scale)
+    )
     return out
 
 

@@ -1,11 +1,13 @@
-"""Causal attention through torch's FlexAttention: ALiBi and documents inside one flash-like kernel that torch.compile writes.
+"""Causal attention through torch's FlexAttention: ALiBi and documents inside one flash-like kernel that torch.compile
+writes.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. Compiled is one pure function of tensors and numbers, as
-fused_ops/compiled.py has it: from the projection to the context, so that the split before and the join of gradients after are
-the compiler's to fuse. It is compiled once per shape in a process, for all layers.
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. Compiled is one pure function of tensors and
+numbers, as fused_ops/compiled.py has it: from the projection to the context, so that the split before and the join of
+gradients after are the compiler's to fuse. It is compiled once per shape in a process, for all layers.
 
-Which blocks of 128 x 128 scores exist follows from documents without looking at scores: a document is a run, so what a query block
-sees are the blocks right before it. torch's create_block_mask would evaluate all s x s pairs and sort, for every micro-batch.
+Which blocks of 128 x 128 scores exist follows from documents without looking at scores: a document is a run, so what a
+query block sees are the blocks right before it. torch's create_block_mask would evaluate all s x s pairs and sort, for
+every micro-batch.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ from fused_ops.attention.sdpa import heads_of, joined
 
 BLOCK = 128
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""For query blocks: number and indices of key blocks that are seen in part, then of those seen whole; for key blocks the same of query
-blocks. Numbers int32 [b or 1, 1, s/128], indices with one more axis of that length, of which the first so many count."""
+"""For query blocks: number and indices of key blocks that are seen in part, then of those seen whole; for key blocks
+the same of query blocks. Numbers int32 [b or 1, 1, s/128], indices with one more axis of that length, of which the
+first so many count.
+"""
 
 
 def visible_blocks(length: int, documents: Tensor | None, device: torch.device) -> Blocks:
-    """The blocks that causality and documents (int64 [b, s], equal numbers adjacent) leave; nothing waits for the device.
+    """The blocks that causality and documents (int64 [b, s], equal numbers adjacent) leave; nothing waits for the
+    device.
 
-    With i a query block and j < i a key block: j is seen if the document of its last position is that of i's first, and whole if the
-    document of its first position is that of i's last. A block that the sequence does not fill is never whole, as in torch.
+    With i a query block and j < i a key block: j is seen if the document of its last position is that of i's first, and
+    whole if the document of its first position is that of i's last. A block that the sequence does not fill is never
+    whole, as in torch.
     """
     blocks = -(-length // BLOCK)
     number = torch.arange(blocks, device=device)
@@ -72,8 +78,13 @@ def flex_body(
     documents: Tensor | None,
     blocks: Blocks | None,
 ) -> Tensor:
-    """What is compiled. blocks: those of one document; None: found from `documents` here, where a few small kernels do it."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention  # it imports the compiler, a second and 70 MB
+    """What is compiled. blocks: those of one document; None: found from `documents` here, where a few small kernels do
+    it.
+    """
+    from torch.nn.attention.flex_attention import (
+        BlockMask,
+        flex_attention,
+    )  # it imports the compiler, a second and 70 MB
 
     length = mixed.shape[0]
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
@@ -93,7 +104,9 @@ def flex_body(
     found = visible_blocks(length, documents, mixed.device) if blocks is None else blocks
     mask = BlockMask((length, length), *found, (BLOCK, BLOCK), causal if documents is None else within)
     bias = None if slopes is None else biased
-    context: Any = flex_attention(query, key, value, score_mod=bias, block_mask=mask, scale=scale, enable_gqa=repeats > 1)
+    context: Any = flex_attention(
+        query, key, value, score_mod=bias, block_mask=mask, scale=scale, enable_gqa=repeats > 1
+    )
     return joined(context)
 
 
@@ -103,9 +116,19 @@ def _compiled() -> Any:
 
 
 def flex_attention(
-    mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None
+    mixed: Tensor,
+    groups: int,
+    repeats: int,
+    head_dim: int,
+    *,
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
 ) -> Tensor:
-    """As `fused_ops.attention.causal_attention`, on CUDA. Any s; heads of 16 or more. Compiles at the first call with a shape."""
+    """As `fused_ops.attention.causal_attention`, on CUDA. Any s; heads of 16 or more.
+
+    Compiles at the first call with a shape.
+    """
     blocks = causal_blocks(mixed.shape[0], mixed.device) if documents is None else None
     result: Tensor = _compiled()(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks)
     return result

@@ -1,4 +1,5 @@
-"""Attention's C++ kernel (csrc/torch/attention_*.cpp) as an autograd function, and the trial that it passes before it is used.
+"""Attention's C++ kernel (csrc/torch/attention_*.cpp) as an autograd function, and the trial that it passes before it
+is used.
 
 s sequence, b micro-batch, g key-value heads, r query heads of each, d head dim.
 """
@@ -20,7 +21,9 @@ from fused_ops.native.library import Library, suffix
 from fused_ops.softmax import alibi_slopes
 
 ALLOWED = MappingProxyType({torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2})
-"""How far the kernel may be off float64, in the norm: twice the rounding of scores, weights and results, a hundredth of a wrong layout."""
+"""How far the kernel may be off float64, in the norm: twice the rounding of scores, weights and results, a hundredth of
+a wrong layout.
+"""
 _TRIED = 150, 2, 2, 2, 20
 """s, b, g, r, d of the trial: no multiple of a block, a tile or a pair; two blocks of keys."""
 
@@ -30,7 +33,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, library: Library, sizes: tuple[int, ...], scale: float, slopes: Tensor | None, documents: Tensor | None
+        ctx: Any,
+        mixed: Tensor,
+        library: Library,
+        sizes: tuple[int, ...],
+        scale: float,
+        slopes: Tensor | None,
+        documents: Tensor | None,
     ) -> Tensor:
         out, norms = _context(library, mixed, sizes, scale, slopes, documents)
         ctx.save_for_backward(mixed, out, norms, slopes, documents)
@@ -41,12 +50,19 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         mixed, out, norms, slopes, documents = ctx.saved_tensors
-        gradient = _gradient(ctx.library, mixed, out, grads[0].contiguous(), norms, ctx.sizes, ctx.scale, slopes, documents)
+        gradient = _gradient(
+            ctx.library, mixed, out, grads[0].contiguous(), norms, ctx.sizes, ctx.scale, slopes, documents
+        )
         return gradient, None, None, None, None, None
 
 
 def _context(
-    library: Library, mixed: Tensor, sizes: tuple[int, ...], scale: float, slopes: Tensor | None, documents: Tensor | None
+    library: Library,
+    mixed: Tensor,
+    sizes: tuple[int, ...],
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     s, b, groups, repeats, head_dim = sizes
     out = mixed.new_empty((s, b, groups * repeats * head_dim))
@@ -67,15 +83,21 @@ def _gradient(
     documents: Tensor | None,
 ) -> Tensor:
     gradient = torch.empty_like(mixed)
-    library.call(f"attention_backward_{suffix(mixed.dtype)}", mixed, out, grad, norms, gradient, slopes, documents, *sizes, scale)
+    library.call(
+        f"attention_backward_{suffix(mixed.dtype)}", mixed, out, grad, norms, gradient, slopes, documents, *sizes, scale
+    )
     return gradient
 
 
-def kernel_attention(library: Library, mixed: Tensor, *heads: int, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+def kernel_attention(
+    library: Library, mixed: Tensor, *heads: int, scale: float, slopes: Tensor | None, documents: Tensor | None
+) -> Tensor:
     """As `causal_attention`, by the kernel of `library`. heads: g, r, d."""
     slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
     documents = None if documents is None else documents.contiguous()
-    result: Tensor = applied(_Attention, mixed.contiguous(), library, (*mixed.shape[:2], *heads), scale, slopes, documents)
+    result: Tensor = applied(
+        _Attention, mixed.contiguous(), library, (*mixed.shape[:2], *heads), scale, slopes, documents
+    )
     return result
 
 
@@ -83,8 +105,8 @@ def kernel_attention(library: Library, mixed: Tensor, *heads: int, scale: float,
 def refusal(library: Library, dtype: torch.dtype) -> str:
     """Why the kernel is not used for a dtype on this machine, in a line; empty: it gives the numbers that float64 does.
 
-    Tried once in a process: context and gradient of drawn numbers, with ALiBi and documents. Its products are borrowed of torch,
-    which chooses instructions by the processor.
+    Tried once in a process: context and gradient of drawn numbers, with ALiBi and documents. Its products are borrowed
+    of torch, which chooses instructions by the processor.
     """
     s, b, groups, repeats, head_dim = sizes = _TRIED
     scale, slopes = 1 / math.sqrt(head_dim), torch.tensor(alibi_slopes(groups * repeats), device="cpu")

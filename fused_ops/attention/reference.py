@@ -1,8 +1,8 @@
-"""Causal attention with grouped queries in plain torch and the fused softmax: the specification of fused_ops/attention, and its body
-for every case on every device.
+"""Causal attention with grouped queries in plain torch and the fused softmax: the specification of fused_ops/attention,
+and its body for every case on every device.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The projection `mixed` [s, b, g(r + 2)d] holds a
-key-value head's r query heads, then its key, then its value.
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The projection `mixed` [s, b, g(r + 2)d]
+holds a key-value head's r query heads, then its key, then its value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def _scored(
     documents: Tensor | None,
     dropout: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Scores, softmax in their place, context. A group's query heads are rows of one product, so keys and values are never repeated.
+    """Scores, softmax in their place, context. A group's query heads are rows of one product, so keys and values are
+    never repeated.
 
     The scale is applied inside the product: 16-bit scores would overflow before it.
     """

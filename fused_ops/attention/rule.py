@@ -1,8 +1,9 @@
 """Which body computes attention: a table of what each body cannot, and an order.
 
-A body is a way to compute one thing; they agree up to rounding. The first in `ORDER` that nothing speaks against runs; the banner
-prints it with what spoke against those before it. A body that was asked for (`--attention`) runs or is an error, where gradients
-are recorded. Where none are (evaluation, a checkpoint's probe, sampling), it gives way if it cannot: the results are the same.
+A body is a way to compute one thing; they agree up to rounding. The first in `ORDER` that nothing speaks against runs;
+the banner prints it with what spoke against those before it. A body that was asked for (`--attention`) runs or is an
+error, where gradients are recorded. Where none are (evaluation, a checkpoint's probe, sampling), it gives way if it
+cannot: the results are the same.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Offer:
 
     asked   auto or a key of `ASKED`
     length  of the run's training sequences; None where there is no training
-    kernel, flash, efficient, flex  why the body does not work here although the table has nothing against it; empty: it does
+    kernel, flash, efficient, flex  why the body does not work here although the table has nothing against it; empty: it
+    does
     """
 
     asked: str = "auto"
@@ -124,7 +126,10 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
             *_PLAIN_CAUSAL,
             (lambda c, o: c.kind != "cuda", "it is made for CUDA"),
             (lambda c, o: c.dtype == torch.float64, "it takes no fp64"),
-            (lambda c, o: c.dtype == torch.bfloat16 and _before_ampere(c), "bf16 needs a card of compute capability 8.0"),
+            (
+                lambda c, o: c.dtype == torch.bfloat16 and _before_ampere(c),
+                "bf16 needs a card of compute capability 8.0",
+            ),
             (lambda c, o: c.head_dim % 8 != 0, "it takes heads of a multiple of 8"),
             (lambda c, o: bool(o.efficient), "{offer.efficient}"),
         ),
@@ -133,8 +138,12 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
             (lambda c, o: c.kind != "cuda", "it has a backward on CUDA only"),
             (lambda c, o: c.dtype == torch.float64, "it takes no fp64"),
             (lambda c, o: not 16 <= c.head_dim <= 256, "it takes heads of 16 to 256"),
-            # It is compiled for each shape: once for the run's own, and not again for each context that is sampled from.
-            (lambda c, o: not c.recorded and c.length != o.length, "without gradients it runs at the run's own sequence length only"),
+            # It is compiled for each shape: once for the run's own, and not again for each context that is sampled
+            # from.
+            (
+                lambda c, o: not c.recorded and c.length != o.length,
+                "without gradients it runs at the run's own sequence length only",
+            ),
             (lambda c, o: bool(o.flex), "{offer.flex}"),
         ),
         Body.SOFTMAX: (),
@@ -162,7 +171,9 @@ def obstacle(body: Body, case: Case, offer: Offer, *, asked: bool = False) -> st
 
 @lru_cache(maxsize=256)
 def choose(case: Case, offer: Offer) -> Choice:
-    """The body for this case. Raises ValueError where gradients are recorded and the body that was asked for cannot compute it."""
+    """The body for this case. Raises ValueError where gradients are recorded and the body that was asked for cannot
+    compute it.
+    """
     wanted = ASKED.get(offer.asked)
     if wanted is not None:
         against = obstacle(wanted, case, offer, asked=True)

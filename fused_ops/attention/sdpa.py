@@ -1,11 +1,12 @@
-"""Causal attention through torch's scaled_dot_product_attention, for which there are ready-made kernels without ALiBi and documents.
+"""Causal attention through torch's scaled_dot_product_attention, for which there are ready-made kernels without ALiBi
+and documents.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The kernels read queries, keys and values where the
-projection lies, and write the context in the projection's order, [s, b, n, d]: no copy in forward. Only with 1 < g < n are a group's
-query heads no longer at even distances, and queries are copied once. In backward the kernels allocate three gradients of their own, and
-autograd joins them to one of the projection's layout: one pass over it (split's adjoint is one `cat`; slices of the projection
-would each make a zero-filled copy of it, to be added up). An autograd.Function of ours could not save that pass: torch's
-backward kernels take no output to write into.
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The kernels read queries, keys and values
+where the projection lies, and write the context in the projection's order, [s, b, n, d]: no copy in forward. Only with
+1 < g < n are a group's query heads no longer at even distances, and queries are copied once. In backward the kernels
+allocate three gradients of their own, and autograd joins them to one of the projection's layout: one pass over it
+(split's adjoint is one `cat`; slices of the projection would each make a zero-filled copy of it, to be added up). An
+autograd.Function of ours could not save that pass: torch's backward kernels take no output to write into.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ EFFICIENT = (SDPBackend.EFFICIENT_ATTENTION,)
 
 
 def heads_of(mixed: Tensor, groups: int, repeats: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, g(r + 2)d] -> query [b, n, s, d], key and value [b, g, s, d]; all but the query of several heads of several groups are views."""
+    """[s, b, g(r + 2)d] -> query [b, n, s, d], key and value [b, g, s, d]; all but the query of several heads of
+    several groups are views.
+    """
     parts = mixed.unflatten(2, (groups, repeats + 2, head_dim)).split([repeats, 1, 1], dim=3)
     query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in parts)
     return query, key, value
@@ -39,7 +42,8 @@ def joined(context: Tensor) -> Tensor:
 
 @cache
 def flash_backends(device: torch.device) -> tuple[SDPBackend, ...]:
-    """What counts as flash on a card, the faster first: cuDNN's uses what Hopper and Blackwell have new, torch's own is older than both.
+    """What counts as flash on a card, the faster first: cuDNN's uses what Hopper and Blackwell have new, torch's own is
+    older than both.
 
     cuDNN's refuses some shapes, and deterministic mode; the other is then taken.
     """

@@ -1,8 +1,10 @@
-"""What a machine has for attention, found by trying: whether a body that the rule has nothing against really computes it here.
+"""What a machine has for attention, found by trying: whether a body that the rule has nothing against really computes
+it here.
 
-A body that cannot be compiled, that a card's driver refuses, or that gives other numbers than float64, is found before training starts,
-and the rule's reason is then the error's first line, or how far off it is. Tried are forward and backward at the run's own shapes, so that
-what FlexAttention compiles for it serves training too. The C++ kernel has a trial of its own, of one size for all runs (kernel.py).
+A body that cannot be compiled, that a card's driver refuses, or that gives other numbers than float64, is found before
+training starts, and the rule's reason is then the error's first line, or how far off it is. Tried are forward and
+backward at the run's own shapes, so that what FlexAttention compiles for it serves training too. The C++ kernel has a
+trial of its own, of one size for all runs (kernel.py).
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ from fused_ops.softmax import alibi_slopes
 
 NO_TRITON = "triton, with which torch.compile makes code for CUDA, is not installed"
 ALLOWED = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-2, torch.float64: 1e-9})
-"""How far a body's numbers may be off float64, in the norm: some times its own rounding (fp32: TF32's), far less than another mask, slope
-or order of heads makes."""
+"""How far a body's numbers may be off float64, in the norm: some times its own rounding (fp32: TF32's), far less than
+another mask, slope or order of heads makes.
+"""
 _SCORES = 1 << 22
 """Scores that the comparison computes in float64, at most."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Attention as a run's training has it on one rank: micro-batch, this rank's key-value heads, query heads of each, and the options."""
+    """Attention as a run's training has it on one rank: micro-batch, this rank's key-value heads, query heads of each,
+    and the options.
+    """
 
     dtype: torch.dtype
     length: int
@@ -64,7 +69,8 @@ class Wanted:
 
 
 def kernel_refusal(kind: str, dtype: torch.dtype) -> str | None:
-    """Why this machine's compiled C++ kernel for attention is not used on tensors like these; empty: it is; None: there is none.
+    """Why this machine's compiled C++ kernel for attention is not used on tensors like these; empty: it is; None: there
+    is none.
 
     It is compiled, and tried, at the first question.
     """
@@ -93,7 +99,8 @@ def find_offer(asked: str, wanted: Wanted, device: torch.device) -> Offer:
             offer = replace(offer, **told)
             if not reason:
                 break
-        # Evaluation, without the dropout that keeps training from it, say, is not the place to compile it for the first time.
+        # Evaluation, without the dropout that keeps training from it, say, is not the place to compile it for the first
+        # time.
         if Body.FLEX in left and not offer.flex:
             offer = replace(offer, flex=Offer.flex)
     choose(case, offer)
@@ -104,7 +111,9 @@ def _trial(body: Body, wanted: Wanted, device: torch.device, mixed: Tensor) -> T
     heads, scale = (wanted.groups, wanted.repeats, wanted.head_dim), 1 / math.sqrt(wanted.head_dim)
     if body is not Body.FLEX:
         return (flash_attention if body is Body.FLASH else efficient_attention)(mixed, *heads, scale=scale)
-    return flex_attention(mixed, *heads, scale=scale, slopes=_slopes(wanted, device), documents=_documents(wanted, device))
+    return flex_attention(
+        mixed, *heads, scale=scale, slopes=_slopes(wanted, device), documents=_documents(wanted, device)
+    )
 
 
 def _slopes(wanted: Wanted, device: torch.device) -> Tensor | None:
@@ -118,16 +127,20 @@ def _documents(wanted: Wanted, device: torch.device) -> Tensor | None:
 
 
 def failure(body: Callable[[Tensor], Tensor], wanted: Wanted, device: torch.device) -> str:
-    """Why forward and backward of the body fail on the device, in a line; empty: they give the numbers that float64 does.
+    """Why forward and backward of the body fail on the device, in a line; empty: they give the numbers that float64
+    does.
 
-    Compared are some rows of the last sample's context, from its first position to its last, and all gradients of these rows.
+    Compared are some rows of the last sample's context, from its first position to its last, and all gradients of these
+    rows.
     """
     width = wanted.groups * (wanted.repeats + 2) * wanted.head_dim
     count = max(2, min(64, _SCORES // (wanted.length * wanted.groups * wanted.repeats)))
     rows = torch.linspace(0, wanted.length - 1, count, device=device).round().long().unique()
     try:
         with torch.enable_grad():
-            mixed = known(wanted.length, wanted.samples, width, seed=1, dtype=wanted.dtype, device=device).requires_grad_()
+            mixed = known(
+                wanted.length, wanted.samples, width, seed=1, dtype=wanted.dtype, device=device
+            ).requires_grad_()
             context = body(mixed)
             cotangent = known(*context.shape, seed=2, dtype=wanted.dtype, device=device)
             cotangent[:, -1].index_fill_(0, _others(rows, wanted.length), 0.0)
@@ -150,7 +163,9 @@ def _others(rows: Tensor, length: int) -> Tensor:
 
 def _exact(mixed: Tensor, rows: Tensor, wanted: Wanted) -> Tensor:
     """Some rows of the last sample's context, of its projection [s, g(r + 2)d] in float64: [rows, g r d]."""
-    parts = mixed.unflatten(1, (wanted.groups, wanted.repeats + 2, wanted.head_dim)).split([wanted.repeats, 1, 1], dim=2)
+    parts = mixed.unflatten(1, (wanted.groups, wanted.repeats + 2, wanted.head_dim)).split(
+        [wanted.repeats, 1, 1], dim=2
+    )
     query, key, value = parts[0][rows], parts[1].squeeze(2), parts[2].squeeze(2)
     scores = torch.einsum("igrd,jgd->grij", query, key) / math.sqrt(wanted.head_dim)
     position = torch.arange(wanted.length, device=mixed.device)
@@ -164,6 +179,8 @@ def _exact(mixed: Tensor, rows: Tensor, wanted: Wanted) -> Tensor:
 
 
 def problem(asked: str, wanted: Wanted, device: torch.device) -> str | None:
-    """Why the body that was asked for cannot run, as far as can be told without trying; None: nothing speaks against it."""
+    """Why the body that was asked for cannot run, as far as can be told without trying; None: nothing speaks against
+    it.
+    """
     body = ASKED.get(asked)
     return None if body is None else obstacle(body, wanted.case(device), static_offer(asked, wanted.length), asked=True)

@@ -30,13 +30,18 @@ class Library:
         self._typed: dict[str, tuple[Any, list[bool]]] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        """Run `name`. Tensors (contiguous, on the CPU) and None become pointers, int int64, float float; threads come first."""
+        """Run `name`. Tensors (contiguous, on the CPU) and None become pointers, int int64, float float; threads come
+        first.
+        """
         function, is_pointer = self._typed.get(name) or self._types(name, arguments)
-        given = [a.data_ptr() if pointer and a is not None else a for a, pointer in zip(arguments, is_pointer, strict=True)]  # type: ignore[union-attr]
+        pairs = zip(arguments, is_pointer, strict=True)
+        given = [a.data_ptr() if pointer and a is not None else a for a, pointer in pairs]  # type: ignore[union-attr]
         function(torch.get_num_threads(), *given)
 
     def _types(self, name: str, arguments: tuple[Tensor | int | float | None, ...]) -> tuple[Any, list[bool]]:
-        """A function with the types of its arguments, for all calls: ctypes then converts them itself, in half the time."""
+        """A function with the types of its arguments, for all calls: ctypes then converts them itself, in half the
+        time.
+        """
         function, types = self.function(name), [type(converted(argument)) for argument in arguments]
         function.argtypes = [ctypes.c_int64, *types]
         found = self._typed[name] = function, [kind is ctypes.c_void_p for kind in types]
@@ -64,7 +69,11 @@ def converted(argument: Tensor | int | float | None) -> Any:
 def _load_openmp() -> None:
     """Make the functions of torch's OpenMP runtime visible to the kernels, which are linked to none."""
     try:
-        loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line.rsplit("/", 1)[-1]]
+        loaded = [
+            line.split()[-1]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "omp" in line.rsplit("/", 1)[-1]
+        ]
     except OSError:
         loaded = []
     ctypes.CDLL(loaded[0] if loaded else "libgomp.so.1", ctypes.RTLD_GLOBAL)

@@ -17,7 +17,8 @@ INSTALLED = Path(__file__).resolve().parents[1] / "_kernels"
 
 
 def built(target: Target) -> Path:
-    """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts together).
+    """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts
+    together).
 
     The cache holds a library per compiler. Without one, another machine's serves, where the cache is shared.
     """

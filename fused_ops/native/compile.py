@@ -1,9 +1,10 @@
-"""From the C++ sources to shared libraries, by ninja and the machine's compiler. Standard library only: setup.py runs this too.
+"""From the C++ sources to shared libraries, by ninja and the machine's compiler. Standard library only: setup.py runs
+this too.
 
-A target is one library: `cpu_*` for a level of instruction set, from `csrc/cpu`, which binds to no torch. `torch_*`, from
-`csrc/torch`, needs torch's headers and is therefore built at first use against the torch that is installed. `cuda_*`, from
-`csrc/cuda`, binds to no torch either, and is built at first use by nvcc for the card that is there; `cuda_emulated` is the same
-sources for the CPU.
+A target is one library: `cpu_*` for a level of instruction set, from `csrc/cpu`, which binds to no torch. `torch_*`,
+from `csrc/torch`, needs torch's headers and is therefore built at first use against the torch that is installed.
+`cuda_*`, from `csrc/cuda`, binds to no torch either, and is built at first use by nvcc for the card that is there;
+`cuda_emulated` is the same sources for the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
 WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas")
 LEVELS = {
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
@@ -52,7 +62,9 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """How a compiler is found: the variable that names it, commands that are tried, and what to do where there is none."""
+    """How a compiler is found: the variable that names it, commands that are tried, and what to do
+    where there is none.
+    """
 
     called: str
     variable: str
@@ -65,7 +77,8 @@ NVCC = Compiler(
     "CUDA compiler",
     "CUDACXX",
     ("nvcc", "/usr/local/cuda/bin/nvcc"),
-    "install the CUDA toolkit of the version that torch was built for (`python -c 'import torch; print(torch.version.cuda)'`), "
+    "install the CUDA toolkit of the version that torch was built for (`python -c 'import torch; "
+    "print(torch.version.cuda)'`), "
     "or name its nvcc in CUDACXX",
 )
 
@@ -134,7 +147,9 @@ def compiler_version(command: str) -> str:
     """The line with its version, of what the compiler says about itself."""
     said = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False)
     lines = (said.stdout or said.stderr).splitlines() or [""]
-    return next((line for line in lines if " release " in line), lines[0])  # nvcc begins with its name and the copyright
+    return next(
+        (line for line in lines if " release " in line), lines[0]
+    )  # nvcc begins with its name and the copyright
 
 
 def build(targets: Sequence[Target], folder: Path, work: Path) -> list[Path]:

@@ -18,14 +18,20 @@ _FIRST_BYTES = 1 << 20
 class _Launch(ctypes.Structure):
     """`Launch` of csrc/cuda/launch.h."""
 
-    _fields_ = [("stream", ctypes.c_void_p), ("scratch", ctypes.c_void_p), ("bytes", ctypes.c_int64), ("needed", ctypes.c_int64)]
+    _fields_ = [
+        ("stream", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("needed", ctypes.c_int64),
+    ]
 
 
 class CudaLibrary(Library):
-    """Its functions queue kernels and return at once. Sums over rows need memory for their parts, which launches of one stream share.
+    """Its functions queue kernels and return at once. Sums over rows need memory for their parts, which launches of one
+    stream share.
 
-    Of a scratch that has grown the smaller ones stay too: a captured graph may hold them. Each is at least twice the one before, so all
-    together are less than twice the last.
+    Of a scratch that has grown the smaller ones stay too: a captured graph may hold them. Each is at least twice the
+    one before, so all together are less than twice the last.
     """
 
     on_device = True
@@ -36,9 +42,11 @@ class CudaLibrary(Library):
         self._scratch: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        """Queue `name` on the current stream of the tensors' device. Tensors and None become pointers, int int64, float float.
+        """Queue `name` on the current stream of the tensors' device. Tensors and None become pointers, int int64, float
+        float.
 
-        Raises RuntimeError where the launch fails. What a kernel does wrong later is reported by CUDA as for every other kernel.
+        Raises RuntimeError where the launch fails. What a kernel does wrong later is reported by CUDA as for every
+        other kernel.
         """
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

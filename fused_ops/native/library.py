@@ -1,8 +1,8 @@
 """The compiled kernels of this process: found, or compiled once per machine, and loaded.
 
-`MEGAZERO_FUSED` says which body of the ops runs: `auto` (default: CUDA kernels on a GPU, on the CPU those for the best instruction
-set of the machine), `reference` (the plain torch bodies), or on the CPU one of `avx512_bf16`, `avx512`, `avx2`, `generic` at most.
-`emulated` runs the CUDA kernels on the CPU, very slowly: for their tests.
+`MEGAZERO_FUSED` says which body of the ops runs: `auto` (default: CUDA kernels on a GPU, on the CPU those for the best
+instruction set of the machine), `reference` (the plain torch bodies), or on the CPU one of `avx512_bf16`, `avx512`,
+`avx2`, `generic` at most. `emulated` runs the CUDA kernels on the CPU, very slowly: for their tests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def choice() -> str:
 
 
 def kernels(*tensors: Tensor) -> Library | None:
-    """The kernels, if they are there and can take these tensors: of one device, and of one dtype among fp32, bf16, fp16; else None."""
+    """The kernels, if they are there and can take these tensors: of one device, and of one dtype among fp32, bf16,
+    fp16; else None.
+    """
     if not _can_take(tensors):
         return None
     device = tensors[0].device
@@ -63,7 +65,9 @@ def suffix(dtype: torch.dtype) -> str:
 
 
 def level() -> str:
-    """The best level that this processor has. torch names AVX-512 but not its bf16 conversions; Linux does, where it saves their registers."""
+    """The best level that this processor has. torch names AVX-512 but not its bf16 conversions; Linux does, where it
+    saves their registers.
+    """
     found = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "generic")
     return "avx512_bf16" if found == "avx512" and "avx512_bf16" in processor_flags() else found
 
@@ -80,7 +84,10 @@ def processor_flags() -> frozenset[str]:
 
 @cache
 def cpu_library(asked: str) -> Library | None:
-    """The library for a choice of MEGAZERO_FUSED, loaded once. None for `reference`, and with one warning where none can be had."""
+    """The library for a choice of MEGAZERO_FUSED, loaded once.
+
+    None for `reference`, and with one warning where none can be had.
+    """
     if asked == "reference":
         return None
     if asked == EMULATED:
@@ -90,18 +97,25 @@ def cpu_library(asked: str) -> Library | None:
     try:
         return Library(built(compiling.cpu_target(wanted)), wanted)
     except (CompileError, OSError) as error:
-        warnings.warn(f"megazero runs without its compiled kernels, a training step takes about twice as long: {error}", stacklevel=2)
+        warnings.warn(
+            f"megazero runs without its compiled kernels, a training step takes about twice as long: {error}",
+            stacklevel=2,
+        )
         return None
 
 
 def host_library(asked: str) -> Library | None:
-    """As `cpu_library`, for what only the CPU's kernels do (collectives within a host): those of the machine where CUDA's are emulated."""
+    """As `cpu_library`, for what only the CPU's kernels do (collectives within a host): those of the machine where
+    CUDA's are emulated.
+    """
     return cpu_library("auto" if asked == EMULATED else asked)
 
 
 @cache
 def torch_library(asked: str) -> Library | None:
-    """The kernels on torch's matrix products, for a choice of MEGAZERO_FUSED; as `cpu_library`, which must be there too."""
+    """The kernels on torch's matrix products, for a choice of MEGAZERO_FUSED; as `cpu_library`, which must be there
+    too.
+    """
     base = None if asked == EMULATED else cpu_library(asked)
     if base is None:
         return None
@@ -109,7 +123,13 @@ def torch_library(asked: str) -> Library | None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     libraries = f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"
     headers = str(root / "include"), str(root / "include/torch/csrc/api/include")
-    flags = (*compiling.FLAGS, *compiling.WARNINGS, *compiling.LEVELS[base.level], abi, f"-DMZ_TORCH={torch.__version__}")
+    flags = (
+        *compiling.FLAGS,
+        *compiling.WARNINGS,
+        *compiling.LEVELS[base.level],
+        abi,
+        f"-DMZ_TORCH={torch.__version__}",
+    )
     try:
         return Library(built(Target(f"torch_{base.level}", "torch", flags, headers, libraries)), base.level)
     except (CompileError, OSError) as error:
@@ -119,7 +139,10 @@ def torch_library(asked: str) -> Library | None:
 
 @cache
 def cuda_library(asked: str, index: int) -> Library | None:
-    """The CUDA kernels for card `index`, compiled for its kind at first use. None for `reference`, and with one warning where none can be had."""
+    """The CUDA kernels for card `index`, compiled for its kind at first use.
+
+    None for `reference`, and with one warning where none can be had.
+    """
     if asked == "reference":
         return None
     major, minor = torch.cuda.get_device_capability(index)

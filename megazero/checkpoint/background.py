@@ -1,8 +1,8 @@
 """A save beside the run: a copy of the state in host memory, and a thread that writes it.
 
-The thread does the very same as a save that is waited for (`saving.py`), over a process group of its own, since the messages of two
-threads over one group would meet. It is a daemon: what it writes becomes a checkpoint in its last moment only, so nothing is lost with
-it that a crash would not lose.
+The thread does the very same as a save that is waited for (`saving.py`), over a process group of its own, since the
+messages of two threads over one group would meet. It is a daemon: what it writes becomes a checkpoint in its last
+moment only, so nothing is lost with it that a crash would not lose.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Snapshot:
         self._copies = HostCopies(device)
 
     def reserve(self, fragments: Sequence[Fragment]) -> int:
-        """Take the memory now that these need, so that the first step that saves waits no longer than others; its bytes."""
+        """Take the memory now that these need, so that the first step that saves waits no longer than others; its
+        bytes.
+        """
         return self._copies.reserve([tensor for fragment in fragments for tensor in columns_of(fragment).values()])
 
     def take(self, fragments: Sequence[Values]) -> list[Values]:
@@ -91,7 +93,10 @@ class Background:
 
 
 def _stand_back() -> None:
-    """Let the threads that train have the cores first. On Linux a priority is a thread's own; elsewhere it is the whole process's."""
+    """Let the threads that train have the cores first.
+
+    On Linux a priority is a thread's own; elsewhere it is the whole process's.
+    """
     if sys.platform.startswith("linux"):
         thread = threading.get_native_id()
         with suppress(OSError):

@@ -24,8 +24,15 @@ from megazero.checkpoint.format import Damaged
 from megazero.system.reading import BOUNDS, Unreadable, open_file, parse_json, shown
 
 BLOCK_BYTES = 8 * 1024 * 1024
-"""Memory that a writer or reader needs beside the state; also what is read at least of a fragment that is needed in part."""
-DTYPES: Mapping[str, torch.dtype] = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Memory that a writer or reader needs beside the state; also what is read at least of a fragment that is needed in
+part.
+"""
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH = 8
 
@@ -56,11 +63,17 @@ def dtype_code(tensor: Values) -> str:
 
 def _header(tensors: Sequence[tuple[str, Values]], digests: Mapping[str, Sequence[str]], block_bytes: int) -> bytes:
     """Length and JSON, padded with spaces to a multiple of eight."""
-    metadata = {"format": "pt", "block_bytes": str(block_bytes)} | {f"sha256 {key}": " ".join(digests[key]) for key, _ in tensors}
+    metadata = {"format": "pt", "block_bytes": str(block_bytes)} | {
+        f"sha256 {key}": " ".join(digests[key]) for key, _ in tensors
+    }
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for key, tensor in tensors:
-        header[key] = {"dtype": dtype_code(tensor), "shape": [tensor.numel()], "data_offsets": [offset, offset + tensor.nbytes]}
+        header[key] = {
+            "dtype": dtype_code(tensor),
+            "shape": [tensor.numel()],
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -68,14 +81,21 @@ def _header(tensors: Sequence[tuple[str, Values]], digests: Mapping[str, Sequenc
 
 
 def write_file(path: Path, tensors: Sequence[tuple[str, Values]], block_bytes: int = BLOCK_BYTES) -> None:
-    """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk. Raises OSError, also when it exists."""
+    """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk.
+
+    Raises OSError, also when it exists.
+    """
     try:
         with open(path, "xb") as file:
             _fill(file, tensors, block_bytes)
-    except OSError as error:  # of a full disk, say: a write or a close, unlike an open, does not tell which file it was for
+    except (
+        OSError
+    ) as error:  # of a full disk, say: a write or a close, unlike an open, does not tell which file it was for
         if error.errno is None or error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # which is FileExistsError and so on by its number
+        raise OSError(
+            error.errno, error.strerror, str(path)
+        ) from error  # which is FileExistsError and so on by its number
 
 
 def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Values]], block_bytes: int) -> None:
@@ -97,7 +117,11 @@ def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Values]], block_bytes: in
 
 def _blocks(values: Values, block_bytes: int) -> Iterator[Tensor]:
     tensor = values.make() if isinstance(values, Later) else values
-    assert tensor.dim() == 1 and tensor.is_contiguous() and (tensor.numel(), tensor.dtype) == (values.numel(), values.dtype)
+    assert (
+        tensor.dim() == 1
+        and tensor.is_contiguous()
+        and (tensor.numel(), tensor.dtype) == (values.numel(), values.dtype)
+    )
     yield from tensor.detach().split(block_bytes // tensor.element_size())
 
 
@@ -150,7 +174,9 @@ class BlockFile:
     def __enter__(self) -> BlockFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:

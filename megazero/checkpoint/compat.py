@@ -1,8 +1,9 @@
 """What changed between the run that wrote a checkpoint and the one that resumes it, and whether it may.
 
 A table of fields in groups. The model's shape never changes on resume. What decides the course of training (rates and
-other numbers of the optimizer, batch sizes, data) changes only when the user names the group. The layout and the precision are
-free: results do not depend on them, or only by rounding. Everything that changed is reported, with both values.
+other numbers of the optimizer, batch sizes, data) changes only when the user names the group. The layout and the
+precision are free: results do not depend on them, or only by rounding. Everything that changed is reported, with both
+values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _Value = Callable[[Run], Any]
 
 @dataclass(frozen=True)
 class Change:
-    """One field that differs. `allowed_by` is the override that was given for it, None where none is needed or given."""
+    """One field that differs. `allowed_by` is the override that was given for it, None where none is
+    needed or given.
+    """
 
     field: str
     old: Any
@@ -115,21 +118,36 @@ _DATA = {
 _FREE = {
     **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
-    **_plain("parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"),
+    **_plain(
+        "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"
+    ),
     **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention"),
     **_plain("parallel", "cuda_graphs"),
     "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
-    **_plain("optimizer", "precision", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
+    **_plain(
+        "optimizer",
+        "precision",
+        "loss_scale",
+        "initial_loss_scale",
+        "loss_scale_window",
+        "hysteresis",
+        "min_loss_scale",
+    ),
     **_plain("optimizer", "fp8"),
-    "optimizer.fp8_amax_history": lambda run: run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None,
+    "optimizer.fp8_amax_history": lambda run: (
+        run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None
+    ),
     **_plain("schedule", "micro_batch_size", "train_iters", "train_samples", "epochs"),
     **_plain("data", "valid_data_path", "valid_instruction_data"),
     **_plain("model", "make_vocab_size_divisible_by", "init_method_std"),
 }
 _SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"})
-"""Changes nothing but waiting. (Sections `checkpoint` and `trainer` are about this start of the program, not about the run.)"""
+"""Changes nothing but waiting. (Sections `checkpoint` and `trainer` are about this start of the program, not about the
+run.)
+"""
 _LEFT_OPEN = {"model.vocab_size": None, "parallel.device": "auto", "parallel.backend": "auto"}
-"""Values that stand for one found out later (from the tokenizer, from the machine): compared only when both are known."""
+"""Values that stand for one found out later (from the tokenizer, from the machine): compared only when both are known.
+"""
 _RUN_LENGTH = ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size")
 _DECAY_FROM = ("lr_decay_iters", "lr_decay_samples", *_RUN_LENGTH)
 _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -137,7 +155,9 @@ _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lr-decay": ("decay", _DECAY_FROM),
     "lr-wsd-decay": ("fall", ("lr_wsd_decay_iters", "lr_wsd_decay_samples", *_DECAY_FROM)),
 }
-"""Lengths of the learning-rate schedule, which no single flag says: what they are called, and what they follow from, the nearest first."""
+"""Lengths of the learning-rate schedule, which no single flag says: what they are called, and what they follow from,
+the nearest first.
+"""
 _OVERRIDES = (
     (_RATES, "--override-opt-param-scheduler", "override_opt_param_scheduler"),
     (_BATCH, "--override-batch", "override_batch"),
@@ -146,7 +166,8 @@ _OVERRIDES = (
 
 
 def run_from(record: Mapping[str, Any]) -> Run:
-    """The run of a checkpoint's record. Fields that it lacks (an older version wrote it) have their defaults, unknown ones go.
+    """The run of a checkpoint's record. Fields that it lacks (an older version wrote it) have their defaults, unknown
+    ones go.
 
     Raises Damaged with all values that a field cannot have.
     """
@@ -158,7 +179,9 @@ def run_from(record: Mapping[str, Any]) -> Run:
         except ValueError as error:
             problems.append(f"{name}: {error}")
             return value
-        reasons = [reason for each in (value if isinstance(value, tuple) else (value,)) if (reason := out_of_range(name, each))]
+        reasons = [
+            reason for each in (value if isinstance(value, tuple) else (value,)) if (reason := out_of_range(name, each))
+        ]
         problems.extend(f"{name} {shown(value)}: {reason}" for reason in reasons[:1])
         return value
 
@@ -181,11 +204,13 @@ def record_of(run: Run) -> dict[str, Any]:
     return asdict(run)
 
 
-def compare(saved: Run, now: Run, saved_axes: Mapping[str, int] | None = None, axes: Mapping[str, int] | None = None) -> Comparison:
+def compare(
+    saved: Run, now: Run, saved_axes: Mapping[str, int] | None = None, axes: Mapping[str, int] | None = None
+) -> Comparison:
     """What differs between the run of a checkpoint and this one, by the override flags of this one.
 
-    saved_axes, axes: sizes of the grid's axes, of which dp is in no configuration. With --finetune only the model's shape
-    is compared: the rest starts anew.
+    saved_axes, axes: sizes of the grid's axes, of which dp is in no configuration. With --finetune only the model's
+    shape is compared: the rest starts anew.
     """
     problems = [_problem(change, None) for change in _differences(_SHAPE, saved, now)]
     problems += _other_adapters(saved, now)
@@ -210,14 +235,19 @@ def _other_adapters(saved: Run, now: Run) -> list[str]:
     then, rank = saved.lora.lora_rank, now.lora.lora_rank
     if then is None and rank is not None:
         return [
-            f"--lora-rank {rank}: the checkpoint is of a whole model; to train adapters on it: --init-from, and another --load and --save"
+            f"--lora-rank {rank}: the checkpoint is of a whole model; to train adapters on it: --init-from, and "
+            "another --load and --save"
         ]
     if then is not None and rank is None:
         return [
-            f"the checkpoint holds adapters only; to go on with them: --lora-rank {then}; to train all of the merged model: --init-from"
+            f"the checkpoint holds adapters only; to go on with them: --lora-rank {then}; to train all of the merged "
+            "model: --init-from"
         ]
     found = _differences(_ADAPTERS, saved, now)
-    return [f"--{c.field}: {_shown(c.old)} in the checkpoint, {_shown(c.new)} now; the adapters cannot change on resume" for c in found]
+    return [
+        f"--{c.field}: {_shown(c.old)} in the checkpoint, {_shown(c.new)} now; the adapters cannot change on resume"
+        for c in found
+    ]
 
 
 def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Change]:

@@ -15,7 +15,9 @@ from megazero.system.reading import BOUNDS, parse_json, raised_as, shown
 
 
 def decode(raw: bytes) -> Manifest:
-    """The manifest. Raises Damaged when any byte is not as it was written or something is of a kind that none is, ValueError for another version."""
+    """The manifest. Raises Damaged when any byte is not as it was written or something is of a kind that none is,
+    ValueError for another version.
+    """
     content = raw[: -len(seal(b""))]
     if raw != content + seal(content):
         raise Damaged(f"{MANIFEST} is not what was written: its sha256 does not fit its content")
@@ -24,12 +26,16 @@ def decode(raw: bytes) -> Manifest:
     if not isinstance(document, dict) or type(document.get("version")) is not int:
         raise Damaged(f"{MANIFEST} is none of a checkpoint: it has no version")
     if document["version"] != VERSION:
-        raise ValueError(f"{MANIFEST} has format version {shown(document['version'])}; this program reads version {VERSION}")
+        raise ValueError(
+            f"{MANIFEST} has format version {shown(document['version'])}; this program reads version {VERSION}"
+        )
     missing = [key for key in ("tensors", "files", "run", "progress", "layout") if key not in document]
     if missing:
         raise Damaged(f"{MANIFEST} has no {', '.join(missing)}")
     files = [_file(number, record) for number, record in enumerate(_of(list, document["files"], "files"))]
-    tensors = {name: _tensor(name, record, len(files)) for name, record in _of(dict, document["tensors"], "tensors").items()}
+    tensors = {
+        name: _tensor(name, record, len(files)) for name, record in _of(dict, document["tensors"], "tensors").items()
+    }
     run, progress, layout = (_of(dict, document[key], key) for key in ("run", "progress", "layout"))
     for key, value in progress.items():
         if not _PROGRESS.get(key, _anything)(value):
@@ -68,11 +74,16 @@ def _none_or(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _record(fields: Mapping[str, Callable[[Any], bool]]) -> Callable[[Any], bool]:
     """Objects that have all of these fields, or none."""
-    return lambda value: isinstance(value, dict) and (not value or all(key in value and holds(value[key]) for key, holds in fields.items()))
+    return lambda value: (
+        isinstance(value, dict)
+        and (not value or all(key in value and holds(value[key]) for key, holds in fields.items()))
+    )
 
 
 def _is_plans(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(plan, list) and plan and all(map(_is_count, plan)) for plan in value)
+    return isinstance(value, list) and all(
+        isinstance(plan, list) and plan and all(map(_is_count, plan)) for plan in value
+    )
 
 
 def _is_fp8(value: Any) -> bool:
@@ -116,19 +127,32 @@ def _tensor(name: str, record: Any, files: int) -> StoredTensor:
     held = _of(dict, record, name)
     shape, columns, fragments = (held.get(key) for key in ("shape", "columns", "fragments"))
     if not (
-        isinstance(shape, list) and len(shape) <= BOUNDS.dimensions and all(map(_is_count, shape)) and math.prod(shape) < BOUNDS.elements
+        isinstance(shape, list)
+        and len(shape) <= BOUNDS.dimensions
+        and all(map(_is_count, shape))
+        and math.prod(shape) < BOUNDS.elements
     ):
         raise Damaged(f"{MANIFEST}: {name} has the shape {shown(shape)}")
-    if not (isinstance(columns, dict) and all(column in COLUMNS and code in DTYPES for column, code in columns.items())):
+    if not (
+        isinstance(columns, dict) and all(column in COLUMNS and code in DTYPES for column, code in columns.items())
+    ):
         raise Damaged(f"{MANIFEST}: {name} has the columns {shown(columns)}")
-    return StoredTensor(tuple(shape), columns, [_fragment(name, shape, each, files) for each in _of(list, fragments, f"{name}.fragments")])
+    return StoredTensor(
+        tuple(shape),
+        columns,
+        [_fragment(name, shape, each, files) for each in _of(list, fragments, f"{name}.fragments")],
+    )
 
 
 def _fragment(name: str, shape: list[int], record: Any, files: int) -> tuple[int, Span]:
     """File and range of a fragment, which lies inside its box and the box inside the tensor."""
     if isinstance(record, list) and len(record) == 4:
         file, box, start, stop = record
-        ranges = isinstance(box, list) and len(box) == len(shape) and all(isinstance(pair, list) and len(pair) == 2 for pair in box)
+        ranges = (
+            isinstance(box, list)
+            and len(box) == len(shape)
+            and all(isinstance(pair, list) and len(pair) == 2 for pair in box)
+        )
         if ranges and all(type(n) is int for n in (file, start, stop, *(end for pair in box for end in pair))):
             inside = all(0 <= low <= high <= extent for (low, high), extent in zip(box, shape, strict=True))
             if inside and 0 <= file < files and 0 <= start <= stop <= math.prod(high - low for low, high in box):

@@ -67,13 +67,13 @@ class Fence:
         found = self.owner()
         if found:
             raise FenceLost(
-                f"{self.path} belongs to run {found}, not to this run ({self.token}). A newer job writes here now, so this one stops"
-                " and writes nothing more; stop the newer one before starting this again."
+                f"{self.path} belongs to run {found}, not to this run ({self.token}). A newer job writes here now, so "
+                "this one stops and writes nothing more; stop the newer one before starting this again."
             )
         gone = self.path if self.path.parent.is_dir() else self.path.parent
         raise FenceLost(
-            f"{gone} is gone: it was deleted, moved or unmounted while the run went on. The run stops and writes nothing more; its"
-            " state is lost, unless a checkpoint was kept elsewhere."
+            f"{gone} is gone: it was deleted, moved or unmounted while the run went on. The run stops and writes "
+            "nothing more; its state is lost, unless a checkpoint was kept elsewhere."
         )
 
     def guarding(self, action: Callable[[], None]) -> Callable[[], None]:

@@ -1,9 +1,9 @@
 """The folder of checkpoints: what is in it, how one is added, which go. File operations of one rank, no values.
 
-Whatever is named iter_NNNNNNN was complete when it got that name; a crash leaves only names that start with a dot, and one
-exception: when iteration N is saved again, the old one steps aside as iter_N.replaced for the moment between two renames,
-and counts as iter_N until the new one is there. (Exchanging two folders atomically is a Linux call that network file
-systems refuse.)
+Whatever is named iter_NNNNNNN was complete when it got that name; a crash leaves only names that start with a dot, and
+one exception: when iteration N is saved again, the old one steps aside as iter_N.replaced for the moment between two
+renames, and counts as iter_N until the new one is there. (Exchanging two folders atomically is a Linux call that
+network file systems refuse.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def listing(root: Path) -> list[tuple[int, Path]]:
 
 
 def named(root: Path) -> str | None:
-    """What `latest` says, be it a checkpoint's name or not; None where there is no such file. Raises Damaged where it cannot be read."""
+    """What `latest` says, be it a checkpoint's name or not; None where there is no such file.
+
+    Raises Damaged where it cannot be read.
+    """
     try:
         return read_bytes(root / LATEST, BOUNDS.word).decode(errors="replace").strip()
     except Unreadable as error:
@@ -69,7 +72,11 @@ def newest(load: Path) -> Path | None:
     for _, path in there:
         if path.name.removesuffix(".replaced") == name:
             return path
-    others = f"The newest that is: --load {there[-1][1]}" if there else f"No other is; remove {load / LATEST} to start from scratch."
+    others = (
+        f"The newest that is: --load {there[-1][1]}"
+        if there
+        else f"No other is; remove {load / LATEST} to start from scratch."
+    )
     raise Damaged(f"{load / LATEST} names the checkpoint {name[:80]!r}, which is not there. {others}")
 
 
@@ -100,8 +107,8 @@ def publish(root: Path, temporary: Path, iteration: int, fence: Fence) -> Path:
 def prune(root: Path, iteration: int, keep: int, token: str, retain_interval: int | None = None) -> None:
     """Delete all but the newest `keep` checkpoints up to this iteration; 0 keeps all.
 
-    Iterations that are multiples of `retain_interval` stay. So do later ones, from before the run was taken back to an earlier
-    checkpoint, which are left to the user, and damaged ones without a manifest, which do not count either.
+    Iterations that are multiples of `retain_interval` stay. So do later ones, from before the run was taken back to an
+    earlier checkpoint, which are left to the user, and damaged ones without a manifest, which do not count either.
     """
     complete = [(i, path) for i, path in listing(root) if i <= iteration and (path / MANIFEST).exists()]
     for i, path in complete[:-keep] if keep else ():
@@ -123,7 +130,9 @@ def discard(path: Path, token: str) -> None:
 
 
 def sweep(root: Path, fence: Fence) -> None:
-    """Remove what crashed runs left. Only the run that owns the folder may: a run that still writes there has lost it."""
+    """Remove what crashed runs left. Only the run that owns the folder may: a run that still writes
+    there has lost it.
+    """
     fence.check()
     assert fence.token is not None
     for path in sorted(root.iterdir()):

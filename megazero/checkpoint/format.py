@@ -116,7 +116,8 @@ class Manifest:
 
     run       the resolved configuration that wrote it, by section
     progress  iteration, consumed samples and tokens, optimizer step count, loss scale, probe: the trainer's own
-    layout    sizes of the axes that wrote it, and `places`, the number of folders written to, where there were several; for messages
+    layout    sizes of the axes that wrote it, and `places`, the number of folders written to, where there were several;
+    for messages
     """
 
     tensors: dict[str, StoredTensor]
@@ -127,7 +128,9 @@ class Manifest:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether it was written into several folders, on the local disks of nodes: each holds this manifest and its own ranks' files."""
+        """Whether it was written into several folders, on the local disks of nodes: each holds this manifest and its
+        own ranks' files.
+        """
         return self.layout.get("places", 1) > 1
 
     def encode(self) -> bytes:
@@ -137,7 +140,9 @@ class Manifest:
 
     def missing_elements(self) -> dict[str, int]:
         """Elements that no fragment holds, by tensor; negative where fragments overlap."""
-        gaps = {name: math.prod(t.shape) - sum(span.numel for _, span in t.fragments) for name, t in self.tensors.items()}
+        gaps = {
+            name: math.prod(t.shape) - sum(span.numel for _, span in t.fragments) for name, t in self.tensors.items()
+        }
         return {name: gap for name, gap in gaps.items() if gap}
 
 

@@ -99,10 +99,14 @@ class Loaded:
 
 
 def _nothing_here(load: Path) -> None:
-    """Raises Damaged where a run that would start from scratch has checkpoints after all, on the disks of some nodes."""
+    """Raises Damaged where a run that would start from scratch has checkpoints after all, on the
+    disks of some nodes.
+    """
     path = folders.newest(load)
     if path is not None:
-        raise Damaged(f"{path} is there on {host_name()}, but rank 0 finds no checkpoint: bring the folders of all nodes together")
+        raise Damaged(
+            f"{path} is there on {host_name()}, but rank 0 finds no checkpoint: bring the folders of all nodes together"
+        )
 
 
 class Checkpoints:
@@ -169,7 +173,10 @@ class Checkpoints:
         return saving.write(self._written(), iteration, progress, self._grid.world, self._grid.device)
 
     def start(self, iteration: int, progress: dict[str, Any]) -> None:
-        """The same beside the run: returns when the state is copied to host memory. `wait` must have come between two of these."""
+        """The same beside the run: returns when the state is copied to host memory.
+
+        `wait` must have come between two of these.
+        """
         saving, aside = self._claimed(), self._aside
         assert aside is not None, "made without a group for saves beside the run"
         values = self._snapshot.take(self._written())
@@ -181,7 +188,10 @@ class Checkpoints:
         return self._background.busy
 
     def poll(self) -> Outcome | None:
-        """The outcome of a save beside the run that has ended on this rank, once. Communicates nothing; ranks may learn at different steps."""
+        """The outcome of a save beside the run that has ended on this rank, once.
+
+        Communicates nothing; ranks may learn at different steps.
+        """
         return self._background.poll()
 
     def wait(self) -> Outcome | None:
@@ -191,8 +201,9 @@ class Checkpoints:
     def find(self) -> Found | None:
         """The checkpoint to start from, or None: no --load, or nothing complete there.
 
-        Rank 0 decides: were every rank to look for itself, a leftover run that saves just now could divide them. Where folders are on
-        local disks, a crash may have left the newest in some of them only: then it is the newest of rank 0's that all ranks have.
+        Rank 0 decides: were every rank to look for itself, a leftover run that saves just now could divide them. Where
+        folders are on local disks, a crash may have left the newest in some of them only: then it is the newest of rank
+        0's that all ranks have.
         """
         load, grid = self._cfg.load, self._grid
         if load is None:
@@ -217,7 +228,8 @@ class Checkpoints:
         return found[0]
 
     def load(self, found: Found) -> Loaded:
-        """Fill the state from a checkpoint of any layout and precision; weights only with --finetune or --no-load-optim.
+        """Fill the state from a checkpoint of any layout and precision; weights only with --finetune or
+        --no-load-optim.
 
         Raises Damaged (naming the file, and the checkpoint before) or ValueError (naming all tensors that do not fit).
         """

@@ -1,4 +1,6 @@
-"""A checkpoint's fragment files while they are read: opened when they are needed, of which those used last stay open."""
+"""A checkpoint's fragment files while they are read: opened when they are needed, of which those used
+last stay open.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ MOST = 64
 
 
 class OpenFiles:
-    """Files of a checkpoint by their number in the manifest, their headers checked. A context manager that closes them."""
+    """Files of a checkpoint by their number in the manifest, their headers checked.
+
+    A context manager that closes them.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -43,9 +48,9 @@ class OpenFiles:
         except Damaged as error:
             if self.manifest.is_scattered and not (self.folder / stored.name).exists():
                 raise Damaged(
-                    f"{stored.name} is not in {self.folder} on {host_name()}: this checkpoint was saved on the local disks of"
-                    f" {self.manifest.layout['places']} nodes, and other ranks or another layout need files of other nodes; bring the folders"
-                    " of all of them together"
+                    f"{stored.name} is not in {self.folder} on {host_name()}: this checkpoint was saved on the local "
+                    f"disks of {self.manifest.layout['places']} nodes, and other ranks or another layout need files "
+                    "of other nodes; bring the folders of all of them together"
                 ) from error
             raise
         try:

@@ -53,13 +53,17 @@ class Checkpoint:
         """
         shape = self.tensors[name]
         box = tuple((0, extent) for extent in shape.shape) if box is None else box
-        if len(box) != len(shape.shape) or not all(0 <= i <= j <= extent for (i, j), extent in zip(box, shape.shape, strict=True)):
+        if len(box) != len(shape.shape) or not all(
+            0 <= i <= j <= extent for (i, j), extent in zip(box, shape.shape, strict=True)
+        ):
             raise ValueError(f"{name} has shape {shape.shape}; {box} does not lie in it")
         if column not in shape.columns:
             raise CheckpointError(f"{self.path} has no {column} of {name}, only {', '.join(shape.columns)}")
         extents = tuple(stop - start for start, stop in box)
         values = torch.empty(extents, dtype=shape.columns[column])
-        part = Values(Place(name, shape.shape, box, extents, Kind.MATRIX), 0, values.numel(), **{column: values.view(-1)})
+        part = Values(
+            Place(name, shape.shape, box, extents, Kind.MATRIX), 0, values.numel(), **{column: values.view(-1)}
+        )
         with OpenFiles(self.path, self._manifest) as files:
             read_fragments(files, [part], [column])
         return values

@@ -1,8 +1,9 @@
 """Which ranks share the folder of checkpoints: one folder for all, or one on the local disk of each node.
 
-Ranks that see one folder are a place, and the lowest of them leads it: it makes, publishes and deletes there, and every place has a
-manifest of its own. On one host device and inode say what is one folder. Between hosts they do not (a shared file system has other
-numbers on each), so the first rank of every (host, folder) leaves a mark in it and looks for the others'.
+Ranks that see one folder are a place, and the lowest of them leads it: it makes, publishes and deletes there, and every
+place has a manifest of its own. On one host device and inode say what is one folder. Between hosts they do not (a
+shared file system has other numbers on each), so the first rank of every (host, folder) leaves a mark in it and looks
+for the others'.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def _first_of_each(identities: list[list[int]]) -> list[int]:
 
 
 def _lowest_mark(root: Path, token: str) -> int:
-    """Rank 0's mark is asked for by name, which no cache of a network file system hides; others are looked for in the listing."""
+    """Rank 0's mark is asked for by name, which no cache of a network file system hides; others are looked for in the
+    listing.
+    """
     if (root / _MARK.format(token=token, rank=0)).exists():
         return 0
     start = _MARK.format(token=token, rank="")

@@ -50,7 +50,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         except Damaged as error:
             wrong.append(str(error))
     if wrong:
-        raise Damaged("; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more files" if len(wrong) > _SHOWN else ""))
+        raise Damaged(
+            "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more files" if len(wrong) > _SHOWN else "")
+        )
 
 
 def check_inventory(manifest: Manifest, model: Iterable[Held], columns: Sequence[str]) -> None:
@@ -71,21 +73,29 @@ def check_inventory(manifest: Manifest, model: Iterable[Held], columns: Sequence
     }
     absent = {column: [name for name in both if column not in manifest.tensors[name].columns] for column in columns}
     kinds |= {
-        f"without {column} in the checkpoint (another optimizer? --no-load-optim does without)": names for column, names in absent.items()
+        f"without {column} in the checkpoint (another optimizer? --no-load-optim does without)": names
+        for column, names in absent.items()
     }
     if "exp_avg" in columns:  # sgd's momentum and Adam's first moment are different things under one name
-        surplus = [name for name in both if "exp_avg_sq" in manifest.tensors[name].columns and "exp_avg_sq" not in columns]
-        kinds["with exp_avg_sq in the checkpoint, which this optimizer has not (another optimizer? --no-load-optim does without)"] = surplus
+        surplus = [
+            name for name in both if "exp_avg_sq" in manifest.tensors[name].columns and "exp_avg_sq" not in columns
+        ]
+        kinds[
+            "with exp_avg_sq in the checkpoint, which this optimizer has not (another optimizer? --no-load-optim does "
+            "without)"
+        ] = surplus
     problems = [f"  {len(names)} {kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(problems))
 
 
 def read_fragments(files: OpenFiles, targets: Iterable[Fragment], columns: Sequence[str]) -> int:
-    """Fill these columns of the targets, in place, from the checkpoint whose files these are; the bytes that were read for it.
+    """Fill these columns of the targets, in place, from the checkpoint whose files these are; the bytes that were read
+    for it.
 
-    Communicates nothing: each rank reads for itself. Threads read blocks and check them while others are copied; memory: two blocks per
-    thread. Raises Damaged when a file that is needed is not as it was written, or the checkpoint lacks elements.
+    Communicates nothing: each rank reads for itself. Threads read blocks and check them while others are copied;
+    memory: two blocks per thread. Raises Damaged when a file that is needed is not as it was written, or the checkpoint
+    lacks elements.
     """
     plan = _plan(files.manifest, targets)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -158,6 +168,8 @@ def _blocks(file: BlockFile, name: str, column: str, span: Span, targets: Sequen
     key = key_of(name, column, span)
     for block, (first, last) in enumerate(file.block_ranges(key)):
         piece = Span(span.box, span.start + first, span.start + last)
-        copies = [(columns_of(target)[column], overlap) for target in targets for overlap in overlaps(piece, span_of(target))]
+        copies = [
+            (columns_of(target)[column], overlap) for target in targets for overlap in overlaps(piece, span_of(target))
+        ]
         if copies:
             yield _Read(file, key, block, copies)

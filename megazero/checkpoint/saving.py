@@ -1,4 +1,6 @@
-"""A checkpoint written by all ranks together, in phases: on the run's own thread, or on one beside it (`background.py`)."""
+"""A checkpoint written by all ranks together, in phases: on the run's own thread, or on one beside it
+(`background.py`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from megazero.mpu.grid import Group
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is on disk. bytes: of all ranks' files together, known to rank 0 (elsewhere 0). seconds: its writing took."""
+    """A checkpoint that is on disk. bytes: of all ranks' files together, known to rank 0 (elsewhere 0). seconds: its
+    writing took.
+    """
 
     path: Path
     bytes: int
@@ -39,7 +43,8 @@ class Saving:
     run, layout      for the record
     keep_last        complete checkpoints kept; 0 keeps all
     retain_interval  iterations that are multiples of this are kept in any case
-    beside           what rank 0 puts into a folder beside the manifest, where one folder holds the whole checkpoint; it reads what is there
+    beside           what rank 0 puts into a folder beside the manifest, where one folder holds the whole checkpoint; it
+    reads what is there
     """
 
     root: Path
@@ -52,12 +57,20 @@ class Saving:
     retain_interval: int | None
     beside: Callable[[Path], None] | None = None
 
-    def write(self, fragments: Sequence[Fragment], iteration: int, progress: dict[str, Any], world: Group, device: torch.device) -> Saved:
-        """Write what the ranks give as iter_NNNNNNN of the folder, let `latest` name it, delete what is too old. A collective of the world.
+    def write(
+        self,
+        fragments: Sequence[Fragment],
+        iteration: int,
+        progress: dict[str, Any],
+        world: Group,
+        device: torch.device,
+    ) -> Saved:
+        """Write what the ranks give as iter_NNNNNNN of the folder, let `latest` name it, delete what is too old. A
+        collective of the world.
 
-        fragments: what this rank writes. world, device: over which, and in whose memory, messages travel. Returns when it is on
-        disk, in every place. Raises FenceLost when another run has taken over, OSError when the disk does not take it; then nothing
-        with the name of a checkpoint has changed, or it is complete.
+        fragments: what this rank writes. world, device: over which, and in whose memory, messages travel. Returns when
+        it is on disk, in every place. Raises FenceLost when another run has taken over, OSError when the disk does not
+        take it; then nothing with the name of a checkpoint has changed, or it is complete.
         """
         began = time.perf_counter()
         token = self.fence.token
@@ -73,7 +86,13 @@ class Saving:
         return Saved(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
 
     def _write(
-        self, temporary: Path, fragments: Sequence[Fragment], iteration: int, progress: dict[str, Any], world: Group, device: torch.device
+        self,
+        temporary: Path,
+        fragments: Sequence[Fragment],
+        iteration: int,
+        progress: dict[str, Any],
+        world: Group,
+        device: torch.device,
     ) -> int:
         """The phases, each done by all before the next begins; the bytes of all files for rank 0."""
         token, leads, rank = self.fence.token, self.places.leads, world.index
@@ -90,7 +109,8 @@ class Saving:
             except FileNotFoundError as error:
                 leader = self.places.leaders[rank]
                 raise CheckpointError(
-                    f"{temporary} is not there for rank {rank}, which shared the folder with rank {leader} when the run began"
+                    f"{temporary} is not there for rank {rank}, which shared the folder with rank {leader} when the "
+                    "run began"
                 ) from error
 
         done(self.fence.guarding(begin) if leads else None)
@@ -107,14 +127,18 @@ class Saving:
             folders.prune(self.root, iteration, self.keep_last, token, self.retain_interval)
 
         done(self.fence.guarding(publish) if leads else None)
-        done(self.fence.guarding(prune) if leads else None)  # not before every place has the new one: they must have one in common
+        done(
+            self.fence.guarding(prune) if leads else None
+        )  # not before every place has the new one: they must have one in common
         return size
 
-    def _manifest(self, temporary: Path, progress: dict[str, Any], world: Group, device: torch.device) -> tuple[bytes, int]:
+    def _manifest(
+        self, temporary: Path, progress: dict[str, Any], world: Group, device: torch.device
+    ) -> tuple[bytes, int]:
         """The manifest's content for the ranks that lead, and the bytes of all files for rank 0.
 
-        Rank 0 makes it from the headers of all files. Those in its own place it reads there; of another place the leader sends them,
-        and gets the manifest. Nothing travels where all ranks share one folder.
+        Rank 0 makes it from the headers of all files. Those in its own place it reads there; of another place the
+        leader sends them, and gets the manifest. Nothing travels where all ranks share one folder.
         """
         rank, leaders = world.index, self.places.all_leaders
         headers: dict[str, Header] = {}
@@ -142,6 +166,8 @@ class Saving:
         return content[0] if content else b"", sum(header.size for header in headers.values()) if rank == 0 else 0
 
     def _layout(self) -> dict[str, int]:
-        """Sizes of the axes, and the number of folders that hold parts of the checkpoint where that is more than one."""
+        """Sizes of the axes, and the number of folders that hold parts of the checkpoint where that
+        is more than one.
+        """
         count = len(self.places.all_leaders)
         return self.layout | ({"places": count} if count > 1 else {})

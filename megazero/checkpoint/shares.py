@@ -1,8 +1,8 @@
 """What each rank writes of what it holds: everything once, and as much as its neighbours.
 
-ZeRO's cut gives every rank of a dp group an equal range of what that group holds. Parameters that are replicated over tp come on
-every tp rank, as the same ranges: laid end to end they are cut into one equal part per tp rank, which cuts at most tp - 1
-fragments in two. Dealing whole fragments was rejected: a learned position table is one of them.
+ZeRO's cut gives every rank of a dp group an equal range of what that group holds. Parameters that are replicated over
+tp come on every tp rank, as the same ranges: laid end to end they are cut into one equal part per tp rank, which cuts
+at most tp - 1 fragments in two. Dealing whole fragments was rejected: a learned position table is one of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _cuts(held: Sequence[_Held], tp_index: int, tp_size: int) -> Iterator[tuple[
 
 
 def shares(held: Sequence[Held], tp_index: int, tp_size: int) -> list[Share]:
-    """What a rank writes, by layout arithmetic. held: all that it holds, in the order in which every tp rank holds it."""
+    """What a rank writes, by layout arithmetic. held: all that it holds, in the order in which every
+    tp rank holds it.
+    """
     return [Share(one.place, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]
 
 
@@ -66,7 +68,10 @@ def shares_of_values(fragments: Sequence[Fragment], tp_index: int, tp_size: int)
     """The same with values: views of the fragments' tensors."""
 
     def cut(fragment: Fragment, start: int, stop: int) -> Values:
-        columns = {name: tensor[start - fragment.start : stop - fragment.start] for name, tensor in columns_of(fragment).items()}
+        columns = {
+            name: tensor[start - fragment.start : stop - fragment.start]
+            for name, tensor in columns_of(fragment).items()
+        }
         return values(Share(fragment.place, start, stop), columns)
 
     return [cut(fragment, start, stop) for fragment, start, stop in _cuts(fragments, tp_index, tp_size)]

@@ -1,7 +1,7 @@
 """Numbers of a tensor, and of the difference of two, gathered window by window in float64.
 
-Mean and sum of squared deviations of two parts are joined as Chan, Golub and LeVeque do (Updating formulae and a pairwise algorithm for
-computing sample variances, 1979): sums of squares would lose everything where the mean is large.
+Mean and sum of squared deviations of two parts are joined as Chan, Golub and LeVeque do (Updating formulae and a
+pairwise algorithm for computing sample variances, 1979): sums of squares would lose everything where the mean is large.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Statistics:
-    """Of the finite elements: least, most, mean, squares (sum of squared deviations from the mean), power (sum of squares).
+    """Of the finite elements: least, most, mean, squares (sum of squared deviations from the mean), power (sum of
+    squares).
 
     count  elements, those that are not finite included; nan, inf: how many of them are
     """
@@ -152,7 +153,10 @@ def bits(values: Tensor) -> Tensor:
 
 
 def difference(a: Tensors, b: Tensors, name: str, column: str, elements: int = WINDOW) -> Difference:
-    """That of one column of a tensor that both hold in one shape, whatever layouts they were written in. Memory: a few windows."""
+    """That of one column of a tensor that both hold in one shape, whatever layouts they were written in.
+
+    Memory: a few windows.
+    """
     assert a.shapes[name].shape == b.shapes[name].shape
     found = Difference()
     for start, stop in windows(a.shapes[name].numel, elements):

@@ -25,12 +25,14 @@ class _Task:
 def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[int], None]) -> list[str]:
     """Read everything and compare with the recorded hashes; what is wrong, a sentence each, empty when all is well.
 
-    Checked are, in this order: that fragments make up whole tensors; that every file is there, of its size, with its header; that it holds
-    the fragments that the manifest says, and nothing else; every block. advance is told the bytes read since its last call. Memory: a few
-    blocks per thread. What is `elsewhere` is passed over.
+    Checked are, in this order: that fragments make up whole tensors; that every file is there, of its size, with its
+    header; that it holds the fragments that the manifest says, and nothing else; every block. advance is told the bytes
+    read since its last call. Memory: a few blocks per thread. What is `elsewhere` is passed over.
     """
     gaps = manifest.missing_elements().items()
-    problems = [f"{name}: {abs(gap)} elements are {'in no fragment' if gap > 0 else 'in two fragments'}" for name, gap in gaps]
+    problems = [
+        f"{name}: {abs(gap)} elements are {'in no fragment' if gap > 0 else 'in two fragments'}" for name, gap in gaps
+    ]
     expected = _expected_keys(manifest)
     absent = set(elsewhere(folder, manifest))
     here = [number for number, stored in enumerate(manifest.files) if stored.name not in absent]
@@ -47,8 +49,14 @@ def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[in
 
 
 def elsewhere(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are not in this folder and need not be: of a checkpoint that was saved on nodes' own disks each node has its own."""
-    return [stored.name for stored in manifest.files if not (folder / stored.name).exists()] if manifest.is_scattered else []
+    """Files that are not in this folder and need not be: of a checkpoint that was saved on nodes' own disks each node
+    has its own.
+    """
+    return (
+        [stored.name for stored in manifest.files if not (folder / stored.name).exists()]
+        if manifest.is_scattered
+        else []
+    )
 
 
 def _collect(
@@ -82,7 +90,9 @@ def _tasks(folder: Path, manifest: Manifest, number: int, expected: set[str], pr
                 raise Damaged(f"{stored.name} is altered: the sha256 of its header is not the recorded one")
             held = set(file.keys())
             problems += [f"{stored.name} lacks {key}" for key in sorted(expected - held)]
-            problems += [f"{stored.name} holds {key}, of which the manifest does not know" for key in sorted(held - expected)]
+            problems += [
+                f"{stored.name} holds {key}, of which the manifest does not know" for key in sorted(held - expected)
+            ]
             blocks = [(key, block) for key in file.keys() for block in range(len(file.block_ranges(key)))]  # noqa: SIM118 - not a mapping
     except Damaged as error:
         problems.append(str(error))

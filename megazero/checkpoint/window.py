@@ -1,4 +1,6 @@
-"""A checkpoint's tensors in flat windows: what looks at values without holding a model, or a whole tensor, in memory."""
+"""A checkpoint's tensors in flat windows: what looks at values without holding a model, or a whole
+tensor, in memory.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ class Tensors(Protocol):
     def shapes(self) -> Mapping[str, Shape]: ...
 
     def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor in row-major order, 1-D on the CPU, in the stored dtype. Not to be written into."""
+        """Elements [start, stop) of a tensor in row-major order, 1-D on the CPU, in the stored dtype.
+
+        Not to be written into.
+        """
 
 
 class StoredTensors:
-    """`Tensors` of a checkpoint of our own. A context manager that closes its files; every block that is read is checked (Damaged).
+    """`Tensors` of a checkpoint of our own. A context manager that closes its files; every block that is read is
+    checked (Damaged).
 
     Memory: a window and a block. Windows that follow each other read a block again only at their edges.
     """

@@ -25,8 +25,11 @@ from megazero.checkpoint.format import (
 from megazero.system.durable import sync_folder
 
 
-def write_fragments(folder: Path, index: int, count: int, fragments: Iterable[Fragment], block_bytes: int = BLOCK_BYTES) -> None:
-    """Write these fragments, none of which another writer has, as the file of writer `index` of `count`; no file for none.
+def write_fragments(
+    folder: Path, index: int, count: int, fragments: Iterable[Fragment], block_bytes: int = BLOCK_BYTES
+) -> None:
+    """Write these fragments, none of which another writer has, as the file of writer `index` of `count`; no file for
+    none.
 
     Nothing is communicated. Memory: one block. Raises OSError.
     """
@@ -68,9 +71,9 @@ def make_manifest(
 ) -> Manifest:
     """The manifest of files that are all written.
 
-    writers: what each writer was to write, by layout arithmetic: the tensors and fragments come from it. The headers give hashes,
-    dtypes and sizes, and must hold exactly what arithmetic says. Raises CheckpointError when the two disagree or the fragments do not
-    make up whole tensors.
+    writers: what each writer was to write, by layout arithmetic: the tensors and fragments come from it. The headers
+    give hashes, dtypes and sizes, and must hold exactly what arithmetic says. Raises CheckpointError when the two
+    disagree or the fragments do not make up whole tensors.
     """
     manifest = Manifest({}, [], run, progress, layout)
     for index, held in enumerate(writers):
@@ -81,7 +84,8 @@ def make_manifest(
     if gaps:
         listed = ", ".join(f"{name}: {gap}" for name, gap in gaps.items())
         raise CheckpointError(
-            f"the fragments of all ranks do not make up whole tensors (elements missing; negative: written twice): {listed}"
+            "the fragments of all ranks do not make up whole tensors (elements missing; negative: written twice): "
+            f"{listed}"
         )
     return manifest
 
@@ -96,7 +100,12 @@ def put_manifest(folder: Path, content: bytes) -> None:
 
 
 def write_manifest(
-    folder: Path, writers: Sequence[Sequence[Held]], *, run: dict[str, Any], progress: dict[str, Any], layout: dict[str, int]
+    folder: Path,
+    writers: Sequence[Sequence[Held]],
+    *,
+    run: dict[str, Any],
+    progress: dict[str, Any],
+    layout: dict[str, int],
 ) -> None:
     """`make_manifest` of the files in this folder, and `put_manifest`. Raises as these do."""
     headers = headers_of(folder, file_names(writers))
@@ -123,7 +132,8 @@ def _add_file(manifest: Manifest, name: str, header: Header, fragments: Sequence
         stored = manifest.tensors.setdefault(tensor, StoredTensor(held.place.shape, columns))
         if stored.shape != held.place.shape or stored.columns != columns:
             raise CheckpointError(
-                f"{tensor} is {held.place.shape} {columns} in {name} and {stored.shape} {stored.columns} in an earlier file"
+                f"{tensor} is {held.place.shape} {columns} in {name} and {stored.shape} {stored.columns} in an earlier "
+                "file"
             )
         stored.fragments.append((number, span))
     if found:

@@ -12,10 +12,23 @@ from megazero.convert.registry import format_table, not_there
 def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: str = "CHECKPOINT") -> None:
     """more: further names of --load."""
     flags.add_argument(
-        "paths", nargs="*", type=Path, metavar=metavar, help="a checkpoint of any format, or a folder of them (the newest is taken)"
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar=metavar,
+        help="a checkpoint of any format, or a folder of them (the newest is taken)",
     )
-    flags.add_argument("--load", *more, dest="load", type=Path, metavar="CHECKPOINT", help="the same: a checkpoint may be named either way")
-    flags.add_argument("--from", dest="format", choices=tuple(format_table()), help="its format, where it is not to be recognised")
+    flags.add_argument(
+        "--load",
+        *more,
+        dest="load",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="the same: a checkpoint may be named either way",
+    )
+    flags.add_argument(
+        "--from", dest="format", choices=tuple(format_table()), help="its format, where it is not to be recognised"
+    )
 
 
 def named_checkpoints(args: argparse.Namespace) -> list[Path]:

@@ -1,4 +1,7 @@
-"""Flags of the tools that open a trained model: its tokenizer, and the layout it is opened on. Which model: `checkpoint_flags`."""
+"""Flags of the tools that open a trained model: its tokenizer, and the layout it is opened on.
+
+Which model: `checkpoint_flags`.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,23 @@ def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_layout_flags(flags: argparse.ArgumentParser) -> None:
     ranks = flags.add_argument_group("ranks")
-    ranks.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="to compute in (default: the checkpoint's)")
+    ranks.add_argument(
+        "--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="to compute in (default: the checkpoint's)"
+    )
     ranks.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     ranks.add_argument("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
-    ranks.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where tensors live (%(default)s)")
-    ranks.add_argument("--distributed-timeout-minutes", type=float, default=10.0, help="a rank waits so long for others (%(default)s)")
+    ranks.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="where tensors live (%(default)s)"
+    )
+    ranks.add_argument(
+        "--distributed-timeout-minutes", type=float, default=10.0, help="a rank waits so long for others (%(default)s)"
+    )
 
 
 def parallel_of(args: argparse.Namespace) -> ParallelConfig:
-    return ParallelConfig(tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=args.distributed_timeout_minutes)
+    return ParallelConfig(
+        tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=args.distributed_timeout_minutes
+    )
 
 
 def problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> Iterator[str]:
@@ -34,7 +45,9 @@ def problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> It
     size = args.tp * args.pp
     if min(args.tp, args.pp) > 0 and (world_size % size if replicas else world_size != size):
         started = "1 process was started" if world_size == 1 else f"{world_size} processes were started"
-        yield f"--tp {args.tp} x --pp {args.pp} = {size} ranks, but {started}" + (", no multiple of it" if replicas else "")
+        yield f"--tp {args.tp} x --pp {args.pp} = {size} ranks, but {started}" + (
+            ", no multiple of it" if replicas else ""
+        )
     if args.tokenizer_path and not args.tokenizer:
         yield "--tokenizer-path: --tokenizer says of which kind it is"
 

@@ -22,12 +22,14 @@ def _heads(f: Facts) -> Found:
         yield (
             f"--num-attention-heads {m.num_attention_heads} does not divide --hidden-size {m.hidden_size}; nearest: "
             f"--hidden-size {nearest_multiples(m.hidden_size, m.num_attention_heads)}, or "
-            f"--num-attention-heads {nearest(m.num_attention_heads, divisors(m.hidden_size))}, or --kv-channels, the width of a head"
+            f"--num-attention-heads {nearest(m.num_attention_heads, divisors(m.hidden_size))}, or --kv-channels, the "
+            "width of a head"
         )
     elif m.position_embedding == "rotary" and m.hidden_size // m.num_attention_heads % 2:
         width = m.hidden_size // m.num_attention_heads
         yield (
-            f"--position-embedding rotary turns pairs: --hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {width} "
+            f"--position-embedding rotary turns pairs: --hidden-size {m.hidden_size} / --num-attention-heads "
+            f"{m.num_attention_heads} = {width} "
             f"must be even; nearest: --hidden-size {nearest_multiples(m.hidden_size, 2 * m.num_attention_heads)}"
         )
     if m.num_attention_heads % query_groups(m):
@@ -41,10 +43,14 @@ def _positions(f: Facts) -> Found:
     m = f.run.model
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < m.seq_length:
-        yield f"--max-position-embeddings {rows} is less than --seq-length {m.seq_length}: learned positions need {m.seq_length} or more"
+        yield (
+            f"--max-position-embeddings {rows} is less than --seq-length {m.seq_length}: learned positions need "
+            f"{m.seq_length} or more"
+        )
     if m.position_offset and m.position_embedding != "learned":
         yield (
-            f"--position-offset {m.position_offset} are rows of a learned position table, which --position-embedding {m.position_embedding} "
+            f"--position-offset {m.position_offset} are rows of a learned position table, which --position-embedding "
+            f"{m.position_embedding} "
             "has not; nearest: --position-offset 0, or --position-embedding learned"
         )
 
@@ -52,19 +58,28 @@ def _positions(f: Facts) -> Found:
 def _biases(f: Facts) -> Found:
     m = f.run.model
     if m.disable_bias_linear and m.attention_bias is not None and m.mlp_bias is not None:
-        shown = " ".join(f"--{'' if on else 'no-'}{name}-bias" for name, on in (("attention", m.attention_bias), ("mlp", m.mlp_bias)))
+        shown = " ".join(
+            f"--{'' if on else 'no-'}{name}-bias" for name, on in (("attention", m.attention_bias), ("mlp", m.mlp_bias))
+        )
         yield f"--disable-bias-linear says nothing beside {shown}, which name all linear layers of a block: drop it"
 
 
 def _tp_divides(f: Facts) -> Found:
     m, tp = f.run.model, f.run.parallel.tp
-    sizes = {"--num-attention-heads": m.num_attention_heads, "--num-query-groups": query_groups(m), "--ffn-hidden-size": ffn_width(m)}
+    sizes = {
+        "--num-attention-heads": m.num_attention_heads,
+        "--num-query-groups": query_groups(m),
+        "--ffn-hidden-size": ffn_width(m),
+    }
     if m.num_query_groups is None:
         del sizes["--num-query-groups"]
     wrong = [f"{flag} {size}" for flag, size in sizes.items() if size % tp]
     if wrong:
         valid = divisors(math.gcd(*sizes.values()))
-        yield f"--tp {tp} does not divide {', '.join(wrong)}; tp can be {', '.join(map(str, valid))}; nearest: {nearest(tp, valid)}"
+        yield (
+            f"--tp {tp} does not divide {', '.join(wrong)}; tp can be {', '.join(map(str, valid))}; nearest: "
+            f"{nearest(tp, valid)}"
+        )
 
 
 def _sequence_parallel(f: Facts) -> Found:
@@ -81,7 +96,8 @@ def _chunks(f: Facts) -> Found:
     chunks = p.pp * p.virtual_stages
     if layers + 2 < chunks:
         yield (
-            f"--pp {p.pp} x --virtual-stages {p.virtual_stages} = {chunks} model chunks, but --num-layers {layers}, the embedding and the "
+            f"--pp {p.pp} x --virtual-stages {p.virtual_stages} = {chunks} model chunks, but --num-layers {layers}, "
+            "the embedding and the "
             f"head make {layers + 2} things to hold; nearest: --num-layers {chunks - 2}, "
             f"or --pp {max(1, (layers + 2) // p.virtual_stages)}"
         )
@@ -93,12 +109,18 @@ def _partition(f: Facts) -> Found:
         return
     chunks, words = p.pp * p.virtual_stages, " ".join(map(str, p.partition))
     if len(p.partition) != chunks:
-        yield f"--partition {words} has {len(p.partition)} numbers, but --pp {p.pp} x --virtual-stages {p.virtual_stages} = {chunks} chunks"
+        yield (
+            f"--partition {words} has {len(p.partition)} numbers, but --pp {p.pp} x --virtual-stages "
+            f"{p.virtual_stages} = {chunks} chunks"
+        )
     if sum(p.partition) != layers:
         yield f"--partition {words} adds up to {sum(p.partition)}, but --num-layers is {layers}"
     empty = [i for i, n in enumerate(p.partition[1:-1], 1) if n == 0]
     if empty:
-        yield f"--partition {words} leaves chunk {empty[0]} empty: only the first, with the embedding, and the last, with the head, may be"
+        yield (
+            f"--partition {words} leaves chunk {empty[0]} empty: only the first, with the embedding, and the last, "
+            "with the head, may be"
+        )
     if p.partition_by != "parameters":
         yield f"--partition-by {p.partition_by} has no say where --partition gives the layers: drop one of them"
 
@@ -107,14 +129,20 @@ def _schedule(f: Facts) -> Found:
     p = f.run.parallel
     name = pipeline_schedule(p)
     if name == "interleaved" and p.virtual_stages < 2:
-        yield f"--pipeline-schedule interleaved needs --virtual-stages 2 or more, not {p.virtual_stages}; with one, it is 1f1b"
+        yield (
+            "--pipeline-schedule interleaved needs --virtual-stages 2 or more, not "
+            f"{p.virtual_stages}; with one, it is 1f1b"
+        )
     if name == "zb-v" and p.virtual_stages != 2:
         yield (
             f"--pipeline-schedule zb-v lays two model chunks per rank in a V, not --virtual-stages {p.virtual_stages}; "
             "nearest: --virtual-stages 2, or zb-h1 with one"
         )
     if name == "zb-h1" and p.virtual_stages > 1:
-        yield f"--pipeline-schedule zb-h1 has one model chunk per rank, not --virtual-stages {p.virtual_stages}; with 2 there is zb-v"
+        yield (
+            f"--pipeline-schedule zb-h1 has one model chunk per rank, not --virtual-stages {p.virtual_stages}; with "
+            "2 there is zb-v"
+        )
     if name == "1f1b" and p.virtual_stages > 1:
         yield (
             f"--pipeline-schedule 1f1b has one model chunk per rank, not --virtual-stages {p.virtual_stages}; "
@@ -125,9 +153,14 @@ def _schedule(f: Facts) -> Found:
 def _recompute(f: Facts) -> Found:
     p, layers = f.run.parallel, f.run.model.num_layers
     if p.recompute_num_layers != 1 and p.recompute_granularity != "full":
-        yield f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full, not {p.recompute_granularity}"
+        yield (
+            f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full, not "
+            f"{p.recompute_granularity}"
+        )
     elif p.recompute_num_layers > layers:
-        yield f"--recompute-num-layers {p.recompute_num_layers}: --num-layers is {layers}, so nothing would be recomputed"
+        yield (
+            f"--recompute-num-layers {p.recompute_num_layers}: --num-layers is {layers}, so nothing would be recomputed"
+        )
 
 
 def _zero(f: Facts) -> Found:
@@ -146,7 +179,8 @@ def _world(f: Facts) -> Found:
     stages = nearest(p.pp, divisors(world // p.tp) if world % p.tp == 0 else ())
     yield (
         f"--tp {p.tp} x --pp {p.pp} = {ranks} does not divide the world size {world}; nearest world size: "
-        f"{nearest_multiples(world, ranks)}" + (f"; with --tp {p.tp} on {world} ranks, nearest: --pp {stages}" if stages else "")
+        f"{nearest_multiples(world, ranks)}"
+        + (f"; with --tp {p.tp} on {world} ranks, nearest: --pp {stages}" if stages else "")
     )
 
 
@@ -166,7 +200,9 @@ def _attention(f: Facts) -> Found:
     """What a forced body can compute on no machine. What depends on the machine is found where that is known."""
     m, asked, precision = f.run.model, f.run.parallel.attention, f.run.optimizer.precision
     alibi, documents = m.position_embedding == "alibi", m.document_mask
-    cannot = {f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0} if asked in ("flash", "flex") else {}
+    cannot = (
+        {f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0} if asked in ("flash", "flex") else {}
+    )
     if asked == "flash":
         cannot |= {"--position-embedding alibi": alibi, "--document-mask": documents}
     if asked == "flex":
@@ -177,7 +213,10 @@ def _attention(f: Facts) -> Found:
         cannot |= {f"--precision {precision}": precision == "fp64", heads: not 16 <= size <= 256}
     found = [words for words, wrong in cannot.items() if wrong]
     if found:
-        yield f"--attention {asked} does not compute {', '.join(found)}; nearest: --attention auto, or softmax, which computes everything"
+        yield (
+            f"--attention {asked} does not compute {', '.join(found)}; nearest: --attention auto, or softmax, which "
+            "computes everything"
+        )
 
 
 def _cuda_graphs(f: Facts) -> Found:
@@ -186,17 +225,26 @@ def _cuda_graphs(f: Facts) -> Found:
         return
     if p.pp > 1 or p.virtual_stages > 1:
         yield (
-            f"--cuda-graphs captures a micro-batch on a rank that holds the whole model in one chunk, not with --pp {p.pp} and "
-            f"--virtual-stages {p.virtual_stages}; nearest: --pp 1 --virtual-stages 1"
+            "--cuda-graphs captures a micro-batch on a rank that holds the whole model in one chunk, not with --pp "
+            f"{p.pp} and --virtual-stages {p.virtual_stages}; nearest: --pp 1 --virtual-stages 1"
         )
     elif pipeline_schedule(p) != "1f1b":
-        yield f"--cuda-graphs runs micro-batches one after the other, not by --pipeline-schedule {p.pipeline_schedule}; nearest: 1f1b"
+        yield (
+            "--cuda-graphs runs micro-batches one after the other, not by --pipeline-schedule "
+            f"{p.pipeline_schedule}; nearest: 1f1b"
+        )
     if p.zero_stage >= 2:
-        yield f"--cuda-graphs needs gradients with a place of their own, which --zero-stage {p.zero_stage} has not; nearest: --zero-stage 1"
+        yield (
+            f"--cuda-graphs needs gradients with a place of their own, which --zero-stage {p.zero_stage} has not; "
+            "nearest: --zero-stage 1"
+        )
     if p.device == "cpu":
         yield "--cuda-graphs are graphs of CUDA kernels, which --device cpu has none of"
     if p.tp > 1 and p.backend not in ("auto", "nccl"):
-        yield f"--cuda-graphs with --tp {p.tp} captures its collectives, which --backend {p.backend} does on the host; nearest: --backend nccl"
+        yield (
+            f"--cuda-graphs with --tp {p.tp} captures its collectives, which --backend {p.backend} does on the host; "
+            "nearest: --backend nccl"
+        )
 
 
 LAYOUT_CHECKS = (
@@ -212,11 +260,29 @@ LAYOUT_CHECKS = (
     check(_zero, "zero_stage"),
     check(_world, "tp", "pp"),
     check(_backend, "backend", "device"),
-    check(_cuda_graphs, "cuda_graphs", "pp", "tp", "virtual_stages", "pipeline_schedule", "zero_stage", "device", "backend"),
+    check(
+        _cuda_graphs,
+        "cuda_graphs",
+        "pp",
+        "tp",
+        "virtual_stages",
+        "pipeline_schedule",
+        "zero_stage",
+        "device",
+        "backend",
+    ),
     check(_reduce_dtype, "precision", "grad_reduce_dtype"),
     check(
         _attention,
-        *("attention", "position_embedding", "document_mask", "attention_dropout", "precision", "hidden_size", "num_attention_heads"),
+        *(
+            "attention",
+            "position_embedding",
+            "document_mask",
+            "attention_dropout",
+            "precision",
+            "hidden_size",
+            "num_attention_heads",
+        ),
         "kv_channels",
     ),
 )

@@ -12,10 +12,14 @@ def _lora(f: Facts) -> Found:
     if rank is None:
         return
     if start.init_from is None and start.load is None:
-        yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained beside the weights of a model, which are not"
+        yield (
+            f"--lora-rank {rank} needs --init-from DIR: adapters are trained beside the weights of a model, which "
+            "are not"
+        )
     if start.extend_vocabulary:
         yield (
-            f"--lora-rank {rank} with --extend-vocabulary: adapters train no embedding, so what is added would stay what it starts as; "
+            f"--lora-rank {rank} with --extend-vocabulary: adapters train no embedding, so what is added would stay "
+            "what it starts as; "
             "train these rows first, or leave it out"
         )
     unknown = [name for name in lora.lora_targets if name not in TARGETS]
@@ -23,7 +27,10 @@ def _lora(f: Facts) -> Found:
         yield f"--lora-targets {' '.join(unknown)}: known are {', '.join(TARGETS)}"
     absent = [name for name in lora.lora_targets if name in TARGETS and name not in layers_of(model)]
     if absent:
-        yield f"--lora-targets {' '.join(absent)}: with --activation {model.activation} there are {', '.join(layers_of(model))}"
+        yield (
+            f"--lora-targets {' '.join(absent)}: with --activation {model.activation} there are "
+            f"{', '.join(layers_of(model))}"
+        )
 
 
 LORA_CHECKS = (check(_lora, "lora_rank", "lora_targets", "init_from", "load", "extend_vocabulary", "activation"),)

@@ -21,7 +21,10 @@ def _batch(f: Facts) -> Found:
     if start % step:
         yield f"{words}: START {start} is not a multiple of {shown}; nearest: {nearest_multiples(start, step)}"
     if increment % step and start != s.global_batch_size:
-        yield f"{words}: INCREMENT {increment} is not a multiple of {shown}; nearest: {nearest_multiples(increment, step)}"
+        yield (
+            f"{words}: INCREMENT {increment} is not a multiple of {shown}; nearest: "
+            f"{nearest_multiples(increment, step)}"
+        )
 
 
 def _ramp(f: Facts) -> Found:
@@ -34,7 +37,9 @@ def _ramp(f: Facts) -> Found:
     elif ramp[0] > full:
         yield f"--rampup-batch-size {words} starts above --global-batch-size {full}; nearest START: {full}"
     elif (full - ramp[0]) % ramp[1]:
-        near = [start for start in (full - (full - ramp[0]) // ramp[1] * ramp[1] - ramp[1] * k for k in (0, 1)) if start > 0]
+        near = [
+            start for start in (full - (full - ramp[0]) // ramp[1] * ramp[1] - ramp[1] * k for k in (0, 1)) if start > 0
+        ]
         yield (
             f"--rampup-batch-size {words}: from {ramp[0]} in steps of {ramp[1]} --global-batch-size {full} is not met; "
             f"nearest START: {nearest(ramp[0], near)}; nearest INCREMENT: {nearest(ramp[1], divisors(full - ramp[0]))}"
@@ -61,7 +66,10 @@ def _rate(f: Facts) -> Found:
         if decay is None or s.lr_decay_style == "constant":
             continue
         if warmup is not None and warmup > decay:
-            yield f"--lr-warmup-{unit} {warmup} is longer than {flag} {decay}, which counts the warm-up in; nearest: {decay}"
+            yield (
+                f"--lr-warmup-{unit} {warmup} is longer than {flag} {decay}, which counts the warm-up in; nearest: "
+                f"{decay}"
+            )
         fall = getattr(s, f"lr_wsd_decay_{unit}")
         if s.lr_decay_style == "wsd" and fall is not None and fall + (warmup or 0) > decay:
             yield (
@@ -84,7 +92,10 @@ def _optimizer_impl(f: Facts) -> Found:
         if o.optimizer not in ("adam", "adamw"):
             yield "--optimizer-impl apex has no effect without --optimizer adam or adamw"
         if device == "cpu":
-            yield "--optimizer-impl apex has kernels for CUDA only, not for --device cpu; nearest: --optimizer-impl megazero"
+            yield (
+                "--optimizer-impl apex has kernels for CUDA only, not for --device cpu; nearest: --optimizer-impl "
+                "megazero"
+            )
 
 
 def _fp8(f: Facts) -> Found:
@@ -93,14 +104,18 @@ def _fp8(f: Facts) -> Found:
         return
     if o.precision not in ("bf16", "fp16"):
         yield (
-            f"--fp8 {o.fp8} multiplies 8-bit copies of 16-bit numbers; --precision {o.precision} asks for products that are more exact "
+            f"--fp8 {o.fp8} multiplies 8-bit copies of 16-bit numbers; --precision {o.precision} asks for products "
+            "that are more exact "
             "than those, not less; nearest: --precision bf16"
         )
-    whole = m.hidden_size % m.num_attention_heads == 0 and not any(n % tp for n in (m.num_attention_heads, query_groups(m), ffn_width(m)))
+    whole = m.hidden_size % m.num_attention_heads == 0 and not any(
+        n % tp for n in (m.num_attention_heads, query_groups(m), ffn_width(m))
+    )
     if whole and not fp8_layers(f.run):
         sizes = ", ".join(f"{layer.name} {layer.n} x {layer.k}" for layer in block_layers(m, tp))
         yield (
-            f"--fp8 {o.fp8} would have no effect: no linear layer's weight on a rank ({sizes}, with --tp {tp}) has both sizes a multiple "
+            f"--fp8 {o.fp8} would have no effect: no linear layer's weight on a rank ({sizes}, with --tp {tp}) has "
+            "both sizes a multiple "
             f"of {MULTIPLE}; nearest: --hidden-size {nearest_multiples(m.hidden_size, MULTIPLE * tp)}"
         )
 
@@ -112,9 +127,16 @@ def _data_path(f: Facts) -> Found:
             yield f"--data-path has {len(words)} words: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so an even number"
         else:
             weights = [_number(word) for word in words[::2]]
-            wrong = [word for word, weight in zip(words[::2], weights, strict=True) if weight is None or not 0 < weight < float("inf")]
+            wrong = [
+                word
+                for word, weight in zip(words[::2], weights, strict=True)
+                if weight is None or not 0 < weight < float("inf")
+            ]
             if wrong:
-                yield f"--data-path: {wrong[0]!r} is not a weight, a number above 0; a blend is WEIGHT PREFIX WEIGHT PREFIX ..."
+                yield (
+                    f"--data-path: {wrong[0]!r} is not a weight, a number above 0; a blend is WEIGHT PREFIX WEIGHT "
+                    "PREFIX ..."
+                )
     sets = f.run.data.valid_data_path
     if len(sets) % 2:
         yield f"--valid-data-path has {len(sets)} words: NAME PREFIX NAME PREFIX ... is an even number"
@@ -130,7 +152,10 @@ def _instructions(f: Facts) -> Found:
     if d.data_path:
         yield f"{words} and --data-path {' '.join(d.data_path)}: a run has one kind of data"
     if d.valid_data_path:
-        yield f"{words}: it is validated on --valid-instruction-data, not on --valid-data-path {' '.join(d.valid_data_path)}"
+        yield (
+            f"{words}: it is validated on --valid-instruction-data, not on --valid-data-path "
+            f"{' '.join(d.valid_data_path)}"
+        )
     if d.tokenizer is None:
         yield f"{words} needs --tokenizer: it is text"
     if not f.run.model.document_mask:
@@ -151,13 +176,19 @@ def _number(word: str) -> float | None:
 def _split(f: Facts) -> Found:
     shares = [_number(part) for part in f.run.data.split.split(",")]
     if len(shares) > 3 or any(share is None or not 0 <= share < float("inf") for share in shares) or not any(shares):
-        yield f"--split {f.run.data.split}: up to three shares with commas between, none negative and not all 0, as 969,30,1"
+        yield (
+            f"--split {f.run.data.split}: up to three shares with commas between, none negative and not all 0, as "
+            "969,30,1"
+        )
 
 
 def _tokens(f: Facts) -> Found:
     d, vocab = f.run.data, f.run.model.vocab_size
     if d.data_path and d.tokenizer is None and vocab is None:
-        yield "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number is not known"
+        yield (
+            "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number "
+            "is not known"
+        )
     if d.tokenizer is not None and not (d.data_path or d.instruction_data or f.run.checkpoint.init_from):
         yield f"--tokenizer {d.tokenizer} needs --data-path: the default corpus brings its own tokenizer"
     if d.tokenizer in ("gpt2", "sentencepiece", "hf") and d.tokenizer_path is None:
@@ -168,7 +199,11 @@ def _tokens(f: Facts) -> Found:
         )
     if vocab is not None and d.eod_id is not None and d.eod_id >= vocab:
         yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
-    wants = [flag for flag, on in (("--document-mask", f.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss)) if on]
+    wants = [
+        flag
+        for flag, on in (("--document-mask", f.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss))
+        if on
+    ]
     if wants and d.data_path and d.tokenizer is None and d.eod_id is None:
         yield f"{' and '.join(wants)} must know which token ends a document: give --eod-id or --tokenizer"
 
@@ -178,14 +213,25 @@ def _checkpoint(f: Facts) -> Found:
     if c.finetune and c.no_load_optim:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
     if c.save_retain_interval is not None and c.save and c.keep_last == 0:
-        yield f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last-k 0, which keeps all: drop one of them"
+        yield (
+            f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last-k 0, which keeps all: "
+            "drop one of them"
+        )
     if c.async_save and f.run.parallel.backend == "mpi":
-        yield "--async-save sends its messages over gloo, a group of which cannot be made beside --distributed-backend mpi; nearest: --backend gloo"
+        yield (
+            "--async-save sends its messages over gloo, a group of which cannot be made beside "
+            "--distributed-backend "
+            "mpi; nearest: --backend gloo"
+        )
     if c.init_from is not None and c.finetune and f.run.lora.lora_rank is None:
-        yield f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop one of them"
+        yield (
+            f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop "
+            "one of them"
+        )
     if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data):
         yield (
-            f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of its own, not that of "
+            f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of "
+            "its own, not that of "
             "this model"
         )
 
@@ -203,15 +249,42 @@ TRAINING_CHECKS = (
     check(_optimizer_impl, "optimizer_impl", "precision", "device", "optimizer"),
     check(
         _fp8,
-        *("fp8", "precision", "tp", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "activation"),
+        *(
+            "fp8",
+            "precision",
+            "tp",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "activation",
+        ),
         *("num_layers", "kv_channels"),
     ),
     check(_data_path, "data_path", "valid_data_path"),
-    check(_instructions, "instruction_data", "data_path", "valid_data_path", "tokenizer", "document_mask", "eod_mask_loss", "split"),
+    check(
+        _instructions,
+        "instruction_data",
+        "data_path",
+        "valid_data_path",
+        "tokenizer",
+        "document_mask",
+        "eod_mask_loss",
+        "split",
+    ),
     check(_split, "split"),
     check(
         _tokens,
-        *("vocab_size", "data_path", "instruction_data", "tokenizer", "tokenizer_path", "eod_id", "document_mask", "eod_mask_loss"),
+        *(
+            "vocab_size",
+            "data_path",
+            "instruction_data",
+            "tokenizer",
+            "tokenizer_path",
+            "eod_id",
+            "document_mask",
+            "eod_mask_loss",
+        ),
         "init_from",
     ),
     check(

@@ -15,7 +15,8 @@ class LayerCounts:
     embedding    word embedding, learned positions, embedding normalisation
     block        one transformer block
     head         final normalisation, and the output weight where it is untied
-    output       the output weight, tied or not: what a last stage holds on top of a tied `head` when it is not the first
+    output       the output weight, tied or not: what a last stage holds on top of a tied `head` when it is not the
+    first
     num_layers   blocks
     """
 

@@ -26,7 +26,8 @@ class DeepSpeedLevel(Level):
     """Settings of a DeepSpeed file.
 
     accumulation  its gradient_accumulation_steps, a relation rather than a field; "auto" leaves it open, as None does
-    assumes_one   neither that nor a batch is in the file: DeepSpeed then does not accumulate, where nothing else gives a batch
+    assumes_one   neither that nor a batch is in the file: DeepSpeed then does not accumulate, where nothing else gives
+    a batch
     beneath       what DeepSpeed takes for keys that the file leaves out
     told          field of `beneath` -> the sentence about it
     """
@@ -57,7 +58,9 @@ class DeepSpeedLevel(Level):
         return found
 
     def accumulate(self, settings: dict[str, Any], world_size: int | None) -> list[str]:
-        """Hold global batch = micro-batch x dp x accumulation: compute the one of them that nothing gives, as DeepSpeed does."""
+        """Hold global batch = micro-batch x dp x accumulation: compute the one of them that nothing gives, as DeepSpeed
+        does.
+        """
         steps = 1 if self.assumes_one and "global_batch_size" not in settings else self.accumulation
         ranks = settings.get("tp", 1) * settings.get("pp", 1)
         if steps is None or world_size is None or ranks < 1 or world_size % ranks:
@@ -122,8 +125,14 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "zero_optimization.zero_hpz_partition_size": ((1,), "hierarchical partitioning is not built yet"),
         "activation_checkpointing.partition_activations": ((False,), "sharded activations are not built yet"),
         "activation_checkpointing.cpu_checkpointing": ((False,), "activation offload is not built yet"),
-        "activation_checkpointing.contiguous_memory_optimization": ((False,), "it is not built; recompute: --recompute-granularity"),
-        "activation_checkpointing.number_checkpoints": ((None,), "use --recompute-granularity full and --recompute-num-layers"),
+        "activation_checkpointing.contiguous_memory_optimization": (
+            (False,),
+            "it is not built; recompute: --recompute-granularity",
+        ),
+        "activation_checkpointing.number_checkpoints": (
+            (None,),
+            "use --recompute-granularity full and --recompute-num-layers",
+        ),
         "wandb.enabled": ((False,), "wandb is not built yet; --tensorboard-dir and --metrics-file are"),
         "csv_monitor.enabled": ((False,), "CSV is not built; --metrics-file writes JSON lines"),
         "wall_clock_breakdown": ((False,), "it is not built yet; every log line has the step's time"),
@@ -136,13 +145,21 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
 """Known keys without a field here: the values that say what holds anyway, and why any other is refused."""
 
 _SPECIAL = (
-    *("gradient_accumulation_steps", "optimizer.type", "optimizer.params.betas", "optimizer.params.adam_w_mode", "scheduler.type"),
+    *(
+        "gradient_accumulation_steps",
+        "optimizer.type",
+        "optimizer.params.betas",
+        "optimizer.params.adam_w_mode",
+        "scheduler.type",
+    ),
     *("scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_type"),
     *("scheduler.params.warmup_min_ratio", "scheduler.params.cos_min_ratio", "fp16.enabled", "fp16.loss_scale"),
     *("fp16.initial_scale_power", "bf16.enabled", "zero_optimization.allgather_bucket_size"),
     *("tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name"),
 )
-_ALONG = tuple(f"zero_optimization.{which}.{key}" for which in ("offload_optimizer", "offload_param") for key in _OFFLOAD[1:]) + tuple(
+_ALONG = tuple(
+    f"zero_optimization.{which}.{key}" for which in ("offload_optimizer", "offload_param") for key in _OFFLOAD[1:]
+) + tuple(
     f"{sink}.{key}"
     for sink, keys in (("wandb", ("team", "group", "project")), ("csv_monitor", ("output_path", "job_name")))
     for key in keys
@@ -177,7 +194,9 @@ def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
             level.problems.append(f"{level.name}: there is no {key}{hint}")
     for translate in (_precision, _optimizer, _scheduler, _buckets, _tensorboard, _accumulation):
         translate(level, keys)
-    level.assumes_one = not {"gradient_accumulation_steps", "train_batch_size"} & {*every} and "micro_batch_size" in level.settings
+    level.assumes_one = (
+        not {"gradient_accumulation_steps", "train_batch_size"} & {*every} and "micro_batch_size" in level.settings
+    )
     level.problems += other_peak(level.name, every, level.settings)
     level.beneath, level.told = missing_keys(level.name, every, level.settings)
     return level
@@ -204,14 +223,20 @@ def _put(level: Level, key: str, name: str, value: object) -> None:
 
 def _precision(level: Level, keys: Mapping[str, Any]) -> None:
     switches = {p: keys[f"{p}.enabled"] for p in ("fp16", "bf16") if f"{p}.enabled" in keys}
-    wrong = [f"{level.name}: {p}.enabled: {value!r} is not true or false" for p, value in switches.items() if not isinstance(value, bool)]
+    wrong = [
+        f"{level.name}: {p}.enabled: {value!r} is not true or false"
+        for p, value in switches.items()
+        if not isinstance(value, bool)
+    ]
     on = [p for p, value in switches.items() if value is True]
     if len(on) == 2:
         wrong.append(f"{level.name}: fp16.enabled and bf16.enabled contradict each other: a run has one precision")
     level.problems += wrong
     if switches and not wrong:
         # Both absent says nothing; one switched off and none on is DeepSpeed's fp32.
-        _put(level, f"{on[0]}.enabled" if on else f"{next(iter(switches))}.enabled", "precision", on[0] if on else "fp32")
+        _put(
+            level, f"{on[0]}.enabled" if on else f"{next(iter(switches))}.enabled", "precision", on[0] if on else "fp32"
+        )
     if keys.get("fp16.loss_scale"):
         _put(level, "fp16.loss_scale", "loss_scale", keys["fp16.loss_scale"])
     power = keys.get("fp16.initial_scale_power")
@@ -253,7 +278,8 @@ def _scheduler(level: Level, keys: Mapping[str, Any]) -> None:
     styles = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if not isinstance(kind, str) or kind not in styles:
         level.problems.append(
-            f"{level.name}: scheduler.type {shown(kind)} is not built; valid: {', '.join(styles)}{did_you_mean(str(kind), styles)}"
+            f"{level.name}: scheduler.type {shown(kind)} is not built; valid: "
+            f"{', '.join(styles)}{did_you_mean(str(kind), styles)}"
         )
         return
     _put(level, "scheduler.type", "lr_decay_style", styles[kind])
@@ -270,12 +296,16 @@ def _scheduler(level: Level, keys: Mapping[str, Any]) -> None:
     peak = keys.get("scheduler.params.warmup_max_lr")
     if peak is not None:
         if level.settings.get("lr") not in (None, peak):
-            level.problems.append(f"{level.name}: scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {level.settings['lr']}")
+            level.problems.append(
+                f"{level.name}: scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {level.settings['lr']}"
+            )
         _put(level, "scheduler.params.warmup_max_lr", "lr", peak)
     if kind == "WarmupCosineLR":
         ratio, lr = keys.get("scheduler.params.cos_min_ratio", 1e-4), level.settings.get("lr")
         if lr is None:
-            level.problems.append(f"{level.name}: scheduler.type WarmupCosineLR ends at cos_min_ratio x lr: give optimizer.params.lr too")
+            level.problems.append(
+                f"{level.name}: scheduler.type WarmupCosineLR ends at cos_min_ratio x lr: give optimizer.params.lr too"
+            )
         else:
             _computed(level, "scheduler.params.cos_min_ratio", "min_lr", ratio, lambda share: share * lr)
 
@@ -287,7 +317,8 @@ def _buckets(level: Level, keys: Mapping[str, Any]) -> None:
     reduce = keys.get("zero_optimization.reduce_bucket_size")
     if reduce is not None and reduce != keys[key]:
         level.problems.append(
-            f"{level.name}: {key} {keys[key]}: one size serves reduction and gather here; nearest: reduce_bucket_size {reduce}"
+            f"{level.name}: {key} {keys[key]}: one size serves reduction and gather here; nearest: reduce_bucket_size "
+            f"{reduce}"
         )
     else:
         _put(level, key, "bucket_size", keys[key])
@@ -295,7 +326,9 @@ def _buckets(level: Level, keys: Mapping[str, Any]) -> None:
 
 def _tensorboard(level: Level, keys: Mapping[str, Any]) -> None:
     if keys.get("tensorboard.enabled"):
-        folder = Path(str(keys.get("tensorboard.output_path") or "runs")) / str(keys.get("tensorboard.job_name") or "DeepSpeedJobName")
+        folder = Path(str(keys.get("tensorboard.output_path") or "runs")) / str(
+            keys.get("tensorboard.job_name") or "DeepSpeedJobName"
+        )
         _put(level, "tensorboard.output_path", "tensorboard_dir", str(folder))
 
 
@@ -304,6 +337,8 @@ def _accumulation(level: DeepSpeedLevel, keys: Mapping[str, Any]) -> None:
     if steps is None:
         return
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        level.problems.append(f"{level.name}: gradient_accumulation_steps: {steps!r} is not a whole number of at least 1")
+        level.problems.append(
+            f"{level.name}: gradient_accumulation_steps: {steps!r} is not a whole number of at least 1"
+        )
     else:
         level.accumulation = steps

@@ -1,10 +1,12 @@
 """What DeepSpeed itself does where its JSON says nothing, as far as it decides what is learned.
 
-A block that is there (optimizer, scheduler, fp16) is DeepSpeed's, and so are the values that it leaves out. Where the optimizer
-or the scheduler is left out altogether, DeepSpeed takes the calling program's, which is this one with its flags. How results are
-computed (buckets, overlap, the dtype that gradients travel in) stays as it is here: they do not depend on it.
-Whatever the user says anywhere lies over these values, a preset included; our own defaults lie beneath them.
-Read in DeepSpeed 0.19.8: runtime/constants.py, runtime/lr_schedules.py, runtime/precision_config.py, ops/adam/fused_adam.py.
+A block that is there (optimizer, scheduler, fp16) is DeepSpeed's, and so are the values that it leaves out. Where the
+optimizer or the scheduler is left out altogether, DeepSpeed takes the calling program's, which is this one with its
+flags. How results are computed (buckets, overlap, the dtype that gradients travel in) stays as it is here: they do not
+depend on it. Whatever the user says anywhere lies over these values, a preset included; our own defaults lie beneath
+them.
+Read in DeepSpeed 0.19.8: runtime/constants.py, runtime/lr_schedules.py, runtime/precision_config.py,
+ops/adam/fused_adam.py.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from megazero.config.options import run_options
 
 _TYPES = ("adam", "adamw", "sgd")
 DECAY_PEAK = 1e-3
-"""What WarmupDecayLR warms up to where nothing is said, whatever the optimizer's lr is. (WarmupLR and WarmupCosineLR take the optimizer's.)"""
+"""What WarmupDecayLR warms up to where nothing is said, whatever the optimizer's lr is. (WarmupLR and WarmupCosineLR
+take the optimizer's.)
+"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ MISSING = (
 def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) -> tuple[Level, dict[str, str]]:
     """The defaults that hold for a file, and each one's sentence by field.
 
-    name: of the file. keys: all that it has, "auto" ones included, which are the flags' and no default's. settings: fields that the
-    file sets.
+    name: of the file. keys: all that it has, "auto" ones included, which are the flags' and no default's. settings:
+    fields that the file sets.
     """
     level = Level(f"DeepSpeed's defaults under {name}", resolved=True)
     told: dict[str, str] = {}
@@ -110,7 +114,8 @@ def other_peak(name: str, keys: Mapping[str, Any], settings: Mapping[str, Any]) 
     if not _decays(keys) or "scheduler.params.warmup_max_lr" in keys or lr in (None, DECAY_PEAK):
         return []
     return [
-        f"{name}: scheduler.params.warmup_max_lr is left out, and DeepSpeed's WarmupDecayLR then warms up to {DECAY_PEAK:g}, not to "
+        f"{name}: scheduler.params.warmup_max_lr is left out, and DeepSpeed's WarmupDecayLR then warms up to "
+        f"{DECAY_PEAK:g}, not to "
         f"optimizer.params.lr {lr:g}: write the one that is meant"
     ]
 

@@ -54,7 +54,9 @@ def position_rows(model: ModelConfig) -> int:
 
 
 def padded_vocab(model: ModelConfig, tp: int) -> int:
-    """Rows of the embedding over all tp ranks in memory: the vocabulary rounded up to a multiple of the divisor times tp."""
+    """Rows of the embedding over all tp ranks in memory: the vocabulary rounded up to a multiple of the divisor times
+    tp.
+    """
     assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
     multiple = model.make_vocab_size_divisible_by * tp
     return -(-model.vocab_size // multiple) * multiple

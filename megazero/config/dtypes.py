@@ -15,7 +15,9 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def state_dtype(precision: str) -> torch.dtype:
-    """Dtype of master weights, moments and accumulated gradients: fp32 for 16-bit parameters, else the parameters' own."""
+    """Dtype of master weights, moments and accumulated gradients: fp32 for 16-bit parameters, else
+    the parameters' own.
+    """
     return torch.float32 if precision in ("bf16", "fp16") else _DTYPES[precision]
 
 

@@ -18,7 +18,8 @@ from megazero.system.reading import Unreadable, shown
 RUN_FILE = "run.yaml"
 """Where a run keeps itself, in the folder of its checkpoints."""
 RESOLVED = "resolved"
-"""Top-level key of a file that a run wrote: every field is there, and units are mixed where presets and flags did so."""
+"""Top-level key of a file that a run wrote: every field is there, and units are mixed where presets and flags did so.
+"""
 
 
 def run_dict(run: Run) -> dict[str, dict[str, Any]]:
@@ -93,7 +94,9 @@ def _read_key(level: Level, key: str, value: object, section: str | None) -> Non
     known = option_called(key)
     if known is None:
         names = [name for name, option in run_options().items() if section in (None, option.section)]
-        hint = did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(key, run_options())
+        hint = did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(
+            key, run_options()
+        )
         level.problems.append(f"{level.name}: there is no {where}{hint}")
         return
     if section is not None and known.section != section:

@@ -1,9 +1,10 @@
 """Flags that can have no effect in a run, in one table: when they have one, and how to get there.
 
-A flag is looked at where the command line itself gives it, and gives it another value than the default: presets and files may carry
-settings for other runs, and who overrides a script can take a flag back by its default. Where the flag asks for something that this
-run would then do without, whatever its size, that is an error. Where it only waits for another size, layout or set of data, as flags of
-a script do that serves many runs, it is a line in the banner. What the machine or a file has to say is not known here.
+A flag is looked at where the command line itself gives it, and gives it another value than the default: presets and
+files may carry settings for other runs, and who overrides a script can take a flag back by its default. Where the flag
+asks for something that this run would then do without, whatever its size, that is an error. Where it only waits for
+another size, layout or set of data, as flags of a script do that serves many runs, it is a line in the banner. What the
+machine or a file has to say is not known here.
 """
 
 from __future__ import annotations
@@ -34,14 +35,22 @@ class Effect:
     refused: bool = True
 
     def missed(self, facts: Facts) -> str | None:
-        """The sentence about a flag that is given for nothing; None for one that is not given, or that does something."""
+        """The sentence about a flag that is given for nothing; None for one that is not given, or
+        that does something.
+        """
         known = run_options()[self.field]
         value = getattr(getattr(facts.run, known.section), self.field)
         if self.field not in facts.given or value in (None, known.default) or self.holds(facts):
             return None
         if known.kind is bool:
             return f"{known.flag if value else known.negations[0]} has no effect without {self.needs}"
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value
+        shown = (
+            " ".join(map(str, value))
+            if isinstance(value, tuple)
+            else f"{value:g}"
+            if isinstance(value, float)
+            else value
+        )
         return f"{known.flag} {shown} has no effect without {self.needs}"
 
 
@@ -95,7 +104,11 @@ def _validates(f: Facts) -> bool:
 
 def _shards(f: Facts) -> bool:
     """Model state is shared by dp ranks; a tied embedding that is on two stages by both."""
-    tied = not f.run.model.untie_embeddings_and_output_weights and f.run.parallel.pp > 1 and pipeline_schedule(f.run.parallel) != "zb-v"
+    tied = (
+        not f.run.model.untie_embeddings_and_output_weights
+        and f.run.parallel.pp > 1
+        and pipeline_schedule(f.run.parallel) != "zb-v"
+    )
     return f.dp != 1 or tied
 
 
@@ -128,10 +141,18 @@ EFFECTS = (
         Effect(name, _dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)", _DYNAMIC)
         for name in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
     ),
-    *(Effect(name, _adam, "--optimizer adam or adamw", ("optimizer",)) for name in ("adam_beta1", "adam_beta2", "adam_eps")),
+    *(
+        Effect(name, _adam, "--optimizer adam or adamw", ("optimizer",))
+        for name in ("adam_beta1", "adam_beta2", "adam_eps")
+    ),
     Effect("sgd_momentum", lambda f: not _adam(f), "--optimizer sgd", ("optimizer",)),
     Effect("fp8_amax_history", lambda f: f.run.optimizer.fp8 == "delayed", "--fp8 delayed", ("fp8",)),
-    Effect("rotary_base", lambda f: f.run.model.position_embedding == "rotary", "--position-embedding rotary", ("position_embedding",)),
+    Effect(
+        "rotary_base",
+        lambda f: f.run.model.position_embedding == "rotary",
+        "--position-embedding rotary",
+        ("position_embedding",),
+    ),
     Effect("min_lr", _decays, "a --lr-decay-style that falls, which constant does not", ("lr_decay_style",)),
     *(
         Effect(
@@ -146,16 +167,32 @@ EFFECTS = (
         Effect(name, lambda f: f.run.schedule.lr_decay_style == "wsd", "--lr-decay-style wsd", ("lr_decay_style",))
         for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
     ),
-    *(Effect(name, _saves, "--save DIR", ("save",)) for name in ("save_interval", "keep_last", "save_retain_interval", "async_save")),
+    *(
+        Effect(name, _saves, "--save DIR", ("save",))
+        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save")
+    ),
     *(Effect(name, _loads, "--load DIR", ("load",)) for name in ("finetune", "no_load_optim")),
     *(
         Effect(name, _instructed, "--instruction-data FILE.jsonl", ("instruction_data",))
         for name in ("valid_instruction_data", "long_conversations")
     ),
     Effect("extend_vocabulary", lambda f: f.run.checkpoint.init_from is not None, "--init-from DIR", ("init_from",)),
-    *(Effect(name, _adapts, "--lora-rank R", ("lora_rank",)) for name in ("lora_alpha", "lora_targets", "lora_dropout")),
-    Effect("sample_prompt", _reads_text, "--tokenizer: ids are used as they are, and nothing reads the text", ("data_path", "tokenizer")),
-    Effect("sample_tokens", _reads_text, "--tokenizer: ids are used as they are, and nothing reads a text", ("data_path", "tokenizer")),
+    *(
+        Effect(name, _adapts, "--lora-rank R", ("lora_rank",))
+        for name in ("lora_alpha", "lora_targets", "lora_dropout")
+    ),
+    Effect(
+        "sample_prompt",
+        _reads_text,
+        "--tokenizer: ids are used as they are, and nothing reads the text",
+        ("data_path", "tokenizer"),
+    ),
+    Effect(
+        "sample_tokens",
+        _reads_text,
+        "--tokenizer: ids are used as they are, and nothing reads a text",
+        ("data_path", "tokenizer"),
+    ),
     # From here on: told, not refused.
     Effect(
         "sample_tokens",
@@ -173,8 +210,14 @@ EFFECTS = (
         refused=False,
     ),
     Effect("zero_stage", _shards, _SHARDED, _TIED, refused=False),
-    *(Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False) for name in ("overlap", "grad_reduce_dtype")),
-    *(Effect(name, _several, "a second rank", (), refused=False) for name in ("backend", "distributed_timeout_minutes")),
+    *(
+        Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)
+        for name in ("overlap", "grad_reduce_dtype")
+    ),
+    *(
+        Effect(name, _several, "a second rank", (), refused=False)
+        for name in ("backend", "distributed_timeout_minutes")
+    ),
     Effect(
         "shared_memory",
         lambda f: _several(f) and f.run.parallel.backend in ("auto", "gloo"),
@@ -195,7 +238,11 @@ EFFECTS = (
         for name in ("eval_interval", "valid_data_path", "valid_instruction_data")
     ),
     Effect(
-        "eval_interval", _validates, "--valid-instruction-data", ("instruction_data", "valid_instruction_data", "eval_iters"), refused=False
+        "eval_interval",
+        _validates,
+        "--valid-instruction-data",
+        ("instruction_data", "valid_instruction_data", "eval_iters"),
+        refused=False,
     ),
     Effect(
         "eval_iters",
@@ -205,7 +252,11 @@ EFFECTS = (
         refused=False,
     ),
     Effect(
-        "test_iters", lambda f: not f.run.data.instruction_data, "--split, which parts running text", ("instruction_data",), refused=False
+        "test_iters",
+        lambda f: not f.run.data.instruction_data,
+        "--split, which parts running text",
+        ("instruction_data",),
+        refused=False,
     ),
     *(
         Effect(name, _within(name), "as many --train-iters", ("train_iters",), refused=False)
@@ -223,7 +274,10 @@ EFFECTS = (
         for name in ("override_opt_param_scheduler", "override_batch", "override_data")
     ),
 )
-"""Refused are those that ask for a result: numbers, files, what is learned. A field may stand more than once, with one condition each."""
+"""Refused are those that ask for a result: numbers, files, what is learned.
+
+A field may stand more than once, with one condition each.
+"""
 
 
 def _check(effect: Effect) -> Check:
@@ -240,5 +294,9 @@ EFFECT_CHECKS = tuple(_check(effect) for effect in EFFECTS if effect.refused)
 
 def without_effect(facts: Facts) -> list[str]:
     """A line for each flag that does nothing in this run and is no error, for a run in which nothing is wrong."""
-    told = {effect.field: sentence for effect in reversed(EFFECTS) if not effect.refused and (sentence := effect.missed(facts))}
+    told = {
+        effect.field: sentence
+        for effect in reversed(EFFECTS)
+        if not effect.refused and (sentence := effect.missed(facts))
+    }
     return list(reversed(told.values()))

@@ -192,8 +192,9 @@ def help_text(program: str = "pretrain_gpt.py", presets: Sequence[str] = ()) -> 
         prog=program,
         usage=f"torchrun --nproc-per-node N {program} [flags]\n       python {program} [flags]        (one rank)",
         description=textwrap.fill(
-            "Pretrain GPT- and BLOOM-style language models with tensor, pipeline and data parallelism and ZeRO. Without any "
-            "flag, a 12-layer model is trained on the source of Python's standard library for 100 iterations or 10 minutes.",
+            "Pretrain GPT- and BLOOM-style language models with tensor, pipeline and data parallelism and ZeRO. "
+            "Without any flag, a 12-layer model is trained on the source of Python's standard library for 100 "
+            "iterations or 10 minutes.",
             width - 2,
         ),
         epilog=_epilog(presets),
@@ -218,7 +219,10 @@ def _add(group: argparse._ArgumentGroup, known: Option) -> None:
         group.add_argument(*flags, action="store_true", help=_described(known))
     else:
         group.add_argument(
-            *flags, metavar=_metavar(known), nargs="+" if known.many else "?" if known.alone else None, help=_described(known)
+            *flags,
+            metavar=_metavar(known),
+            nargs="+" if known.many else "?" if known.alone else None,
+            help=_described(known),
         )
 
 
@@ -227,9 +231,12 @@ def _epilog(presets: Sequence[str]) -> str:
         "Flags win over --config, that over --deepspeed-config, that over --preset, that over the defaults.",
         "Booleans have a negation: --no-overlap. Of a repeated flag the last one counts.",
         "A default that is derived comes back with the word none: --rampup-batch-size none.",
-        "Exit codes: 0 finished or stopped as asked, 2 the configuration is wrong (all of it is said at once), 1 anything else.",
+        "Exit codes: 0 finished or stopped as asked, 2 the configuration is wrong (all of it is said at once), 1 "
+        "anything else.",
     ]
     families: dict[str, list[str]] = {}
     for preset in presets:
         families.setdefault(preset.split("-")[0], []).append(preset)
-    return "\n".join(lines + ["", "presets:"] * bool(families) + [f"  {' '.join(names)}" for names in families.values()])
+    return "\n".join(
+        lines + ["", "presets:"] * bool(families) + [f"  {' '.join(names)}" for names in families.values()]
+    )

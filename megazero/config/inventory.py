@@ -1,7 +1,7 @@
 """What a model is made of: its parameters, by global name, as formulas of the configuration.
 
-Layers, counts, operations, FP8, adapters and conversions read this list: a further matrix, norm or table is one entry. A block's parameters
-are "blocks.3.attention.qkv.weight"; within the block they are called by what follows the number.
+Layers, counts, operations, FP8, adapters and conversions read this list: a further matrix, norm or table is one entry.
+A block's parameters are "blocks.3.attention.qkv.weight"; within the block they are called by what follows the number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from megazero.config.schema import ModelConfig
 
 WORDS, POSITIONS, HEAD = "embedding.word.weight", "embedding.position.weight", "head.weight"
 TABLES = (WORDS, HEAD)
-"""Tables with a row for each token. In memory rows are added until tp divides them: they come last and are never stored."""
+"""Tables with a row for each token.
+
+In memory rows are added until tp divides them: they come last and are never stored.
+"""
 EMBEDDING_NORM, FINAL_NORM = "embedding.norm", "head.norm"
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
 QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down"
 
 TP_AXIS: Mapping[str, int] = {QKV: 0, OUTPUT: 1, GATE: 0, UP: 0, DOWN: 1}
-"""Linear layers of a block, in its order, and the axis of the weight [outputs, inputs] that tp ranks divide: 0 is column-parallel, 1 row-parallel."""
+"""Linear layers of a block, in its order, and the axis of the weight [outputs, inputs] that tp ranks divide: 0 is
+column-parallel, 1 row-parallel.
+"""
 
 
 def block(number: int | str) -> str:

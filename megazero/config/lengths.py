@@ -9,7 +9,10 @@ LONG = 500
 
 
 def iterations_of(run: Run) -> int | None:
-    """Iterations of a run; with samples and a growing batch those that the full batch would need, which are fewer. None: its data will say."""
+    """Iterations of a run; with samples and a growing batch those that the full batch would need, which are fewer.
+
+    None: its data will say.
+    """
     schedule = run.schedule
     if schedule.train_iters is not None:
         return schedule.train_iters
@@ -23,4 +26,7 @@ def rarely_saved(run: Run) -> list[str]:
         return []
     if save.save is None:
         return [f"nothing of these {iterations:,} iterations is kept: there is no --save DIR"]
-    return [f"--save without --save-interval: should these {iterations:,} iterations fail before their end, nothing of them is kept"]
+    return [
+        f"--save without --save-interval: should these {iterations:,} iterations fail before their end, nothing of "
+        "them is kept"
+    ]

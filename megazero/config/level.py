@@ -34,7 +34,8 @@ class Level:
     written   field name -> how the source spells it: "--tensor-model-parallel-size", "optimizer.params.lr"
     bad       fields whose value could not be read: checks that need them are left out
     problems  sentences
-    disputed  fields that the source says twice, differently, and a sentence on each: a problem unless a higher level sets the field
+    disputed  fields that the source says twice, differently, and a sentence on each: a problem unless a higher level
+    sets the field
     unread    the source could not be read at all, so nothing is known of what it would have set
     resolved  the source is a resolved run, in which units may be mixed by what lay over what
     """
@@ -61,19 +62,25 @@ class Level:
         for group in SIBLINGS:
             both = self.given(group)
             if len(both) > 1:
-                found.append(f"{' and '.join(self.written[n] for n in both)} say the same thing in two ways: give one of them")
+                found.append(
+                    f"{' and '.join(self.written[n] for n in both)} say the same thing in two ways: give one of them"
+                )
         names = [name for group in SIBLINGS for name in self.given(group)]
         iterations = [self.written[n] for n in names if n.endswith("_iters")]
         samples = [self.written[n] for n in names if n.endswith("_samples")]
         if iterations and samples and not found and not self.resolved:
             found.append(
-                f"{', '.join(iterations)} count iterations and {', '.join(samples)} samples: give all lengths of {self.name} in one unit"
+                f"{', '.join(iterations)} count iterations and {', '.join(samples)} samples: give all lengths of "
+                f"{self.name} in one unit"
             )
         return found
 
 
 def merge(levels: Sequence[Level]) -> dict[str, Any]:
-    """Settings of all levels, the first one lowest. A level that sets one of a group of siblings unsets the others below."""
+    """Settings of all levels, the first one lowest.
+
+    A level that sets one of a group of siblings unsets the others below.
+    """
     merged: dict[str, Any] = {}
     for level in levels:
         for group in SIBLINGS:

@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv:2106.09685) as a run has them: which layers, how large, scaled by what."""
+"""Low-rank adapters (LoRA: Hu et al.
+
+2021, arXiv:2106.09685) as a run has them: which layers, how large, scaled by what.
+"""
 
 from __future__ import annotations
 

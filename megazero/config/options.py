@@ -154,9 +154,13 @@ def sentences(cls: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     found = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
             assert isinstance(statement.target, ast.Name)
-            found[statement.target.id] = str(following.value.value)
+            found[statement.target.id] = " ".join(str(following.value.value).split())
     return found
 
 
@@ -165,7 +169,9 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
     hints, under = get_type_hints(cls), sentences(cls)
     made = []
     for item in fields(cls):
-        assert item.default is not MISSING and item.name in under, f"{cls.__name__}.{item.name} needs a default and a sentence"
+        assert item.default is not MISSING and item.name in under, (
+            f"{cls.__name__}.{item.name} needs a default and a sentence"
+        )
         kind, optional, many = _taken_apart(hints[item.name])
         meta = item.metadata
         made.append(

@@ -1,7 +1,8 @@
 """From a command line to a frozen, validated run.
 
-Flags win over --config, that over --deepspeed-config, that over --preset, that over what DeepSpeed takes for keys that its file
-leaves out, that over the model of --init-from, that over the defaults. Whatever is wrong, in any of them, is collected and raised as one ConfigError.
+Flags win over --config, that over --deepspeed-config, that over --preset, that over what DeepSpeed takes for keys that
+its file leaves out, that over the model of --init-from, that over the defaults. Whatever is wrong, in any of them, is
+collected and raised as one ConfigError.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Asked:
     run      with nothing wrong in it
     command  what to do with it
     notes    sentences that its user should read before it starts, and that no rank but one should print
-    said     fields that flags, files or a preset set; what follows from them, or from a model that the run starts with, is not said
+    said     fields that flags, files or a preset set; what follows from them, or from a model that the run starts with,
+    is not said
     """
 
     run: Run
@@ -72,11 +74,12 @@ def ask(
 ) -> Asked:
     """The run that a command line describes, on `world_size` ranks.
 
-    model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for --init-from; None in
-    programs that start from none. absences: what is wrong with the files that a run names; asked where something else is wrong, so that all is
-    told at once, since the caller looks at them only once the rest is right. With --validate-only or --print-config, --world-size N makes it a
-    run of N ranks. World size None leaves out what depends on it (tools that start no ranks). `--help` prints and exits with 0. Raises
-    ConfigError with everything that is wrong.
+    model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for
+    --init-from; None in programs that start from none. absences: what is wrong with the files that a run names; asked
+    where something else is wrong, so that all is told at once, since the caller looks at them only once the rest is
+    right. With --validate-only or --print-config, --world-size N makes it a run of N ranks. World size None leaves out
+    what depends on it (tools that start no ranks). `--help` prints and exits with 0. Raises ConfigError with everything
+    that is wrong.
     """
     line = read_command_line(argv)
     if line.command.help:
@@ -90,7 +93,8 @@ def ask(
             world_size = line.command.world_size
         else:
             problems.append(
-                f"--world-size {line.command.world_size} goes with --validate-only; torchrun sets the number of ranks otherwise"
+                f"--world-size {line.command.world_size} goes with --validate-only; torchrun sets the number of ranks "
+                "otherwise"
             )
     levels = _levels(line.level, line.command)
     said = frozenset(name for level in levels for name in level.settings)
@@ -106,7 +110,9 @@ def ask(
         if isinstance(level, DeepSpeedLevel):
             unequal = level.accumulate(settings, world_size)
             problems += level.contradictions(line.level) + unequal
-            line.level.bad |= {"global_batch_size"} if unequal else set()  # which is told, with what it would have to be
+            line.level.bad |= (
+                {"global_batch_size"} if unequal else set()
+            )  # which is told, with what it would have to be
     bad, given = _unknown(levels), frozenset(line.level.settings)
     run = build_run(_with_defaults(settings, world_size))
     problems += problems_of(run, world_size, bad=bad, given=given)
@@ -153,12 +159,16 @@ def _model_level(levels: Sequence[Level], model_of: Callable[[str], Level] | Non
     if path is None:
         return None
     if model_of is None:
-        return Level(f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True)
+        return Level(
+            f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True
+        )
     return settled(without_overruled_tokenizer(model_of(path), above), above)
 
 
 def _unknown(levels: Sequence[Level]) -> set[str]:
-    """Fields whose value is not what was meant: unreadable at the highest level that sets them, or in an unread file."""
+    """Fields whose value is not what was meant: unreadable at the highest level that sets them, or in
+    an unread file.
+    """
     unknown: set[str] = set()
     for level in levels:
         unknown |= set(run_options()) if level.unread else level.bad
@@ -182,7 +192,9 @@ def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str
 
 
 def _default_batch(settings: dict[str, Any], world_size: int | None) -> int:
-    """The default global batch, rounded up to what micro-batch x dp divides, so that the bare command runs on any layout."""
+    """The default global batch, rounded up to what micro-batch x dp divides, so that the bare command runs on any
+    layout.
+    """
     defaults = ScheduleConfig()
     ranks = settings.get("tp", 1) * settings.get("pp", 1)
     step = settings.get("micro_batch_size", defaults.micro_batch_size)

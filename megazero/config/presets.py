@@ -61,7 +61,14 @@ _BLOOM = {
     "bloom-176b": Shape(70, 14336, 112, 6e-5, 2048, 6e-6, (192, 16, _RAMP), "bf16"),
 }
 
-_ADAM = {"optimizer": "adamw", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.1, "clip_grad": 1.0}
+_ADAM = {
+    "optimizer": "adamw",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-8,
+    "weight_decay": 0.1,
+    "clip_grad": 1.0,
+}
 
 
 def _common(shape: Shape) -> dict[str, Any]:
@@ -91,12 +98,22 @@ def _gpt(shape: Shape) -> dict[str, Any]:
 
 
 def _gpt2(shape: Shape) -> dict[str, Any]:
-    return _gpt(shape) | {"seq_length": 1024, "train_iters": 600_000, "lr_decay_iters": 600_000, "lr_warmup_iters": 2_000}
+    return _gpt(shape) | {
+        "seq_length": 1024,
+        "train_iters": 600_000,
+        "lr_decay_iters": 600_000,
+        "lr_warmup_iters": 2_000,
+    }
 
 
 def _gpt3(shape: Shape) -> dict[str, Any]:
     # 300 billion tokens; warm-up over 375 million, cosine to a tenth at 260 billion.
-    recipe = {"seq_length": 2048, "train_samples": 146_484_375, "lr_warmup_samples": 183_105, "lr_decay_samples": 126_953_125}
+    recipe = {
+        "seq_length": 2048,
+        "train_samples": 146_484_375,
+        "lr_warmup_samples": 183_105,
+        "lr_decay_samples": 126_953_125,
+    }
     large = {"init_method_std": 0.006} if shape.layers == 96 else {}
     return _gpt(shape) | recipe | large
 
@@ -157,5 +174,7 @@ def preset(name: str) -> Mapping[str, Any]:
     """The settings of a preset. ValueError with the nearest name, and all names, for one that does not exist."""
     found = presets().get(name.lower())
     if found is None:
-        raise ValueError(f"there is no preset {name!r}{did_you_mean(name.lower(), presets())} (known: {', '.join(presets())})")
+        raise ValueError(
+            f"there is no preset {name!r}{did_you_mean(name.lower(), presets())} (known: {', '.join(presets())})"
+        )
     return found

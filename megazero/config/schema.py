@@ -1,8 +1,9 @@
 """What a run is: frozen dataclasses, one sentence under each field, which is also its `--help`.
 
-A field's flag is its name with dashes. Metadata of a field: `aliases` (further flags for the same option),
-`choices`, `metavar`, `many` (takes one or more words), `alone` (what the flag without a word means). `None` means "derived", and the sentence says from what.
-The sentence is the string literal under the field; `megazero.config.flags` reads it from the source.
+A field's flag is its name with dashes. Metadata of a field: `aliases` (further flags for the same option), `choices`,
+`metavar`, `many` (takes one or more words), `alone` (what the flag without a word means). `None` means "derived", and
+the sentence says from what. The sentence is the string literal under the field; `megazero.config.flags` reads it from
+the source.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def option(
     alone: str | None = None,
 ) -> Any:
     """A dataclass field with what the command line needs to know about it."""
-    return field(default=default, metadata={"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone})
+    return field(
+        default=default,
+        metadata={"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone},
+    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class ModelConfig:
     max_position_embeddings: int | None = option(None)
     "Rows of the learned position table; default: the sequence length. Other positions need none and take any value."
     position_offset: int = option(0)
-    "Rows of the learned position table before the one of position 0 (OPT has 2): no token reads them, and they are kept."
+    """Rows of the learned position table before the one of position 0 (OPT has 2): no token reads them, and they
+    are kept."""
     position_embedding: str = option("alibi", choices=("learned", "alibi", "rotary", "none"))
     "How positions enter."
     rotary_base: float = option(10000.0)
@@ -90,7 +95,8 @@ class ParallelConfig:
     zero_stage: int = option(0, metavar="{0,1,2}")
     "ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients."
     pipeline_schedule: str | None = option(None, choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"))
-    "Pipeline schedule; default 1f1b, interleaved with --virtual-stages > 1. zb-h1 and zb-v (with --virtual-stages 2) have the smallest bubbles."
+    """Pipeline schedule; default 1f1b, interleaved with --virtual-stages > 1. zb-h1 and zb-v (with --virtual-stages
+    2) have the smallest bubbles."""
     virtual_stages: int = option(1, "--num-virtual-stages-per-pipeline-rank", metavar="V")
     "Model chunks per pipeline rank."
     partition: tuple[int, ...] | None = option(None, many=True, metavar="LAYERS")
@@ -106,11 +112,14 @@ class ParallelConfig:
     overlap: bool = option(True)
     "Overlap gradient reduction and parameter gather with compute; results are the same either way."
     compile: bool = option(False)
-    "Run those ops of the blocks that have no kernel (in fp64, on a GPU without nvcc) through torch.compile. A CPU's kernels are faster and stay: 1.17 s a step, compiled 1.50, plain 1.60 (docs/performance.md)."
+    """Run those ops of the blocks that have no kernel (in fp64, on a GPU without nvcc) through torch.compile. A
+    CPU's kernels are faster and stay: 1.17 s a step, compiled 1.50, plain 1.60 (docs/performance.md)."""
     attention: str = option("auto", choices=("auto", "flash", "flex", "softmax"))
-    "How attention is computed: torch's flash (no ALiBi, no documents), FlexAttention (CUDA), or products and softmax; auto: the best for the case, which the banner names."
+    """How attention is computed: torch's flash (no ALiBi, no documents), FlexAttention (CUDA), or products and
+    softmax; auto: the best for the case, which the banner names."""
     cuda_graphs: bool = option(False)
-    "Capture a micro-batch's forward and backward once and replay it: less work for the host. CUDA, one pipeline stage, ZeRO-0 or 1."
+    """Capture a micro-batch's forward and backward once and replay it: less work for the host. CUDA, one pipeline
+    stage, ZeRO-0 or 1."""
     bucket_size: int = option(8_388_608)
     "Elements of one gradient bucket: what is reduced and gathered in one message."
     grad_reduce_dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))
@@ -130,15 +139,19 @@ class OptimizerConfig:
     """The optimizer and its numbers."""
 
     precision: str = option("bf16", choices=("fp64", "fp32", "bf16", "fp16"))
-    "Dtype of parameters and activations; --fp16 and --bf16 are short forms. 16-bit keeps fp32 master weights and gradients."
+    """Dtype of parameters and activations; --fp16 and --bf16 are short forms. 16-bit keeps fp32 master weights and
+    gradients."""
     fp8: str = option("off", choices=("off", "current", "delayed"), alone="current")
-    "Products of the blocks' linear layers on 8-bit copies, scaled per tensor by their largest value now, or over the last steps; the flag alone: current. Needs compute capability 8.9; the CPU computes the same, slowly."
+    """Products of the blocks' linear layers on 8-bit copies, scaled per tensor by their largest value now, or over
+    the last steps; the flag alone: current. Needs compute capability 8.9; the CPU computes the same, slowly."""
     fp8_amax_history: int = option(16)
-    "With --fp8 delayed: steps that a scale looks back on. An entry is the largest value of a whole step, so 16 outlast what Transformer Engine's 1024 micro-batches do at 64 a step."
+    """With --fp8 delayed: steps that a scale looks back on. An entry is the largest value of a whole step, so 16
+    outlast what Transformer Engine's 1024 micro-batches do at 64 a step."""
     optimizer: str = option("adamw", choices=("adamw", "adam", "sgd"))
     "adamw decays weights apart from the gradient, adam adds the decay to it, sgd has momentum."
     optimizer_impl: str = option("megazero", choices=("megazero", "apex"))
-    "Who computes adam and adamw: megazero's kernels, or those of NVIDIA apex, which has to be installed with its CUDA extensions."
+    """Who computes adam and adamw: megazero's kernels, or those of NVIDIA apex, which has to be installed with its
+    CUDA extensions."""
     weight_decay: float = option(0.1)
     "Decay of matrices and embeddings; norms and biases have none."
     adam_beta1: float = option(0.9)
@@ -178,11 +191,13 @@ class ScheduleConfig:
     rampup_batch_size: tuple[int, ...] | None = option(None, many=True, metavar="N")
     "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."
     train_iters: int | None = option(None)
-    "Optimizer steps of the run; without this, --train-samples and --epochs: default 100, or 10 minutes if they end first."
+    """Optimizer steps of the run; without this, --train-samples and --epochs: default 100, or 10 minutes if they
+    end first."""
     train_samples: int | None = option(None)
     "Samples of the run, instead of iterations: as many whole global batches as they suffice for."
     epochs: float | None = option(None, metavar="X")
-    "Instead of both: how often the training data are read, conversations too. Of a blend: as many tokens as its pairs have together; the weights say which of them are read more often, and the banner how often."
+    """Instead of both: how often the training data are read, conversations too. Of a blend: as many tokens as its
+    pairs have together; the weights say which of them are read more often, and the banner how often."""
     lr: float = option(1e-3)
     "Highest learning rate; without any --lr-warmup-... it holds from the first step."
     min_lr: float = option(0.0)
@@ -216,11 +231,13 @@ class DataConfig:
     valid_data_path: tuple[str, ...] = option((), many=True, metavar="NAME PREFIX")
     "Named validation sets beside the split's: NAME PREFIX NAME PREFIX ...; each gets its own loss."
     instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl")
-    "Instead of --data-path: prompts with completions, or chats in the tokenizer's chat template, several packed into a sample; the loss is on completions only."
+    """Instead of --data-path: prompts with completions, or chats in the tokenizer's chat template, several packed
+    into a sample; the loss is on completions only."""
     valid_instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl")
     "The same for validation."
     long_conversations: str = option("refuse", choices=("refuse", "truncate", "drop"))
-    "What becomes of a conversation longer than a sample: an error, its end is cut off, or it is left out; how many is said."
+    """What becomes of a conversation longer than a sample: an error, its end is cut off, or it is left out; how
+    many is said."""
     tokenizer: str | None = option(None, choices=("byte", "gpt2", "sentencepiece", "hf"))
     "Kind of tokenizer; without one, ids are used as they are."
     tokenizer_path: str | None = option(None)
@@ -252,11 +269,15 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(None)
     "Checkpoints of iterations that are multiples of this are never deleted, whatever --keep-last-k says."
     async_save: bool = option(False)
-    "Write checkpoints beside the training: a step waits only while the state is copied to host memory, which is kept for it."
+    """Write checkpoints beside the training: a step waits only while the state is copied to host memory, which is
+    kept for it."""
     init_from: str | None = option(None, metavar="DIR")
-    "Start with the weights of a checkpoint of any known format (a Hugging Face folder, say): its model's shape and tokenizer are taken where no flag gives them. Where --load has a complete checkpoint, the run goes on from that."
+    """Start with the weights of a checkpoint of any known format (a Hugging Face folder, say): its model's shape
+    and tokenizer are taken where no flag gives them. Where --load has a complete checkpoint, the run goes on from
+    that."""
     extend_vocabulary: bool = option(False)
-    "With --init-from: --vocab-size may be larger than the checkpoint's; the new tokens' rows start as the mean of the others."
+    """With --init-from: --vocab-size may be larger than the checkpoint's; the new tokens' rows start as the mean of
+    the others."""
     finetune: bool = option(False)
     "Load weights only; iteration, samples and optimizer start anew."
     no_load_optim: bool = option(False)

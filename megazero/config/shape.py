@@ -1,4 +1,6 @@
-"""What a model's weights fix: the fields of its shape, and what a run that starts from a checkpoint (--init-from) may say about them."""
+"""What a model's weights fix: the fields of its shape, and what a run that starts from a checkpoint (--init-from) may
+say about them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = MappingProxyType(
         "attention_bias": _where_they_differ(attention_bias),
         "mlp_bias": _where_they_differ(mlp_bias),
         "ffn_hidden_size": ffn_width,
-        "max_position_embeddings": lambda model: max_positions(model) if model.position_embedding == "learned" else None,
+        "max_position_embeddings": lambda model: (
+            max_positions(model) if model.position_embedding == "learned" else None
+        ),
         "position_offset": lambda model: model.position_offset if model.position_embedding == "learned" else None,
         "rotary_base": lambda model: model.rotary_base if model.position_embedding == "rotary" else None,
     }
@@ -81,7 +85,8 @@ def settled(level: Level, above: Mapping[str, Any]) -> Level:
 def contradictions(level: Level, run: Run, bad: set[str]) -> Iterator[str]:
     """Where a run differs from the model of the checkpoint that it starts from.
 
-    level: the checkpoint's settings, by `shape_settings`. bad: fields that are known to be wrong. The vocabulary may grow, on request.
+    level: the checkpoint's settings, by `shape_settings`. bad: fields that are known to be wrong. The vocabulary may
+    grow, on request.
     """
     checkpoint = build_run(level.settings).model
     other_positions = checkpoint.position_embedding != run.model.position_embedding
@@ -108,6 +113,12 @@ def _vocabulary(level: Level, run: Run) -> Iterator[str]:
     if ours < theirs:
         yield f"--vocab-size {ours}: the model of {level.name} has {theirs} tokens, and none can be taken away"
     elif ours > theirs and not extend:
-        yield f"--vocab-size {ours}: the model of {level.name} has {theirs} tokens; to add {ours - theirs}: --extend-vocabulary"
+        yield (
+            f"--vocab-size {ours}: the model of {level.name} has {theirs} tokens; to add {ours - theirs}: "
+            "--extend-vocabulary"
+        )
     elif ours == theirs and extend:
-        yield f"--extend-vocabulary: the model of {level.name} has {theirs} tokens; say how many there shall be with a larger --vocab-size"
+        yield (
+            f"--extend-vocabulary: the model of {level.name} has {theirs} tokens; say how many there shall be with a "
+            "larger --vocab-size"
+        )

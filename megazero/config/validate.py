@@ -1,7 +1,8 @@
 """What is wrong with a run: all of it, each with flag names, numbers and the nearest valid values.
 
-Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS`, `LORA_CHECKS` and `EFFECT_CHECKS` are the relations between
-fields; each names the fields it reads and is left out when one of them is already known to be wrong, so that one mistake is reported once.
+Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS`, `LORA_CHECKS` and `EFFECT_CHECKS` are the
+relations between fields; each names the fields it reads and is left out when one of them is already known to be wrong,
+so that one mistake is reported once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Range:
 
     def __str__(self) -> str:
         low = f"more than {self.low:g}" if self.low_open else f"at least {self.low:g}"
-        return low if self.high is None else f"{low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
+        return (
+            low if self.high is None else f"{low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
+        )
 
 
 _COUNT, _NOT_NEGATIVE, _POSITIVE = Range(1), Range(0), Range(0, low_open=True)
@@ -45,18 +48,66 @@ _SHARE = Range(0, 1, high_open=True)
 RANGES: Mapping[str, Range] = MappingProxyType(
     dict.fromkeys(
         (
-            *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "seq_length"),
-            *("make_vocab_size_divisible_by", "max_position_embeddings", "tp", "pp", "virtual_stages", "recompute_num_layers"),
-            *("bucket_size", "loss_scale_window", "hysteresis", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
-            *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "save_interval", "eval_interval"),
+            *(
+                "num_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "num_query_groups",
+                "ffn_hidden_size",
+                "vocab_size",
+                "seq_length",
+            ),
+            *(
+                "make_vocab_size_divisible_by",
+                "max_position_embeddings",
+                "tp",
+                "pp",
+                "virtual_stages",
+                "recompute_num_layers",
+            ),
+            *(
+                "bucket_size",
+                "loss_scale_window",
+                "hysteresis",
+                "micro_batch_size",
+                "global_batch_size",
+                "train_iters",
+                "train_samples",
+            ),
+            *(
+                "lr_decay_iters",
+                "lr_decay_samples",
+                "lr_wsd_decay_iters",
+                "lr_wsd_decay_samples",
+                "save_interval",
+                "eval_interval",
+            ),
             *("save_retain_interval", "exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
         ),
         _COUNT,
     )
     | dict.fromkeys(
         (
-            *("init_method_std", "weight_decay", "clip_grad", "z_loss", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples"),
-            *("num_workers", "keep_last", "eval_iters", "test_iters", "eod_id", "partition", "sample_tokens", "position_offset"),
+            *(
+                "init_method_std",
+                "weight_decay",
+                "clip_grad",
+                "z_loss",
+                "lr",
+                "min_lr",
+                "lr_warmup_iters",
+                "lr_warmup_samples",
+            ),
+            *(
+                "num_workers",
+                "keep_last",
+                "eval_iters",
+                "test_iters",
+                "eod_id",
+                "partition",
+                "sample_tokens",
+                "position_offset",
+            ),
         ),
         _NOT_NEGATIVE,
     )
@@ -68,11 +119,23 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         _POSITIVE,
     )
     | dict.fromkeys(
-        ("hidden_dropout", "attention_dropout", "lora_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "label_smoothing"), _SHARE
+        (
+            "hidden_dropout",
+            "attention_dropout",
+            "lora_dropout",
+            "adam_beta1",
+            "adam_beta2",
+            "sgd_momentum",
+            "label_smoothing",
+        ),
+        _SHARE,
     )
     | {"lr_warmup_fraction": Range(0, 1), "seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
     | {"lora_alpha": Range(0, 10**9, low_open=True)}
-    | {"epochs": Range(0, BOUNDS.epochs, low_open=True), "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True)}
+    | {
+        "epochs": Range(0, BOUNDS.epochs, low_open=True),
+        "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True),
+    }
 )
 
 
@@ -88,7 +151,8 @@ MOST: Mapping[str, int] = MappingProxyType(
         "num_workers": BOUNDS.threads,
     }
 )
-"""The largest that is taken where one is far below `BOUNDS.count`: what there is one of for each, or memory for each."""
+"""The largest that is taken where one is far below `BOUNDS.count`: what there is one of for each, or memory for each.
+"""
 
 
 def out_of_range(name: str, value: Any) -> str | None:
@@ -107,7 +171,11 @@ def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
     for name, value in values.items():
         if name in bad:
             continue
-        wrong = [(v, reason) for v in (value if isinstance(value, tuple) else (value,)) if (reason := out_of_range(name, v)) is not None]
+        wrong = [
+            (v, reason)
+            for v in (value if isinstance(value, tuple) else (value,))
+            if (reason := out_of_range(name, v)) is not None
+        ]
         if wrong:
             bad.add(name)
             found.append(f"{run_options()[name].flag} {shown(wrong[0][0])}: {wrong[0][1]}")
@@ -119,7 +187,9 @@ def flat(run: Run) -> dict[str, Any]:
     return {name: getattr(getattr(run, known.section), name) for name, known in run_options().items()}
 
 
-def problems_of(run: Run, world_size: int | None, *, bad: set[str] | None = None, given: frozenset[str] = frozenset()) -> list[str]:
+def problems_of(
+    run: Run, world_size: int | None, *, bad: set[str] | None = None, given: frozenset[str] = frozenset()
+) -> list[str]:
     """Everything wrong with a run on `world_size` ranks (None: any number, and what depends on it is left out).
 
     bad    fields already reported, whose values stand for nothing

@@ -1,7 +1,7 @@
 """Names that other programs have for what is called otherwise here: a mistake in them gets the right suggestion.
 
-They are suggested and never accepted: a value that means nearly the same elsewhere (silu in a LLaMA's config.json, where the layer
-is gated) should be read by the person who asks for it.
+They are suggested and never accepted: a value that means nearly the same elsewhere (silu in a LLaMA's config.json,
+where the layer is gated) should be read by the person who asks for it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,27 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--num-layers": ("n-layers", "layers", "depth", "num-blocks"),
         "--hidden-size": ("d-model", "dim", "hidden", "hidden-dim", "width", "embedding-size", "embed-dim", "n-embed"),
         "--num-attention-heads": ("nheads", "n-heads", "heads", "num-heads", "attention-heads"),
-        "--num-query-groups": ("gqa", "kv-heads", "n-kv-heads", "num-kv-heads", "num-query-heads", "multi-query", "mqa"),
+        "--num-query-groups": (
+            "gqa",
+            "kv-heads",
+            "n-kv-heads",
+            "num-kv-heads",
+            "num-query-heads",
+            "multi-query",
+            "mqa",
+        ),
         "--ffn-hidden-size": ("ffn", "ffn-dim", "d-ff", "intermediate", "mlp-dim", "mlp-ratio", "ffn-hidden-dim"),
-        "--seq-length": ("seq-len", "seqlen", "max-seq-len", "max-sequence-length", "ctx", "context", "ctx-len", "n-ctx", "max-length"),
+        "--seq-length": (
+            "seq-len",
+            "seqlen",
+            "max-seq-len",
+            "max-sequence-length",
+            "ctx",
+            "context",
+            "ctx-len",
+            "n-ctx",
+            "max-length",
+        ),
         "--vocab-size": ("vocab", "n-vocab"),
         "--position-embedding": ("positions", "pos-emb", "positional-encoding", "position-encoding"),
         "--position-embedding rotary": ("rope", "rotary", "use-rope", "rotary-embedding", "use-rotary"),
@@ -71,13 +89,39 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--precision fp16": ("half",),
         "--tp": ("tensor-parallel", "tp-size", "num-tp"),
         "--pp": ("pipeline-parallel", "pp-size", "num-stages"),
-        "what the number of ranks leaves of --tp x --pp": ("dp", "ddp", "data-parallel", "data-parallel-size", "dp-size"),
-        "a flag of torchrun: torchrun --nproc-per-node N pretrain_gpt.py ...": ("gpus", "num-gpus", "n-gpus", "devices"),
-        "a flag of torchrun, in front of pretrain_gpt.py": ("nnodes", "num-nodes", "node-rank", "master-addr", "master-port"),
-        "not built here; --tp and --sequence-parallel share the activations of a long sample": ("cp", "context-parallel-size"),
+        "what the number of ranks leaves of --tp x --pp": (
+            "dp",
+            "ddp",
+            "data-parallel",
+            "data-parallel-size",
+            "dp-size",
+        ),
+        "a flag of torchrun: torchrun --nproc-per-node N pretrain_gpt.py ...": (
+            "gpus",
+            "num-gpus",
+            "n-gpus",
+            "devices",
+        ),
+        "a flag of torchrun, in front of pretrain_gpt.py": (
+            "nnodes",
+            "num-nodes",
+            "node-rank",
+            "master-addr",
+            "master-port",
+        ),
+        "not built here; --tp and --sequence-parallel share the activations of a long sample": (
+            "cp",
+            "context-parallel-size",
+        ),
         "not built here: a model is dense": ("moe", "num-experts", "expert-model-parallel-size"),
         "not built here; the nearest are --zero-stage 2 and --tp": ("offload", "cpu-offload", "optimizer-cpu-offload"),
-        "--zero-stage 2, which shards gradients and optimizer state": ("fsdp", "fsdp2", "use-fsdp", "full-shard", "fsdp-config"),
+        "--zero-stage 2, which shards gradients and optimizer state": (
+            "fsdp",
+            "fsdp2",
+            "use-fsdp",
+            "full-shard",
+            "fsdp-config",
+        ),
         "--zero-stage": ("zero1", "zero2", "zero-1", "zero-2", "zero-3", "zero-optimization", "stage"),
         "--attention flash": ("flash", "flash-attn", "use-flash-attention", "flash-attention"),
         "--attention": ("sdpa", "attn-implementation"),
@@ -95,7 +139,17 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--eval-iters": ("eval-batches", "limit-val-batches"),
         "--log-interval": ("log-every", "log-freq", "log-every-n-steps"),
         "--tensorboard-dir, or --metrics-file for JSON lines": (
-            *("wandb", "wandb-project", "wandb-log", "report-to", "tensorboard", "tb", "log-dir", "project", "run-name"),
+            *(
+                "wandb",
+                "wandb-project",
+                "wandb-log",
+                "report-to",
+                "tensorboard",
+                "tb",
+                "log-dir",
+                "project",
+                "run-name",
+            ),
         ),
     }
 )
@@ -250,7 +304,13 @@ CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "fp8": {"e4m3": "current", "hybrid": "current", "tensorwise": "current"},
         "optimizer": {"adamw-torch": "adamw", "adamw-torch-fused": "adamw", "fusedadam": "adamw", "adamw-hf": "adamw"},
-        "recompute_granularity": {"attention": "selective", "block": "full", "uniform": "full", "layer": "full", "true": "full"},
+        "recompute_granularity": {
+            "attention": "selective",
+            "block": "full",
+            "uniform": "full",
+            "layer": "full",
+            "true": "full",
+        },
         "attention": {
             "flash-attention-2": "flash",
             "fused": "auto",

@@ -1,7 +1,8 @@
 """A YAML file of settings: plain values by section, read within bounds.
 
-PyYAML's loader in Python, for the one in C overflows the stack where brackets are nested deeply. Nothing is constructed before the file's nodes
-have been counted, each alias as often as it stands somewhere: a few lines of aliases can mean more values than any memory holds.
+PyYAML's loader in Python, for the one in C overflows the stack where brackets are nested deeply. Nothing is constructed
+before the file's nodes have been counted, each alias as often as it stands somewhere: a few lines of aliases can mean
+more values than any memory holds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from megazero.system.reading import BOUNDS, Unreadable, read_text
 
 
 class _Loader(yaml.SafeLoader):
-    """A key that stands twice in one mapping is an error, where YAML's own rule takes the last. What looks like a date is a word."""
+    """A key that stands twice in one mapping is an error, where YAML's own rule takes the last.
+
+    What looks like a date is a word.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML wants it
         first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
@@ -27,14 +31,20 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str | int | float) and str(key) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
             seen.add(str(key))
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Of bounded length: Python itself refuses decimal digits beyond its own bound, in words of its own, and no others."""
+        """Of bounded length: Python itself refuses decimal digits beyond its own bound, in words of its own, and no
+        others.
+        """
         if len(node.value) > BOUNDS.digits:
-            raise yaml.constructor.ConstructorError(None, None, f"a number of {len(node.value):,} digits", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a number of {len(node.value):,} digits", node.start_mark
+            )
         return super().construct_yaml_int(node)
 
 
@@ -45,7 +55,9 @@ def load_yaml(path: Path) -> Any:
     """The values of a file. Raises Unreadable."""
     text = read_text(path, BOUNDS.settings, piped=True)
     if sum(text.count(mark) for mark in "\n,:[{") > BOUNDS.settings_parts:
-        raise Unreadable(f"{path} has more than {BOUNDS.settings_parts:,} parts, which is more than a file of settings holds")
+        raise Unreadable(
+            f"{path} has more than {BOUNDS.settings_parts:,} parts, which is more than a file of settings holds"
+        )
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -56,7 +68,9 @@ def load_yaml(path: Path) -> Any:
     except RecursionError:
         raise _too_deep(path) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise error if isinstance(error, Unreadable) else Unreadable(f"{path}: is no YAML: {_first_mistake(error)}") from error
+        raise (
+            error if isinstance(error, Unreadable) else Unreadable(f"{path}: is no YAML: {_first_mistake(error)}")
+        ) from error
 
 
 def _first_mistake(error: Exception) -> str:
@@ -74,7 +88,11 @@ def _refuse_bombs(root: yaml.Node, path: Path) -> None:
         if depth > BOUNDS.depth:  # also of a list that holds itself
             raise _too_deep(path)
         if id(node) not in sizes:
-            inside = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))] if _holds(node) else []
+            inside = (
+                [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+                if _holds(node)
+                else []
+            )
             sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inside)
         if sizes[id(node)] > BOUNDS.settings_parts:
             raise Unreadable(f"{path}: its aliases stand for more than {BOUNDS.settings_parts:,} values")

@@ -18,7 +18,10 @@ class _Changed(Source):
     """Another source with some of its facts replaced; report and files stay that one's."""
 
     def __init__(self, source: Source, **facts: object) -> None:
-        kept = {name: getattr(source, name) for name in ("format", "path", "run", "entries", "position", "companions", "report", "closing")}
+        kept = {
+            name: getattr(source, name)
+            for name in ("format", "path", "run", "entries", "position", "companions", "report", "closing")
+        }
         super().__init__(**(kept | facts))
         self.under = source
 
@@ -52,19 +55,28 @@ def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:
 
 
 class Trimmed(_Changed):
-    """The first `vocabulary` rows of the embedding and of an untied head: what is beyond is another program's padding."""
+    """The first `vocabulary` rows of the embedding and of an untied head: what is beyond is another
+    program's padding.
+    """
 
     def __init__(self, source: Source, vocabulary: int) -> None:
         rows = source.model.vocab_size
         assert rows is not None
         if not 0 < vocabulary <= rows:
-            raise ConversionError(f"--vocab-size {vocabulary}: the checkpoint has {rows} rows; rows can be left out, not made")
+            raise ConversionError(
+                f"--vocab-size {vocabulary}: the checkpoint has {rows} rows; rows can be left out, not made"
+            )
         lost = [(what, token) for what, token in _named_tokens(source) if vocabulary <= token < rows]
         if lost:
             listed, most = ", ".join(f"{what} {token}" for what, token in lost), max(token for _, token in lost)
-            raise ConversionError(f"--vocab-size {vocabulary} leaves out tokens that the model names: {listed}; nearest: {most + 1}")
+            raise ConversionError(
+                f"--vocab-size {vocabulary} leaves out tokens that the model names: {listed}; nearest: {most + 1}"
+            )
         self.names = [name for name in TABLES if name in source.entries]
-        shorter = {name: Entry((vocabulary, *source.entries[name].shape[1:]), source.entries[name].columns) for name in self.names}
+        shorter = {
+            name: Entry((vocabulary, *source.entries[name].shape[1:]), source.entries[name].columns)
+            for name in self.names
+        }
         run = replace(source.run, model=replace(source.model, vocab_size=vocabulary))
         super().__init__(source, run=run, entries={**source.entries, **shorter})
         if vocabulary < rows:

@@ -1,9 +1,10 @@
-"""Files of a model that are no tensors (config.json, a tokenizer), where a format has no place for them: a folder beside it.
+"""Files of a model that are no tensors (config.json, a tokenizer), where a format has no place for them: a folder
+beside it.
 
 So they travel through any chain of formats, and a model that came from Hugging Face goes back there with its tokenizer.
 
-They are copied, and what is copied may be published. A link that leads out of the model's folder is therefore left behind: it may lead to
-any file that its user can read, and who made the folder chose which.
+They are copied, and what is copied may be published. A link that leads out of the model's folder is therefore left
+behind: it may lead to any file that its user can read, and who made the folder chose which.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def own(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, Pat
 
 
 def contents_of(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, bytes]:
-    """What is in those that may be copied, by name: the files may be gone when they are to be written. told: as of `own`."""
+    """What is in those that may be copied, by name: the files may be gone when they are to be written. told: as of
+    `own`.
+    """
     return {name: path.read_bytes() for name, path in own(files, told).items()}
 
 

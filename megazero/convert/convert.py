@@ -24,8 +24,9 @@ SPARE = 1.02
 def convert(source: Source, target: Format, output: Path, wanted: Wanted, report: Report) -> None:
     """Write a source as another format into the new folder `output`, which is there whole or not at all.
 
-    report: told the progress. Memory: a few tensors. Raises ConversionError before anything is written where the target cannot hold the
-    model, the output exists, or the disk is too small; OSError when it fails on the way, and nothing is left then.
+    report: told the progress. Memory: a few tensors. Raises ConversionError before anything is written where the target
+    cannot hold the model, the output exists, or the disk is too small; OSError when it fails on the way, and nothing is
+    left then.
     """
     source = source if target.part is None else target.part(source)
     output = Path(os.path.realpath(output))  # a link stays one, and what it leads to gets the checkpoint
@@ -39,7 +40,10 @@ def convert(source: Source, target: Format, output: Path, wanted: Wanted, report
         if not target.has_companions:
             write_companions(contents_of(source.companions, source.report.notes.append), temporary)
     seconds = max(time.monotonic() - began, 1e-9)
-    report(f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {clock(seconds)} ({total / size / seconds:,.1f} {unit}/s)")
+    report(
+        f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {clock(seconds)} "
+        f"({total / size / seconds:,.1f} {unit}/s)"
+    )
 
 
 def _bytes_read(source: Source, target: Format) -> int:
@@ -78,13 +82,18 @@ def _too_small(source: Source, target: Format, output: Path, wanted: Wanted) -> 
     there = next(path for path in output.absolute().parents if path.is_dir())
     free = shutil.disk_usage(there).free
     return (
-        [] if needed <= free else [f"--output {output}: about {needed / 1e9:,.1f} GB will be written, {free / 1e9:,.1f} GB are free there"]
+        []
+        if needed <= free
+        else [f"--output {output}: about {needed / 1e9:,.1f} GB will be written, {free / 1e9:,.1f} GB are free there"]
     )
 
 
 @contextmanager
 def _becoming(output: Path) -> Iterator[Path]:
-    """A folder to fill that gets its name when all went well. What a killed conversion left there is removed, what a living one writes is not."""
+    """A folder to fill that gets its name when all went well.
+
+    What a killed conversion left there is removed, what a living one writes is not.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.converting")
     with open(output.with_name(f".{output.name}.lock"), "w") as lock:

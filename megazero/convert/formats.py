@@ -13,7 +13,8 @@ from megazero.convert.source import Source
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a target is to be written. Formats without a layout have no tp, pp and dp; `formats.convert` refuses them there.
+    """How a target is to be written. Formats without a layout have no tp, pp and dp; `formats.convert` refuses them
+    there.
 
     tp, pp   ranks that the files are for
     dp       ranks that the optimizer's files are for
@@ -32,11 +33,12 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Format:
-    """recognises: whether a folder holds this format, by names of files alone. open: raises ConversionError. write: into an existing empty
-    folder; None where the format is only read. has_layout: whether tp, pp (and for the optimizer's files dp) mean something to `write`.
-    has_optimizer: whether moments are written where the source has them. has_companions: whether `write` puts the source's companions
-    where `open` finds them; elsewhere they lie in a folder of their own. part: what of a source is written, where that is not the model;
-    raises ConversionError.
+    """recognises: whether a folder holds this format, by names of files alone. open: raises ConversionError. write:
+    into an existing empty folder; None where the format is only read. has_layout: whether tp, pp (and for the
+    optimizer's files dp) mean something to `write`.
+    has_optimizer: whether moments are written where the source has them. has_companions: whether `write` puts the
+    source's companions where `open` finds them; elsewhere they lie in a folder of their own. part: what of a source is
+    written, where that is not the model; raises ConversionError.
     """
 
     name: str

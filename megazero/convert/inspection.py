@@ -1,6 +1,8 @@
-"""What is inside a checkpoint, as plain records: for `tools/inspect_checkpoint.py`, and for programs that want to know the same.
+"""What is inside a checkpoint, as plain records: for `tools/inspect_checkpoint.py`, and for programs that want to know
+the same.
 
-Checkpoints of our own are read from their manifest, without building the model they hold; those of other programs through their reader.
+Checkpoints of our own are read from their manifest, without building the model they hold; those of other programs
+through their reader.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ class Inspected:
         return sum(shape.nbytes for shape in self.tensors.shapes.values())
 
     def verify(self, threads: int, advance: Callable[[int], None]) -> list[str]:
-        """What is wrong, a sentence each. Our own checkpoints: every hash. Other programs' record none: every tensor is read once."""
+        """What is wrong, a sentence each. Our own checkpoints: every hash.
+
+        Other programs' record none: every tensor is read once.
+        """
         if self.manifest is not None:
             return verify(self.path, self.manifest, threads, advance)
         assert self.source is not None
@@ -103,7 +108,10 @@ def is_ours(path: Path) -> bool:
 
 
 def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
-    """The checkpoint in a folder, or the one that `latest` names. Raises Damaged, ValueError for what is no checkpoint or cannot be read."""
+    """The checkpoint in a folder, or the one that `latest` names.
+
+    Raises Damaged, ValueError for what is no checkpoint or cannot be read.
+    """
     if format not in (None, "megazero") or not is_ours(path):
         return _open_other(path, format)
     found = folders.newest(path)
@@ -112,7 +120,9 @@ def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
     manifest = open_checkpoint(found).manifest
     tensors = StoredTensors(found, manifest)
     files = {stored.name: stored.size for stored in manifest.files}
-    inspected = Inspected(found, "megazero", run_from(manifest.run), manifest.progress, manifest.layout, files, tensors, manifest=manifest)
+    inspected = Inspected(
+        found, "megazero", run_from(manifest.run), manifest.progress, manifest.layout, files, tensors, manifest=manifest
+    )
     inspected.closing.enter_context(tensors)
     return inspected
 
@@ -123,23 +133,38 @@ def holds_adapters(inspected: Inspected) -> bool:
 
 
 def open_merged(inspected: Inspected) -> Inspected:
-    """The model of a checkpoint of adapters: its base, with them added. Raises ConversionError where the base is not there."""
+    """The model of a checkpoint of adapters: its base, with them added.
+
+    Raises ConversionError where the base is not there.
+    """
     merged = _open_other(inspected.path, None)
     return replace(merged, format=f"{merged.format}, adapters merged with their base")
 
 
 def _open_other(path: Path, format: str | None) -> Inspected:
     source = open_source(path, format)
-    files = {str(file.relative_to(source.path)): file.stat().st_size for file in sorted(source.path.rglob("*")) if file.is_file()}
+    files = {
+        str(file.relative_to(source.path)): file.stat().st_size
+        for file in sorted(source.path.rglob("*"))
+        if file.is_file()
+    }
     inspected = Inspected(
-        source.path, source.format, source.run, asdict(source.position), None, files, SourceTensors(source), source=source
+        source.path,
+        source.format,
+        source.run,
+        asdict(source.position),
+        None,
+        files,
+        SourceTensors(source),
+        source=source,
     )
     inspected.closing.enter_context(source)
     return inspected
 
 
 def checkpoints_in(root: Path) -> list[Record]:
-    """The checkpoints of a folder by iteration: name, iteration, bytes of the files, whether `latest` names it, what is wrong with it.
+    """The checkpoints of a folder by iteration: name, iteration, bytes of the files, whether `latest` names it, what is
+    wrong with it.
 
     Looked at are the manifest and the headers of all files; `verify` looks at the rest.
     """
@@ -151,16 +176,22 @@ def checkpoints_in(root: Path) -> list[Record]:
             manifest = read_manifest(path)
             absent = elsewhere(path, manifest)
             size = sum(stored.size for stored in manifest.files)
-            check_files(path, replace(manifest, files=[stored for stored in manifest.files if stored.name not in absent]))
+            check_files(
+                path, replace(manifest, files=[stored for stored in manifest.files if stored.name not in absent])
+            )
         except (Damaged, ValueError) as error:
             problem = str(error)
         is_latest = path.name.removesuffix(".replaced") == named
-        found.append({"name": path.name, "iteration": iteration, "bytes": size, "latest": is_latest, "problem": problem})
+        found.append(
+            {"name": path.name, "iteration": iteration, "bytes": size, "latest": is_latest, "problem": problem}
+        )
     return found
 
 
 def contents(inspected: Inspected) -> Record:
-    """Everything but values. config: every field, by section. elsewhere: files that other nodes have on their own disks."""
+    """Everything but values. config: every field, by section. elsewhere: files that other nodes have on their own
+    disks.
+    """
     tensors = {
         name: {
             "shape": list(shape.shape),
@@ -190,22 +221,31 @@ def contents(inspected: Inspected) -> Record:
 
 def tensor_statistics(inspected: Inspected, name: str) -> Record:
     """Statistics of each column of a tensor."""
-    return {column: statistics(inspected.tensors, name, column).record() for column in inspected.tensors.shapes[name].columns}
+    return {
+        column: statistics(inspected.tensors, name, column).record()
+        for column in inspected.tensors.shapes[name].columns
+    }
 
 
 def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Record:
     """What differs between two checkpoints, of any formats and layouts.
 
-    config    fields that differ: [a's value, b's]. Of two programs' checkpoints the model's shape, derived values worked out, and the
-              precision only, for the rest is no program's but ours
-    tensors   by name and column: elements, bit_equal, largest and relative difference; None where one of the two is not finite
-    identical whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
+    config    fields that differ: [a's value, b's]. Of two programs' checkpoints the model's shape, derived values
+              worked out, and the precision only, for the rest is no program's but ours
+    tensors   by name and column: elements, bit_equal, largest and relative difference; None where one of the two is not
+    finite identical whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
     """
     ours, theirs = a.tensors.shapes, b.tensors.shapes
     both = [name for name in ours if name in theirs]
-    shapes = {name: [list(ours[name].shape), list(theirs[name].shape)] for name in both if ours[name].shape != theirs[name].shape}
+    shapes = {
+        name: [list(ours[name].shape), list(theirs[name].shape)]
+        for name in both
+        if ours[name].shape != theirs[name].shape
+    }
     columns = {
-        name: [_dtypes(ours[name]), _dtypes(theirs[name])] for name in both if dict(ours[name].columns) != dict(theirs[name].columns)
+        name: [_dtypes(ours[name]), _dtypes(theirs[name])]
+        for name in both
+        if dict(ours[name].columns) != dict(theirs[name].columns)
     }
     tensors: dict[str, Record] = {}
     same = True
@@ -239,7 +279,9 @@ def compared_bytes(a: Inspected, b: Inspected) -> int:
         other = b.tensors.shapes.get(name)
         if other is not None and other.shape == shape.shape:
             common = [column for column in shape.columns if column in other.columns]
-            total += shape.numel * sum(shape.columns[column].itemsize + other.columns[column].itemsize for column in common)
+            total += shape.numel * sum(
+                shape.columns[column].itemsize + other.columns[column].itemsize for column in common
+            )
     return total
 
 
@@ -250,7 +292,9 @@ def _dtypes(shape: Shape) -> dict[str, str]:
 def _config_difference(a: Inspected, b: Inspected) -> dict[str, dict[str, list[Any]]]:
     mine, other = run_dict(a.run), run_dict(b.run)
     if a.manifest is None or b.manifest is None:
-        mine, other = ({"model": _shape(each.run), "optimizer": {"precision": each.run.optimizer.precision}} for each in (a, b))
+        mine, other = (
+            {"model": _shape(each.run), "optimizer": {"precision": each.run.optimizer.precision}} for each in (a, b)
+        )
     sections = {section: _differing(mine[section], other[section]) for section in mine}
     return {section: fields for section, fields in sections.items() if fields}
 

@@ -11,5 +11,10 @@ from megazero.config.validate import problems_of
 def layout_problems(model: ModelConfig, *, tp: int, pp: int, dp: int = 1) -> list[str]:
     """What speaks against it, as validation words it; empty where nothing does."""
     parallel = ParallelConfig(tp=tp, pp=pp)
-    asked = Run(replace(model, document_mask=False), parallel, OptimizerConfig(precision="fp32"), ScheduleConfig(1, dp, train_iters=1))
+    asked = Run(
+        replace(model, document_mask=False),
+        parallel,
+        OptimizerConfig(precision="fp32"),
+        ScheduleConfig(1, dp, train_iters=1),
+    )
     return problems_of(asked, tp * pp * dp)

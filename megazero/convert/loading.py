@@ -45,8 +45,8 @@ class Opened:
     chunk_map  which parts of the model they are
     tokenizer  the model's own, None where the checkpoint leads to none
     report     what became of the checkpoint's keys
-    ends       tokens at which a generated text ends: the run's end of document, and all that Hugging Face's files beside the model name
-    generation what generation_config.json beside the model says
+    ends       tokens at which a generated text ends: the run's end of document, and all that Hugging Face's files
+    beside the model name generation what generation_config.json beside the model says
     """
 
     run: Run
@@ -58,7 +58,9 @@ class Opened:
     generation: Mapping[str, Any]
 
     def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
-        """The token that ends a document: the run's, else that of the tokenizer which is used; None where neither has one."""
+        """The token that ends a document: the run's, else that of the tokenizer which is used; None where neither has
+        one.
+        """
         known = self.run.data.eod_id
         return known if known is not None or tokenizer is None else tokenizer.eod_id
 
@@ -72,8 +74,8 @@ def open_model(
 ) -> Opened:
     """The model of a checkpoint of any known format on this rank of the grid, whose dp copies hold the same.
 
-    precision: of the weights and of what is computed; None: what the model was trained in. Communicates nothing: every rank reads what it
-    needs. Raises ConversionError for what cannot be opened, or cannot be split as the grid asks.
+    precision: of the weights and of what is computed; None: what the model was trained in. Communicates nothing: every
+    rank reads what it needs. Raises ConversionError for what cannot be opened, or cannot be split as the grid asks.
     """
     with open_source(Path(path).expanduser(), format) as source:
         return open_on(source, grid, precision)
@@ -89,7 +91,9 @@ def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> 
     assert run.model.vocab_size is not None
     known = () if run.data.eod_id is None else (run.data.eod_id,)
     ends = ends_of_generation(source.companions, run.model.vocab_size).union(known)
-    return Opened(run, stages, chunks_of(run), tokenizer_of(source), source.report, ends, generation_file(source.companions))
+    return Opened(
+        run, stages, chunks_of(run), tokenizer_of(source), source.report, ends, generation_file(source.companions)
+    )
 
 
 def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:
@@ -98,7 +102,10 @@ def model_of(source: Source, *, precision: str | None = None, device: str | torc
 
 
 def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> Run:
-    """The run with nothing of its training's layout, split as this grid is. Raises ConversionError where it cannot be."""
+    """The run with nothing of its training's layout, split as this grid is.
+
+    Raises ConversionError where it cannot be.
+    """
     parallel = ParallelConfig(tp=grid.axes.tp, pp=grid.axes.pp, device=grid.device.type)
     optimizer = OptimizerConfig(precision=precision or run.optimizer.precision)
     model = replace(run.model, hidden_dropout=0.0, attention_dropout=0.0)
@@ -134,23 +141,34 @@ class Model(nn.Module):
         return self.stage.logits(None, batch).transpose(0, 1)
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
-        """A prompt's ids and those that follow, up to one of `ends`. `megazero.inference` has more: batches, streams, grids."""
+        """A prompt's ids and those that follow, up to one of `ends`.
+
+        `megazero.inference` has more: batches, streams, grids.
+        """
         model = Pipeline.of([self.stage])
         vocabulary = None if self.tokenizer is None else self.tokenizer.vocab_size
-        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in self.ends, vocabulary=vocabulary)
+        (new,) = generate(
+            model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in self.ends, vocabulary=vocabulary
+        )
         return [*ids, *new]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 512, sampling: Sampling = GREEDY) -> str:
-        """What the model answers to turns of a conversation, {"role": ..., "content": ...} each, by the chat template beside its tokenizer.
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 512, sampling: Sampling = GREEDY
+    ) -> str:
+        """What the model answers to turns of a conversation, {"role": ..., "content": ...} each, by the chat template
+        beside its tokenizer.
 
-        It ends where `generate` does, and with the token that ends a turn there. The answer has no special tokens; what turns spell like
-        one is text. Raises DataError for a model without a chat template, and for turns that it refuses.
+        It ends where `generate` does, and with the token that ends a turn there. The answer has no special tokens; what
+        turns spell like one is text. Raises DataError for a model without a chat template, and for turns that it
+        refuses.
         """
         tokens = self._chat_tokens
         ends = self.ends | tokens.ends
         ids = checked("the conversation", tokens.question(messages), self.config)
         model = Pipeline.of([self.stage])
-        (new,) = generate(model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in ends, vocabulary=tokens.vocab_size)
+        (new,) = generate(
+            model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in ends, vocabulary=tokens.vocab_size
+        )
         return tokens.decode(new[:-1] if new and new[-1] in ends else new)
 
     @cached_property
@@ -161,10 +179,13 @@ class Model(nn.Module):
         return ChatTokens(self.tokenizer)
 
 
-def load(path: str | Path, *, precision: str | None = None, device: str | torch.device = "cpu", format: str | None = None) -> Model:
+def load(
+    path: str | Path, *, precision: str | None = None, device: str | torch.device = "cpu", format: str | None = None
+) -> Model:
     """The whole model of a checkpoint in this process, in evaluation mode: `megazero.load`.
 
-    path       a folder of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT), Megatron-DeepSpeed, Megatron-LM or a universal checkpoint
+    path       a folder of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT), Megatron-DeepSpeed, Megatron-LM or a
+    universal checkpoint
     precision  fp64, fp32, bf16 or fp16; None: what the model was trained in
     format     where the folder could be taken for another
     """

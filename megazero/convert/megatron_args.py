@@ -1,7 +1,8 @@
 """The arguments that Megatron-LM and its descendants keep in a checkpoint, as a model of ours; and the other way.
 
-Names and meanings: megatron/training/arguments.py of Megatron-LM, megatron/arguments.py of the two Megatron-DeepSpeeds (BigScience's, in
-which BLOOM was trained, and Microsoft's). What an argument asks for and we do not have is refused by its name; all of it at once.
+Names and meanings: megatron/training/arguments.py of Megatron-LM, megatron/arguments.py of the two Megatron-DeepSpeeds
+(BigScience's, in which BLOOM was trained, and Microsoft's). What an argument asks for and we do not have is refused by
+its name; all of it at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from megazero.config.derive import attention_bias, ffn_width, head_dim, max_positions, mlp_bias, padded_vocab, query_groups
+from megazero.config.derive import (
+    attention_bias,
+    ffn_width,
+    head_dim,
+    max_positions,
+    mlp_bias,
+    padded_vocab,
+    query_groups,
+)
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.files.unpickle import Record
@@ -57,10 +66,28 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (
             *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "apply_residual_connection_post_norm"),
-            *("qk_layernorm", "qk_l2_norm", "multi_latent_attention", "squared_relu", "quick_geglu", "rotary_interleaved"),
+            *(
+                "qk_layernorm",
+                "qk_l2_norm",
+                "multi_latent_attention",
+                "squared_relu",
+                "quick_geglu",
+                "rotary_interleaved",
+            ),
             *("use_rope_scaling", "window_size", "attention_output_gate", "hybrid_override_pattern", "is_hybrid_model"),
-            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "no_rope_freq", "retro_add_retriever"),
-            *("experimental_attention_variant", "linear_attention_freq", "activation_func_clamp_value", "glu_linear_offset", "use_mup"),
+            *(
+                "heterogeneous_layers_config_path",
+                "heterogeneous_layers_config_encoded_json",
+                "no_rope_freq",
+                "retro_add_retriever",
+            ),
+            *(
+                "experimental_attention_variant",
+                "linear_attention_freq",
+                "activation_func_clamp_value",
+                "glu_linear_offset",
+                "use_mup",
+            ),
             *("layernorm_zero_centered_gamma", "softmax_scale"),
         ),
         _is_set,
@@ -108,17 +135,23 @@ def model_from_args(args: Args, where: str) -> ModelConfig:
     """
     read = _Reading(args)
     read.problems += [
-        f"{name} {word_of(args[name])} is not supported" for name, bad in UNSUPPORTED.items() if name in args and bad(args[name])
+        f"{name} {word_of(args[name])} is not supported"
+        for name, bad in UNSUPPORTED.items()
+        if name in args and bad(args[name])
     ]
     heads, hidden = read.number("num_attention_heads", int), read.number("hidden_size", int)
     if heads and args.get("kv_channels") is None and hidden % heads:
-        read.problems.append(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and kv_channels is not given")
+        read.problems.append(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and kv_channels is not given"
+        )
     model = ModelConfig(
         num_layers=read.number("num_layers", int),
         hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=_groups(args),
-        kv_channels=None if not heads or args.get("kv_channels") in (None, hidden / heads) else int(args["kv_channels"]),
+        kv_channels=None
+        if not heads or args.get("kv_channels") in (None, hidden / heads)
+        else int(args["kv_channels"]),
         ffn_hidden_size=read.number("ffn_hidden_size", int, 4 * hidden),
         vocab_size=_vocabulary(read),
         make_vocab_size_divisible_by=read.number("make_vocab_size_divisible_by", int, 128),
@@ -143,7 +176,9 @@ def model_from_args(args: Args, where: str) -> ModelConfig:
         if (reason := out_of_range(item.name, value := getattr(model, item.name))) is not None
     ]
     if read.problems:
-        raise ConversionError(f"{where}: the arguments describe a model that cannot be converted: " + "; ".join(read.problems))
+        raise ConversionError(
+            f"{where}: the arguments describe a model that cannot be converted: " + "; ".join(read.problems)
+        )
     return model
 
 
@@ -160,7 +195,10 @@ def _groups(args: Args) -> int | None:
 
 
 def true_vocabulary(args: Args) -> int | None:
-    """Tokens without padding, where the arguments know it. Megatron's NullTokenizer has one more than --vocab-size, the end of a document."""
+    """Tokens without padding, where the arguments know it.
+
+    Megatron's NullTokenizer has one more than --vocab-size, the end of a document.
+    """
     named = args.get("vocab_size")
     return int(named) + str(args.get("tokenizer_type") or "").startswith("Null") if named else None
 
@@ -192,13 +230,20 @@ def _activation(args: Args) -> str:
 def run_from_args(args: Args, model: ModelConfig, precision: str) -> Run:
     """What else the arguments tell of the run."""
     optimizer: dict[str, Any] = {name: float(args[name]) for name in _OPTIMIZER if args.get(name) is not None}
-    schedule: dict[str, Any] = {name: kind(args[name]) for name, kind in _SCHEDULE.items() if args.get(name) is not None}
+    schedule: dict[str, Any] = {
+        name: kind(args[name]) for name, kind in _SCHEDULE.items() if args.get(name) is not None
+    }
     known = Run(model=model, optimizer=OptimizerConfig(precision=precision))
     return replace(known, optimizer=replace(known.optimizer, **optimizer), schedule=replace(known.schedule, **schedule))
 
 
 _OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-_SCHEDULE: Mapping[str, Callable[[Any], Any]] = {"micro_batch_size": int, "global_batch_size": int, "lr": float, "min_lr": float}
+_SCHEDULE: Mapping[str, Callable[[Any], Any]] = {
+    "micro_batch_size": int,
+    "global_batch_size": int,
+    "lr": float,
+    "min_lr": float,
+}
 
 
 POSITIONS_WRITTEN: Mapping[str, str] = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
@@ -206,7 +251,10 @@ _GELU: Mapping[str, bool] = {"gelu": False, "gelu-tanh": True, "swiglu": False}
 
 
 def args_of(run: Run, *, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Megatron-LM's arguments for a model of ours. Raises ConversionError, with all of it, for what it does not have."""
+    """Megatron-LM's arguments for a model of ours.
+
+    Raises ConversionError, with all of it, for what it does not have.
+    """
     model = run.model
     problems = [f"{what} is nothing that Megatron-LM has" for what, bad in _foreign(model).items() if bad]
     if problems:

@@ -1,7 +1,8 @@
-"""Files of the model that a run started from, kept in its checkpoints: config.json, generation_config.json, a tokenizer.
+"""Files of the model that a run started from, kept in its checkpoints: config.json, generation_config.json, a
+tokenizer.
 
-So what is fine-tuned goes back to where it came from with all that it came with. They are read when the run starts: what they are read
-from may be gone when a checkpoint is written.
+So what is fine-tuned goes back to where it came from with all that it came with. They are read when the run starts:
+what they are read from may be gone when a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ OF_THE_MODEL = ("config.json", "generation_config.json")
 
 
 def model_files(run: Run, found: Found | None) -> Callable[[Path], None] | None:
-    """What puts them into the folder of a checkpoint that is being written; None where there are none. Called by one rank.
+    """What puts them into the folder of a checkpoint that is being written; None where there are none. Called by one
+    rank.
 
     They come from the checkpoint that the run resumes from, else from that of --init-from.
     """

@@ -1,7 +1,7 @@
 """megazero's own checkpoints, read and written whole tensor by whole tensor.
 
-A written folder is one that `--load` and `--init-from` take: DIR/latest and DIR/iter_NNNNNNN. What is no tensor (config.json, a
-tokenizer) goes into a folder beside the manifest.
+A written folder is one that `--load` and `--init-from` take: DIR/latest and DIR/iter_NNNNNNN. What is no tensor
+(config.json, a tokenizer) goes into a folder beside the manifest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ FILE_BYTES = 4 << 30
 
 
 class NativeSource(Source):
-    """A checkpoint of megazero, of any layout. One of adapters has these for entries; `adapters.AdaptedSource` makes a model of it."""
+    """A checkpoint of megazero, of any layout.
+
+    One of adapters has these for entries; `adapters.AdaptedSource` makes a model of it.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         run = run_from(manifest.run)
@@ -119,7 +122,8 @@ def open_native(path: Path) -> NativeSource:
 def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
     """Write a folder of one checkpoint, with the moments if the source has them.
 
-    The weight is what the source has (an fp32 master beside moments), unless `wanted.dtype` narrows it; moments keep their dtype.
+    The weight is what the source has (an fp32 master beside moments), unless `wanted.dtype` narrows it; moments keep
+    their dtype.
     """
     inside = folder / folders.folder_name(source.position.iteration)
     inside.mkdir(parents=True)
@@ -128,7 +132,9 @@ def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance)
         write_fragments(inside, index, len(files), fragments)
     writers: list[list[Held]] = [list(fragments) for fragments in files]
     run = _as_recorded(source.run, wanted.dtype)
-    write_manifest(inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1})
+    write_manifest(
+        inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1}
+    )
     write_companions(contents_of(source.companions, source.report.notes.append), inside)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
@@ -139,9 +145,12 @@ def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[Va
     group: list[Values] = []
     size = 0
     for name, entry in source.entries.items():
-        dtypes = {column: (wanted.dtype if column == WEIGHT else None) or entry.columns[column] for column in source.columns}
+        dtypes = {
+            column: (wanted.dtype if column == WEIGHT else None) or entry.columns[column] for column in source.columns
+        }
         columns = {
-            column: Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance)) for column, dtype in dtypes.items()
+            column: Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance))
+            for column, dtype in dtypes.items()
         }
         group.append(Values(everything[name], 0, entry.numel, **columns))
         size += sum(entry.nbytes(column) for column in source.columns)

@@ -29,12 +29,17 @@ def format_table() -> Mapping[str, Format]:
 
 
 def not_there(path: Path) -> str:
-    """What to say of a checkpoint that is no file and no folder: whose first folder is none here may be a model's name on the Hub."""
+    """What to say of a checkpoint that is no file and no folder: whose first folder is none here may be a model's name
+    on the Hub.
+    """
     name = str(path)
     if not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.exists()):
         return f"{path}: there is no such checkpoint"
     folder = f"models/{path.name}"
-    return f"{path}: there is no such checkpoint here; if it is a model of Hugging Face's Hub: hf download {name} --local-dir {folder}, and then {folder}"
+    return (
+        f"{path}: there is no such checkpoint here; if it is a model of Hugging Face's Hub: hf download {name} "
+        f"--local-dir {folder}, and then {folder}"
+    )
 
 
 def recognise(path: Path) -> str:
@@ -48,12 +53,23 @@ def recognise(path: Path) -> str:
     raise ConversionError(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
 
 
-_MISSHAPEN = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError, ValueError, AssertionError)
+_MISSHAPEN = (
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+    ValueError,
+    AssertionError,
+)
 
 
 @contextmanager
 def _readable(path: Path, format: str) -> Iterator[None]:
-    """A reader looks for what its format has; a file that has something else there is the file's fault, and no reader can expect all of it."""
+    """A reader looks for what its format has; a file that has something else there is the file's fault, and no reader
+    can expect all of it.
+    """
     try:
         yield
     except ConversionError:
@@ -62,13 +78,14 @@ def _readable(path: Path, format: str) -> Iterator[None]:
         raise ConversionError(str(error)) from error
     except _MISSHAPEN as error:
         raise ConversionError(
-            f"{path} cannot be read as a checkpoint of the format {format}: something in its files is not what that format has there "
-            f"({type(error).__name__}: {str(error)[:200]})"
+            f"{path} cannot be read as a checkpoint of the format {format}: something in its files is not what that "
+            f"format has there ({type(error).__name__}: {str(error)[:200]})"
         ) from error
 
 
 def open_source(path: Path, name: str | None = None) -> Source:
-    """A checkpoint for reading; `name` where the format is known. One of adapters comes with the model that they belong to, merged.
+    """A checkpoint for reading; `name` where the format is known. One of adapters comes with the model that they belong
+    to, merged.
 
     Raises ConversionError.
     """

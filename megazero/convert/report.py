@@ -9,7 +9,9 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Replicas of one tensor that were not equal, and were averaged in float64. largest: the largest absolute difference from their mean."""
+    """Replicas of one tensor that were not equal, and were averaged in float64. largest: the largest absolute
+    difference from their mean.
+    """
 
     key: str
     copies: int
@@ -18,9 +20,9 @@ class Disagreement:
 
 @dataclass
 class Report:
-    """mapped: keys of the format that made one of our tensors. unused: keys that nothing was made of, with the reason. filled: tensors of
-    ours that the format did not hold, with what stands for them. replicas: copies that differed. apart: what the checkpoint says twice and
-    not alike, other than replicas. notes: whatever else a user should know.
+    """mapped: keys of the format that made one of our tensors. unused: keys that nothing was made of, with the reason.
+    filled: tensors of ours that the format did not hold, with what stands for them. replicas: copies that differed.
+    apart: what the checkpoint says twice and not alike, other than replicas. notes: whatever else a user should know.
     """
 
     mapped: list[str] = field(default_factory=list)
@@ -36,7 +38,11 @@ class Report:
         found += _listed("keys unused", [f"{key} ({why})" for key, why in self.unused.items()])
         found += _listed("tensors filled", [f"{name} ({how})" for name, how in self.filled.items()])
         differing = [f"{r.key}: {r.copies} copies averaged, largest distance {r.largest:.3g}" for r in self.replicas]
-        return [*found, *_listed("replicas differed", differing), *(f"note               {note}" for note in self.apart + self.notes)]
+        return [
+            *found,
+            *_listed("replicas differed", differing),
+            *(f"note               {note}" for note in self.apart + self.notes),
+        ]
 
 
 def _listed(what: str, items: list[str]) -> list[str]:

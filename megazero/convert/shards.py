@@ -25,7 +25,9 @@ def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, r
     """
     shapes = {tuple(piece.shape) for piece in pieces}
     if len(shapes) > 1:
-        raise ConversionError(f"{key}: tensor-parallel ranks hold pieces of the shapes {', '.join(str(list(s)) for s in sorted(shapes))}")
+        raise ConversionError(
+            f"{key}: tensor-parallel ranks hold pieces of the shapes {', '.join(str(list(s)) for s in sorted(shapes))}"
+        )
     if axis is None:
         return agree(key, pieces, report)
     whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
@@ -33,7 +35,8 @@ def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, r
 
 
 def agree(key: str, copies: Sequence[Tensor], report: Report) -> Tensor:
-    """The one value of several replicas: the first where all are equal, bit for bit; else their mean in float64, which is reported.
+    """The one value of several replicas: the first where all are equal, bit for bit; else their mean in float64, which
+    is reported.
 
     The mean of equal numbers would not be safe either: in 16 bits the sum of eight equal ones is rounded.
     """
@@ -59,7 +62,10 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def cut(name: str, whole: Tensor, ranks: int) -> list[Tensor]:
-    """The pieces that tp ranks hold of one of our tensors (already padded), views in rank order. Raises ConversionError."""
+    """The pieces that tp ranks hold of one of our tensors (already padded), views in rank order.
+
+    Raises ConversionError.
+    """
     axis = tp_axis(name)
     if axis is None:
         return [whole] * ranks

@@ -1,7 +1,8 @@
 """What a checkpoint is to the converters, whatever program wrote it: global tensors under megazero's names.
 
-A reader of a format is a `Source`; a writer is a function that takes one. No format knows of another: n formats are n readers and n
-writers. Nothing is read before it is asked for, so that the largest tensor decides what memory a conversion needs.
+A reader of a format is a `Source`; a writer is a function that takes one. No format knows of another: n formats are n
+readers and n writers. Nothing is read before it is asked for, so that the largest tensor decides what memory a
+conversion needs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class ConversionError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A global tensor before it is read. shape: without vocabulary padding. columns: "weight", "exp_avg", "exp_avg_sq" -> stored dtype."""
+    """A global tensor before it is read. shape: without vocabulary padding. columns: "weight", "exp_avg", "exp_avg_sq"
+    -> stored dtype.
+    """
 
     shape: tuple[int, ...]
     columns: Mapping[str, torch.dtype]
@@ -68,7 +71,8 @@ class Source:
 
     format     "hf", "megazero", ...
     path       the folder of this very checkpoint
-    run        what is known of the run that wrote it; `run.model.vocab_size` is set, `run.optimizer.precision` is what the model computes in
+    run        what is known of the run that wrote it; `run.model.vocab_size` is set, `run.optimizer.precision` is what
+    the model computes in
     entries    every tensor of the model, by its global name, in the model's order (`places`); nothing else
     position   how far the training was
     companions files of the model that are no tensors, by the name they have beside it: config.json, tokenizer.json, ...
@@ -85,11 +89,17 @@ class Source:
     closing: ExitStack = field(default_factory=ExitStack)
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
-        """The whole global tensor on the CPU, in its stored dtype: [shape of the entry]. It may be a view of a mapped file: do not write into it."""
+        """The whole global tensor on the CPU, in its stored dtype: [shape of the entry].
+
+        It may be a view of a mapped file: do not write into it.
+        """
         raise NotImplementedError
 
     def read_box(self, name: str, box: Box, column: str = WEIGHT) -> Tensor:
-        """This part of the tensor, as `read` gives the whole. A reader that can leave the rest of its files alone has its own."""
+        """This part of the tensor, as `read` gives the whole.
+
+        A reader that can leave the rest of its files alone has its own.
+        """
         return self.read(name, column)[tuple(slice(start, stop) for start, stop in box)]
 
     @property
@@ -112,15 +122,20 @@ class Source:
         self.closing.close()
 
 
-def places(model: ModelConfig, tp: int = 1, tp_index: int = 0, *, adapters: LoraConfig | None = None) -> dict[str, Place]:
-    """Every parameter of a model by its global name, in forward order, with the box that a tp rank of a whole-model stage holds. No memory.
+def places(
+    model: ModelConfig, tp: int = 1, tp_index: int = 0, *, adapters: LoraConfig | None = None
+) -> dict[str, Place]:
+    """Every parameter of a model by its global name, in forward order, with the box that a tp rank of a whole-model
+    stage holds. No memory.
 
     adapters: those of the low-rank adapters instead, which are no part of a model.
     """
     group = Group(tuple(range(tp)), tp_index, None)
     lora = None if adapters is None else low_rank(adapters, model)
     stage = Stage(ModelLayout(model, group, torch.float32, lora=lora, device=torch.device("meta")), whole_model(model))
-    found = (place_of(parameter) for unit in stage.units() for parameter in unit.parameters() if parameter.requires_grad)
+    found = (
+        place_of(parameter) for unit in stage.units() for parameter in unit.parameters() if parameter.requires_grad
+    )
     return {place.name: place for place in found}
 
 

@@ -16,7 +16,8 @@ from megazero.mpu.place import Place, place_of
 def fill_stages(stages: Sequence[Stage], source: Source) -> None:
     """Fill every parameter of a rank's stages, on any layout, with its part of the source's weights.
 
-    Communicates nothing: every rank reads for itself. Raises ConversionError where a tensor is missing or has another shape.
+    Communicates nothing: every rank reads for itself. Raises ConversionError where a tensor is missing or has another
+    shape.
     """
     for stage in stages:
         for parameter in stage.parameters():
@@ -27,7 +28,10 @@ def fill_stages(stages: Sequence[Stage], source: Source) -> None:
 
 
 def fill(local: Tensor, place: Place, whole: Tensor) -> None:
-    """Copy this rank's box of the global tensor; padding rows become zero. Raises ConversionError when the global shape differs."""
+    """Copy this rank's box of the global tensor; padding rows become zero.
+
+    Raises ConversionError when the global shape differs.
+    """
     if tuple(whole.shape) != place.shape:
         raise ConversionError(f"{place.name} has shape {place.shape}, not {tuple(whole.shape)}")
     piece = boxed(whole, place)

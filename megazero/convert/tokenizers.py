@@ -15,7 +15,9 @@ _FILES = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("voca
 
 
 def tokenizer_files(source: Source) -> tuple[str, str | None] | None:
-    """--tokenizer and --tokenizer-path of a source, or None: from its companions, else from its run if those files are still there."""
+    """--tokenizer and --tokenizer-path of a source, or None: from its companions, else from its run if those files are
+    still there.
+    """
     for name, kind in _FILES:
         if name in source.companions:
             return kind, str(source.companions[name])
@@ -36,7 +38,9 @@ def tokenizer_of(source: Source) -> ListedTokenizer | None:
 
 
 def end_of_turn(source: Source) -> int | None:
-    """The token with which the chat template beside a model's tokenizer ends an assistant's turn; None where there is none, or it does not show."""
+    """The token with which the chat template beside a model's tokenizer ends an assistant's turn; None where there is
+    none, or it does not show.
+    """
     tokenizer = tokenizer_of(source)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None

@@ -56,22 +56,34 @@ def _compare_tensors(source: Source, written: Source, report: Report) -> Verdict
     missing = [name for name in source.entries if name not in written.entries]
     if unequal or missing:
         return Verdict(
-            (f"NOT the same: {len(unequal)} of {compared} tensors differ, {len(missing)} are missing: {(unequal + missing)[:8]}",), False
+            (
+                f"NOT the same: {len(unequal)} of {compared} tensors differ, {len(missing)} are missing: "
+                f"{(unequal + missing)[:8]}",
+            ),
+            False,
         )
-    wrong = [*_contradictions(written), *(_moved(source.position, written.position) if set(MOMENTS) <= set(columns) else ())]
+    wrong = [
+        *_contradictions(written),
+        *(_moved(source.position, written.position) if set(MOMENTS) <= set(columns) else ()),
+    ]
     if wrong:
         return Verdict((f"NOT the same: {'; '.join(wrong[:8])}",), False)
     dtypes = sorted({str(entry.columns[WEIGHT]).removeprefix("torch.") for entry in written.entries.values()})
     lost = [column for column in source.columns if column not in columns]
     said = [f"{', '.join(lost)} of the source: not in what was written"] if lost else []
-    return Verdict((f"{compared} tensors bit-equal ({', '.join(columns)}; weights in {', '.join(dtypes)})", *said), True)
+    return Verdict(
+        (f"{compared} tensors bit-equal ({', '.join(columns)}; weights in {', '.join(dtypes)})", *said), True
+    )
 
 
 def _contradictions(written: Source) -> list[str]:
-    """Files that were just written agree with each other: every copy of a tensor is the same one, a 16-bit weight is its master rounded."""
+    """Files that were just written agree with each other: every copy of a tensor is the same one, a 16-bit weight is
+    its master rounded.
+    """
     report = written.report
     return [
-        f"{replica.key}: its {replica.copies} copies differ by up to {replica.largest:.3g}" for replica in report.replicas
+        f"{replica.key}: its {replica.copies} copies differ by up to {replica.largest:.3g}"
+        for replica in report.replicas
     ] + report.apart
 
 
@@ -98,7 +110,9 @@ def _compare_logits(source: Source, written: Source) -> Verdict:
     free = devices.available_memory_bytes()
     if free is None or needed > free:
         room = "unknown" if free is None else f"{free / 1e9:.1f} GB"
-        return Verdict((f"logits not compared: the model takes about {needed / 1e9:.1f} GB in float32, free are {room}",), True)
+        return Verdict(
+            (f"logits not compared: the model takes about {needed / 1e9:.1f} GB in float32, free are {room}",), True
+        )
     dtype = next(iter(written.entries.values())).columns[WEIGHT]
     ids = _fixed_input(source)
     foreign, mine = _sides(source, written)
@@ -109,15 +123,23 @@ def _compare_logits(source: Source, written: Source) -> Verdict:
     except Exception as error:
         if foreign is written:
             raise
-        who, theirs = f"megazero reading back, as {who} does not open {source.path} ({type(error).__name__})", _logits(source, ids)
+        who, theirs = (
+            f"megazero reading back, as {who} does not open {source.path} ({type(error).__name__})",
+            _logits(source, ids),
+        )
     distance, largest = (ours - theirs).abs().max().item(), ours.abs().max().item()
     holds = distance <= TOLERANCE * max(largest, 1.0)
-    said = f"logits of {ids.shape[1]} positions differ by at most {distance:.2g} (largest {largest:.2g}; {who} against megazero, float32)"
+    said = (
+        f"logits of {ids.shape[1]} positions differ by at most {distance:.2g} (largest {largest:.2g}; {who} against "
+        "megazero, float32)"
+    )
     return Verdict((said if holds else f"NOT the same: {said}",), holds)
 
 
 def _sides(source: Source, written: Source) -> tuple[Source, Source]:
-    """Which side another program may compute, and which is ours: what was written; a source only as it lies in its files."""
+    """Which side another program may compute, and which is ours: what was written; a source only as it lies in its
+    files.
+    """
     unchanged = isinstance(source, HfSource) and all(
         source.entries[name].columns[WEIGHT] == entry.columns[WEIGHT] for name, entry in written.entries.items()
     )
@@ -138,7 +160,9 @@ def _logits(source: Source, ids: Tensor) -> Tensor:
 
 
 def _outsider(side: Source) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """Who computes this side: transformers for its own format where it is installed, else megazero from what it reads there."""
+    """Who computes this side: transformers for its own format where it is installed, else megazero from what it reads
+    there.
+    """
     if side.format == "hf":
         try:
             import transformers

@@ -1,10 +1,10 @@
 """Megatron's blend of datasets: step i takes the dataset that is furthest behind its share.
 
-The rule is greedy (float64, `w[k] * max(i, 1) - taken[k]`, lowest index on ties), so step i needs all steps before it. A loop in Python
-would take minutes for a long run. Instead the steps are cut into lanes that advance side by side in numpy: each lane starts from a good
-guess of `taken`, and where the lane before it ends elsewhere, it is run again from there. The rule forgets small differences within a few
-rounds, so one or two repeats suffice; the result is that of the loop whatever the guesses were, because a lane is kept only if it started
-from exactly what its predecessor ended with.
+The rule is greedy (float64, `w[k] * max(i, 1) - taken[k]`, lowest index on ties), so step i needs all steps before it.
+A loop in Python would take minutes for a long run. Instead the steps are cut into lanes that advance side by side in
+numpy: each lane starts from a good guess of `taken`, and where the lane before it ends elsewhere, it is run again from
+there. The rule forgets small differences within a few rounds, so one or two repeats suffice; the result is that of the
+loop whatever the guesses were, because a lane is kept only if it started from exactly what its predecessor ended with.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def built(shares: NDArray[np.float64], size: int) -> list[int]:
 
 
 def blend_index(shares: NDArray[np.float64], size: int) -> dict[str, NDArray]:
-    """dataset_index int16 [size] and dataset_sample_index int64 [size]: which dataset step i takes, and which of its items."""
+    """dataset_index int16 [size] and dataset_sample_index int64 [size]: which dataset step i takes, and which of its
+    items.
+    """
     shares = shares / np.sum(shares)
     dataset, item = np.zeros(size, dtype=np.int16), np.empty(size, dtype=np.int64)
     if len(shares) == 1:
@@ -55,13 +57,19 @@ def blend_index(shares: NDArray[np.float64], size: int) -> dict[str, NDArray]:
         side = min(LANES, math.isqrt(size - done))
         lanes, steps = (side, side) if side >= FEWEST else (1, size - done)
         stop = done + lanes * steps
-        taken = _block(shares, done, taken, dataset[done:stop].reshape(lanes, steps), item[done:stop].reshape(lanes, steps))
+        taken = _block(
+            shares, done, taken, dataset[done:stop].reshape(lanes, steps), item[done:stop].reshape(lanes, steps)
+        )
         done = stop
     return {"dataset_index": dataset, "dataset_sample_index": item}
 
 
 def _block(
-    shares: NDArray[np.float64], first: int, taken: NDArray[np.float64], dataset: NDArray[np.int16], item: NDArray[np.int64]
+    shares: NDArray[np.float64],
+    first: int,
+    taken: NDArray[np.float64],
+    dataset: NDArray[np.int16],
+    item: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """Fill [lanes, steps] outputs of steps first, first+1, ...; `taken` before them in, after them out."""
     lanes, steps = dataset.shape

@@ -26,7 +26,9 @@ Requests = tuple[int | None, int | None, int | None]
 
 @dataclass(frozen=True)
 class Blend:
-    """What `--data-path` names. shares is None for one prefix without a weight, else float64 [prefixes], summing to 1."""
+    """What `--data-path` names. shares is None for one prefix without a weight, else float64
+    [prefixes], summing to 1.
+    """
 
     prefixes: tuple[str, ...]
     shares: NDArray[np.float64] | None
@@ -51,13 +53,17 @@ def parse_data_path(words: Sequence[str]) -> Blend:
     if len(words) == 1:
         return Blend((words[0],), None)
     if not words or len(words) % 2:
-        raise DataError(f"--data-path has {len(words)} words; give one PREFIX, or WEIGHT PREFIX pairs: {' '.join(words)}")
+        raise DataError(
+            f"--data-path has {len(words)} words; give one PREFIX, or WEIGHT PREFIX pairs: {' '.join(words)}"
+        )
     weights = []
     for place, word in enumerate(words[::2]):
         try:
             weights.append(float(word))
         except ValueError:
-            raise DataError(f"--data-path: word {2 * place + 1} is {word!r}, where the weight of {words[2 * place + 1]} belongs") from None
+            raise DataError(
+                f"--data-path: word {2 * place + 1} is {word!r}, where the weight of {words[2 * place + 1]} belongs"
+            ) from None
     return Blend(tuple(words[1::2]), normalise(weights))
 
 
@@ -73,7 +79,10 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
 
 
 def train_tokens(cfg: DataConfig) -> list[int]:
-    """Tokens of each pair of --data-path that --split leaves for training. Reads headers and ends of the .idx only. Raises DataError."""
+    """Tokens of each pair of --data-path that --split leaves for training. Reads headers and ends of the .idx only.
+
+    Raises DataError.
+    """
     pairs = [IndexedDataset(prefix) for prefix in parse_data_path(cfg.data_path).prefixes]
     return [data.tokens_between(*split_bounds(cfg.split, len(data))[0]) for data in pairs]
 
@@ -90,10 +99,10 @@ def build_datasets(
 ) -> Datasets:
     """Datasets with at least `samples` of train, valid, test and `named_samples` of each named validation set.
 
-    None or 0 asks for none: one epoch is there all the same, and an empty split is no error. Every rank calls this alike; whoever comes
-    first on a file system builds what is not cached, the others wait on a file lock. Communicates nothing: call it while no collective
-    is outstanding. vocab_size None leaves ids unchecked; tokenizer: the one of cfg, which the pairs have to be of as far as they say. Raises
-    DataError.
+    None or 0 asks for none: one epoch is there all the same, and an empty split is no error. Every rank calls this
+    alike; whoever comes first on a file system builds what is not cached, the others wait on a file lock. Communicates
+    nothing: call it while no collective is outstanding. vocab_size None leaves ids unchecked; tokenizer: the one of
+    cfg, which the pairs have to be of as far as they say. Raises DataError.
     """
     if seq_length < 1:
         raise DataError(f"--seq-length {seq_length}: must be at least 1")
@@ -123,7 +132,10 @@ def build_datasets(
             return EmptyDataset()
         index = blend_of(name, blend.shares, size, root, report)  # before its parts, whose orders take longer
         counts = built(blend.shares, size)
-        parts = [single(prefix, name, *rest) for prefix, rest in zip(blend.prefixes, zip(bounds, counts, strict=True), strict=True)]
+        parts = [
+            single(prefix, name, *rest)
+            for prefix, rest in zip(blend.prefixes, zip(bounds, counts, strict=True), strict=True)
+        ]
         return BlendedDataset(parts, index)
 
     train, valid, test = (split(number) for number in range(3))

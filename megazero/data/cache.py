@@ -1,8 +1,8 @@
 """Folders that are built once per file system and then only read.
 
-`once` is called by every rank alike. The first to get the file lock builds, in a temporary folder that is synced and renamed; the others
-sleep on the lock, say what they wait for, and find the finished folder. A builder that dies loses its lock to the next one. No collective
-is involved, so nothing can time out.
+`once` is called by every rank alike. The first to get the file lock builds, in a temporary folder that is synced and
+renamed; the others sleep on the lock, say what they wait for, and find the finished folder. A builder that dies loses
+its lock to the next one. No collective is involved, so nothing can time out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ SEAL = "seal"
 PAGE = 512
 """Words of 8 bytes that are summed together."""
 WEIGHTS = np.arange(PAGE, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C14) | np.uint64(1)
-"""Of the words of a page: odd, so that no change of one word is lost modulo 2^64, and all different, so that words in another order count."""
+"""Of the words of a page: odd, so that no change of one word is lost modulo 2^64, and all different, so that words in
+another order count.
+"""
 AT_ONCE = 1 << 20
 """Bytes read at once to sum them: whole pages, few enough for a core's own cache."""
 
@@ -55,7 +57,11 @@ def key_of(what: str, facts: dict[str, Any]) -> str:
 
 
 def once(
-    root: Path, name: str, build: Callable[[Path, Report], None], report: Report, complete: Callable[[Path], bool] = Path.is_dir
+    root: Path,
+    name: str,
+    build: Callable[[Path, Report], None],
+    report: Report,
+    complete: Callable[[Path], bool] = Path.is_dir,
 ) -> Path:
     """root/name, built by build(temporary folder, report) unless it is there and `complete`."""
     folder = root / name
@@ -98,14 +104,18 @@ def _held(handle: int, name: str, report: Report) -> Iterator[None]:
                 report(f"waiting {clock(now - start)} for {name}: {note}")
             time.sleep(0.05)
         except OSError as error:
-            raise DataError(f"--data-cache-path: this file system gives no file locks ({error.strerror}); name another folder") from error
+            raise DataError(
+                f"--data-cache-path: this file system gives no file locks ({error.strerror}); name another folder"
+            ) from error
     try:
         yield
     finally:
         fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], report: Report, complete: Callable[[Path], bool]) -> None:
+def _build(
+    root: Path, folder: Path, build: Callable[[Path, Report], None], report: Report, complete: Callable[[Path], bool]
+) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=root))
     try:
         temporary.chmod(0o755)
@@ -126,16 +136,20 @@ def _build(root: Path, folder: Path, build: Callable[[Path, Report], None], repo
     except OSError as error:  # numpy tells of a full disk in numbers of elements
         free, name = shutil.disk_usage(root).free, folder.name
         raise DataError(
-            f"{name} cannot be written to {root}, where {size(free)} are free ({error}); --data-cache-path chooses another"
+            f"{name} cannot be written to {root}, where {size(free)} are free ({error}); --data-cache-path chooses "
+            "another"
         ) from error
     finally:
         for left in (temporary, temporary.with_name(f"{temporary.name}-old")):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def cached_arrays(root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report) -> Arrays:
-    """Arrays that `facts` determine, in files of the cache. Each is an .npy file in its own right; what is not as it was written is built
-    again, whoever sees it, and who has the files open reads on in the old ones."""
+def cached_arrays(
+    root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report
+) -> Arrays:
+    """Arrays that `facts` determine, in files of the cache. Each is an .npy file in its own right; what is not as it
+    was written is built again, whoever sees it, and who has the files open reads on in the old ones.
+    """
 
     def write(folder: Path, say: Report) -> None:
         arrays = build(say)
@@ -156,8 +170,9 @@ def cached_arrays(root: Path, what: str, facts: dict[str, Any], build: Callable[
 
 
 def _open(folder: Path) -> Arrays | None:
-    """None when something is missing or is not what was written: an order with a wrong number in it would be a run on other data. All of it
-    is read, by every rank, and nothing has to be agreed upon."""
+    """None when something is missing or is not what was written: an order with a wrong number in it would be a run on
+    other data. All of it is read, by every rank, and nothing has to be agreed upon.
+    """
     try:
         record = read_object(folder / FACTS, BOUNDS.manifest)
         if record.pop(SEAL, None) != _seal(record):
@@ -179,7 +194,10 @@ def _seal(record: dict[str, Any]) -> str:
 
 
 def _sum(file: OpenFile) -> str:
-    """A hash of the weighted sums of its pages. A wrong word always changes the sum of its page; hashing all of it would take several times as long."""
+    """A hash of the weighted sums of its pages.
+
+    A wrong word always changes the sum of its page; hashing all of it would take several times as long.
+    """
     digest = hashlib.sha256(str(file.size).encode())
     for start in range(0, file.size, AT_ONCE):
         data = file.read(start, min(AT_ONCE, file.size - start))

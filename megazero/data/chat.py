@@ -1,8 +1,9 @@
 """Chat templates: turns of a conversation to one text, and which parts of it an assistant has written.
 
-A template is a Jinja program that comes with a tokenizer (Hugging Face's chat_template.jinja or tokenizer_config.json); it runs in Jinja's
-sandbox, in a process with limits (`template_program`). Its special tokens are tokens, those that stand in the data are text: where a data string spells one it is parted by `CUT`, which
-the tokenizer takes for a border and drops. All other text reaches the template, and the tokenizer, as it is.
+A template is a Jinja program that comes with a tokenizer (Hugging Face's chat_template.jinja or tokenizer_config.json);
+it runs in Jinja's sandbox, in a process with limits (`template_program`). Its special tokens are tokens, those that
+stand in the data are text: where a data string spells one it is parted by `CUT`, which the tokenizer takes for a border
+and drops. All other text reaches the template, and the tokenizer, as it is.
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rendered:
-    """text: as the tokenizer gets it, `CUT` included. spans: what assistants wrote, ranges of its characters in order."""
+    """text: as the tokenizer gets it, `CUT` included. spans: what assistants wrote, ranges of its
+    characters in order.
+    """
 
     text: str
     spans: tuple[Span, ...]
 
 
 class ChatTemplate:
-    """source: the Jinja program. variables: what it may name (bos_token, eos_token). specials: the tokenizer's special tokens.
+    """source: the Jinja program. variables: what it may name (bos_token, eos_token). specials: the tokenizer's special
+    tokens.
 
-    Raises DataError where the program cannot be read, ImportError without jinja2. `strftime_now`, which tells the day, is there for
-    prompts only: what a model is trained on must not depend on it.
+    Raises DataError where the program cannot be read, ImportError without jinja2. `strftime_now`, which tells the day,
+    is there for prompts only: what a model is trained on must not depend on it.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], specials: Sequence[str]) -> None:
@@ -67,7 +71,8 @@ class ChatTemplate:
         return rendered
 
     def question(self, messages: Sequence[Message]) -> str:
-        """The text that a model is to answer, as `render` has it: what turns spell like a special token is parted by `CUT`, and stays text.
+        """The text that a model is to answer, as `render` has it: what turns spell like a special token is parted by
+        `CUT`, and stays text.
 
         Raises DataError as `render` does, and for messages that are no turns.
         """
@@ -75,7 +80,9 @@ class ChatTemplate:
             given, today = json.loads(json.dumps(list(messages))), datetime.now()
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"a conversation is turns that JSON can hold: {error}") from error
-        if not given or not all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and "content" in turn for turn in given):
+        if not given or not all(
+            isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and "content" in turn for turn in given
+        ):
             raise DataError("a conversation is a list of turns, each with role and content")
         strange = next((found for text in _strings(given) if (found := STRANGE.search(text))), None)
         if strange:
@@ -94,17 +101,23 @@ class ChatTemplate:
         return next((token for token in self.specials.texts if behind.startswith(token)), None)
 
     def _refuse_joined(self, given: list[Any], names: Sequence[str], text: str, **how: Any) -> None:
-        """Raises DataError where the text has a special token that neither data nor template has alone. names: of all given but the first."""
+        """Raises DataError where the text has a special token that neither data nor template has alone. names: of all
+        given but the first.
+        """
         if any(self.specials.borders(string) for string in _strings(given)):
-            framed, *others = [self._changed(value, lambda string: _framed(self.specials.parted(string))) for value in given]
+            framed, *others = [
+                self._changed(value, lambda string: _framed(self.specials.parted(string))) for value in given
+            ]
             apart = self._text(framed, dict(zip(names, others, strict=True)), **how)
             if self.specials.count(apart) != self.specials.count(text):
                 raise DataError("text of the conversation and text of the chat template make a special token together")
 
     def prompt(self, messages: Sequence[Mapping[str, str]], *, answer: bool = True) -> str:
-        """The text that a model gets: to answer, or to go on with the last message. What data spells like a special token is one here.
+        """The text that a model gets: to answer, or to go on with the last message. What data spells like a special
+        token is one here.
 
-        Raises DataError as `render` does, and where the template leaves the last message out that is to be gone on with.
+        Raises DataError as `render` does, and where the template leaves the last message out that is to be gone on
+        with.
         """
         given: list[Message] = list(messages)
         if not answer:
@@ -128,7 +141,9 @@ class ChatTemplate:
             }
         return [self._changed(item, act) for item in value] if isinstance(value, list) else value
 
-    def _text(self, messages: list[Any], more: dict[str, Any], prompt: bool = False, today: datetime | None = None) -> str:
+    def _text(
+        self, messages: list[Any], more: dict[str, Any], prompt: bool = False, today: datetime | None = None
+    ) -> str:
         """The template's output, with `OPEN` and `CLOSE` around what it marks as generated."""
         named = {**NOTHING, **self.variables, **more, "messages": messages, "add_generation_prompt": prompt}
         text = self._template.render(named, today)
@@ -164,14 +179,17 @@ class ChatTemplate:
             before, after = self._text(messages[:number], more, prompt=True), self._text(messages[: number + 1], more)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
-                    f"which text is the assistant's does not show: the chat template writes the beginning of a conversation otherwise when "
+                    "which text is the assistant's does not show: the chat template writes the beginning of a "
+                    "conversation otherwise when "
                     f"more follows (turn {number + 1}); {{% generation %}} blocks in the template would say it"
                 )
             spans.append((len(before), self._end(after, len(before))))
         return Rendered(whole, tuple(spans))
 
     def _end(self, text: str, start: int) -> int:
-        """Where a turn ends: with the special token that ends it; the line break behind that is the template's, not the model's."""
+        """Where a turn ends: with the special token that ends it; the line break behind that is the template's, not the
+        model's.
+        """
         kept = text.rstrip()
         return len(kept) if len(kept) > start and kept.endswith(self.specials.texts) else len(text)
 
@@ -203,7 +221,9 @@ def has_template(tokenizer: Tokenizer) -> bool:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return False
     folder = tokenizer.path.parent
-    return (folder / "chat_template.jinja").is_file() or bool(_config(folder / "tokenizer_config.json").get("chat_template"))
+    return (folder / "chat_template.jinja").is_file() or bool(
+        _config(folder / "tokenizer_config.json").get("chat_template")
+    )
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
@@ -214,7 +234,10 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:
-    """The chat template beside a tokenizer: chat_template.jinja, or the one in tokenizer_config.json. Raises DataError where there is none."""
+    """The chat template beside a tokenizer: chat_template.jinja, or the one in tokenizer_config.json.
+
+    Raises DataError where there is none.
+    """
     config = _config(folder / "tokenizer_config.json")
     alone = folder / "chat_template.jinja"
     with raised_as(DataError):
@@ -223,7 +246,10 @@ def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:
         named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
         if source is None:
-            raise DataError(f"{folder / 'tokenizer_config.json'} has chat templates {', '.join(map(str, named))}, but none called default")
+            raise DataError(
+                f"{folder / 'tokenizer_config.json'} has chat templates {', '.join(map(str, named))}, but none called "
+                "default"
+            )
     if not isinstance(source, str):
         raise DataError(f"{folder} has no chat template: neither chat_template.jinja nor one in tokenizer_config.json")
     return ChatTemplate(source, named_tokens(config, _config(folder / "special_tokens_map.json")), specials)

@@ -1,9 +1,11 @@
-"""Instruction data: jsonl with a prompt and a completion, or the turns of a chat, to token ids and which of them are learned.
+"""Instruction data: jsonl with a prompt and a completion, or the turns of a chat, to token ids and which of them are
+learned.
 
     {"prompt": "2 + 2 = ", "completion": "4"}
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-`records` makes these of records in other shapes. A completion is followed by the tokenizer's separator, which is learned too. Chats are written by the tokenizer's chat template.
+`records` makes these of records in other shapes. A completion is followed by the tokenizer's separator, which is
+learned too. Chats are written by the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -53,10 +55,15 @@ class Encoder:
     def encode(self, lines: Sequence[Raw]) -> list[Conversation]:
         """Raises DataError naming file and line."""
         records = [(raw, self._in_one_shape(raw, _record(raw))) for raw in lines]
-        found: list[Conversation | None] = [None if "messages" in record else self._completed(raw, record) for raw, record in records]
+        found: list[Conversation | None] = [
+            None if "messages" in record else self._completed(raw, record) for raw, record in records
+        ]
         chats = [number for number, conversation in enumerate(found) if conversation is None]
         if chats:
-            raws, rendered = [records[number][0] for number in chats], [self._rendered(*records[number]) for number in chats]
+            raws, rendered = (
+                [records[number][0] for number in chats],
+                [self._rendered(*records[number]) for number in chats],
+            )
             written = self._written(raws, [each.text for each in rendered])
             for number, raw, text, encoded in zip(chats, raws, rendered, written, strict=True):
                 found[number] = self._learned_spans(raw, text, encoded)
@@ -80,18 +87,21 @@ class Encoder:
             before, after = self._parts(prompt, completion)
         if not after:
             raise _wrong(raw, f"the tokenizer gives no token for the completion {completion[:40]!r}")
-        return self._conversation(raw, [*before, *after, self.eod_id], [False] * len(before) + [True] * (len(after) + 1))
+        return self._conversation(
+            raw, [*before, *after, self.eod_id], [False] * len(before) + [True] * (len(after) + 1)
+        )
 
     def _parts(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
         """Tokens of a prompt, and those of the completion behind it, which together are the text of both.
 
-        The prompt has the tokens that it has alone, as at generation, and the completion those that it has there: alone, pieces of many
-        models would begin with a blank. Where the two share a token, the completion has tokens of its own, if they read the same;
-        else the shared one and all behind it are the completion's.
+        The prompt has the tokens that it has alone, as at generation, and the completion those that it has there:
+        alone, pieces of many models would begin with a blank. Where the two share a token, the completion has tokens of
+        its own, if they read the same; else the shared one and all behind it are the completion's.
         """
         before, whole = self.tokenizer.encode(prompt), self.tokenizer.encode(prompt + completion)
         shared = next(
-            (place for place, (one, other) in enumerate(zip(before, whole, strict=False)) if one != other), min(len(before), len(whole))
+            (place for place, (one, other) in enumerate(zip(before, whole, strict=False)) if one != other),
+            min(len(before), len(whole)),
         )
         if shared < len(before):
             alone = self.tokenizer.encode(completion)
@@ -124,7 +134,9 @@ class Encoder:
             raise
 
     def _learned_spans(self, raw: Raw, rendered: Rendered, encoded: Encoded) -> Conversation:
-        """A token is learned when a character of it was written by an assistant, and when it lies between such tokens."""
+        """A token is learned when a character of it was written by an assistant, and when it lies
+        between such tokens.
+        """
         starts, stops = (np.array([token[part] for token in encoded], dtype=np.int64) for part in (1, 2))
         learned = np.zeros(len(encoded), dtype=np.bool_)
         for start, stop in rendered.spans:
@@ -132,7 +144,11 @@ class Encoder:
             if len(inside):
                 learned[inside[0] : inside[-1] + 1] = True
         if rendered.text and any(start < stop for start, stop in rendered.spans) and not learned.any():
-            raise _wrong(raw, f"the tokenizer gives no token for what an assistant wrote ({len(encoded):,} tokens for all of the chat)")
+            raise _wrong(
+                raw,
+                f"the tokenizer gives no token for what an assistant wrote ({len(encoded):,} tokens for all of the "
+                "chat)",
+            )
         return self._conversation(raw, [token[0] for token in encoded], learned)
 
     def _conversation(self, raw: Raw, ids: list[int], learned: Any) -> Conversation:
@@ -140,7 +156,8 @@ class Encoder:
         if wrong:
             raise _wrong(
                 raw,
-                f"token id {wrong[0]} of the tokenizer is outside the model's vocabulary of {self.vocab_size}; to add tokens to a model: "
+                f"token id {wrong[0]} of the tokenizer is outside the model's vocabulary of {self.vocab_size}; to add "
+                "tokens to a model: "
                 "--vocab-size and --extend-vocabulary",
             )
         marks = np.array(learned, dtype=np.bool_)

@@ -1,6 +1,7 @@
 """The default corpus: the source files of this Python's own standard library, which every machine has.
 
-Prepared once per cache folder: a byte-level BPE is trained on it and the files become a .bin/.idx pair, one document per file.
+Prepared once per cache folder: a byte-level BPE is trained on it and the files become a .bin/.idx pair, one document
+per file.
 """
 
 from __future__ import annotations
@@ -39,13 +40,18 @@ def source_files(library: Path) -> list[Path]:
     """Python files of the library, its tests left out, in an order that scatters packages: splits are contiguous."""
     found: list[Path] = []
     for folder, inside, names in os.walk(library):
-        inside[:] = [name for name in inside if name not in LEFT_OUT]  # site-packages can be far larger than the library
+        inside[:] = [
+            name for name in inside if name not in LEFT_OUT
+        ]  # site-packages can be far larger than the library
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
 
 
 def default_corpus(root: Path, report: Report, library: Path | None = None) -> Corpus:
-    """Prepare the corpus unless it is in the cache; safe when many ranks call it together. Raises DataError without source files."""
+    """Prepare the corpus unless it is in the cache; safe when many ranks call it together.
+
+    Raises DataError without source files.
+    """
     library = library or Path(sysconfig.get_path("stdlib"))
     files = source_files(library)
     if not files:
@@ -60,7 +66,11 @@ def default_corpus(root: Path, report: Report, library: Path | None = None) -> C
         return all((folder / name).is_file() for name in ("vocab.json", "merges.txt", "text.bin", "text.idx"))
 
     folder = once(root, f"python-{platform.python_version()}-{digest}", build, report, complete)
-    return Corpus(str(folder / "text"), str(folder), f"{len(files)} source files of Python {platform.python_version()}'s standard library")
+    return Corpus(
+        str(folder / "text"),
+        str(folder),
+        f"{len(files)} source files of Python {platform.python_version()}'s standard library",
+    )
 
 
 def _prepare(files: list[Path], folder: Path, report: Report) -> None:

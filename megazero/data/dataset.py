@@ -40,12 +40,12 @@ class PackedSample:
 
 
 class Samples(Protocol):
-    """A dataset of n samples; item i is the i-th in the order of the run: running text, int64 [S+1], whose inputs are [:-1] and labels
-    [1:], or a packed sample.
+    """A dataset of n samples; item i is the i-th in the order of the run: running text, int64 [S+1], whose inputs are
+    [:-1] and labels [1:], or a packed sample.
 
-    plans: of every pair of files in it, epochs and the first sample of an epoch shuffled apart. They follow from the number
-    of samples asked for and decide the order: a longer run with other plans has other samples from the first on. Packed samples
-    have what their order follows from in its place (`PackedDataset.plans`).
+    plans: of every pair of files in it, epochs and the first sample of an epoch shuffled apart. They follow from the
+    number of samples asked for and decide the order: a longer run with other plans has other samples from the first on.
+    Packed samples have what their order follows from in its place (`PackedDataset.plans`).
     """
 
     @property
@@ -57,12 +57,19 @@ class Samples(Protocol):
 
 
 class GPTDataset:
-    """Samples of one split of one pair of files. Raises IndexError past its end, DataError on ids outside the vocabulary."""
+    """Samples of one split of one pair of files.
 
-    def __init__(self, data: IndexedDataset, orders: Arrays, how: Plan, seq_length: int, vocab_size: int | None) -> None:
+    Raises IndexError past its end, DataError on ids outside the vocabulary.
+    """
+
+    def __init__(
+        self, data: IndexedDataset, orders: Arrays, how: Plan, seq_length: int, vocab_size: int | None
+    ) -> None:
         self.data, self.seq_length, self.vocab_size = data, seq_length, vocab_size
         self.plans = ((how.epochs, how.separate_from),)
-        self.documents, self.rows, self.order = (orders[name] for name in ("document_index", "sample_index", "shuffle_index"))
+        self.documents, self.rows, self.order = (
+            orders[name] for name in ("document_index", "sample_index", "shuffle_index")
+        )
 
     def __len__(self) -> int:
         return len(self.order)
@@ -78,7 +85,9 @@ class GPTDataset:
         lengths[-1] = stop + 1
         starts[0] += offset
         lengths[0] -= offset
-        pieces = [self.data.read(start, length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+        pieces = [
+            self.data.read(start, length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        ]
         tokens = np.concatenate(pieces).astype(np.int64)
         if self.vocab_size is not None:
             self._check(tokens, index)
@@ -88,14 +97,18 @@ class GPTDataset:
         assert self.vocab_size is not None
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             wrong = tokens[(tokens >= self.vocab_size) | (tokens < 0)][0]
-            raise DataError(f"{self.data.bin_path}: sample {index} holds token id {wrong}, outside the vocabulary of {self.vocab_size}")
+            raise DataError(
+                f"{self.data.bin_path}: sample {index} holds token id {wrong}, outside the vocabulary of "
+                f"{self.vocab_size}"
+            )
 
 
 class BlendedDataset:
     """Samples of several datasets in the proportion of their weights.
 
-    Its length can exceed the requested size by less than the number of datasets, as Megatron's does. Every requested sample exists; one of
-    the surplus may point past the end of a small dataset, which raises IndexError when it is asked for.
+    Its length can exceed the requested size by less than the number of datasets, as Megatron's does. Every requested
+    sample exists; one of the surplus may point past the end of a small dataset, which raises IndexError when it is
+    asked for.
     """
 
     def __init__(self, parts: Sequence[Samples], index: Arrays) -> None:
@@ -140,7 +153,8 @@ def one_dataset(
     tokens = data.tokens_between(*bounds)
     if requested and not tokens:
         raise DataError(
-            f"{requested} {name} samples are asked of {data.prefix}, but its {name} split is empty (sequences {bounds[0]} to {bounds[1]}"
+            f"{requested} {name} samples are asked of {data.prefix}, but its {name} split is empty (sequences "
+            f"{bounds[0]} to {bounds[1]}"
             f" of {len(data)}, {tokens} tokens); change --split, or ask for no {name} samples"
             + {"valid": " (in training: --eval-iters 0)", "test": " (in training: --test-iters 0)"}.get(name, "")
         )
@@ -160,7 +174,10 @@ def one_dataset(
         documents = how.epochs * (bounds[1] - bounds[0])
         needed = data.lengths.dtype.itemsize * len(data) + ORDER_BYTES[0] * documents + ORDER_BYTES[1] * how.samples
         _require_memory(f"{name} order of {data.prefix}, {how.epochs:,} epochs with {how.samples:,} samples,", needed)
-        say(f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, {how.samples:,} samples")
+        say(
+            f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, "
+            f"{how.samples:,} samples"
+        )
         return build_orders(data.lengths[:], *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
 
     return GPTDataset(data, cached_arrays(root, "order", facts, build, report), how, seq_length, vocab_size)
@@ -177,7 +194,9 @@ def _require_memory(what: str, needed: int) -> None:
 
 
 def blend_of(name: str, shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Arrays:
-    """What a BlendedDataset of `size` samples of the split `name` goes by; its parts are built for `built(shares, size)` samples each."""
+    """What a BlendedDataset of `size` samples of the split `name` goes by; its parts are built for `built(shares,
+    size)` samples each.
+    """
     length = sum(wanted(shares, size))
     facts = {"shares": [share.hex() for share in shares.tolist()], "length": length}
 

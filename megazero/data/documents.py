@@ -1,4 +1,7 @@
-"""Documents out of files: jsonl and plain text, bare or as .gz and .zst, folders included. Memory stays bounded whatever the size."""
+"""Documents out of files: jsonl and plain text, bare or as .gz and .zst, folders included.
+
+Memory stays bounded whatever the size.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,11 @@ class Raw:
 
 
 def find_files(inputs: Sequence[str | Path], include: Sequence[str] = ()) -> list[Path]:
-    """Files named, and all files in folders named (recursively, hidden ones left out), each folder in sorted order. Raises DataError.
+    """Files named, and all files in folders named (recursively, hidden ones left out), each folder in sorted order.
+    Raises DataError.
 
-    include: patterns (`*.txt`) of which a file in a folder has to match one, by its name or by its path within the folder.
+    include: patterns (`*.txt`) of which a file in a folder has to match one, by its name or by its path within the
+    folder.
     """
     found: list[Path] = []
     for name in inputs:
@@ -47,11 +52,16 @@ def find_files(inputs: Sequence[str | Path], include: Sequence[str] = ()) -> lis
         elif place.is_dir():
             inside = [path.relative_to(place) for path in place.rglob("*") if path.is_file()]
             seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-            found += sorted(place / path for path in seen if not include or any(path.match(pattern) for pattern in include))
+            found += sorted(
+                place / path for path in seen if not include or any(path.match(pattern) for pattern in include)
+            )
         else:
             raise DataError(f"no file or folder {place}" + " (it is a pipe or a device)" * place.exists())
     if not found:
-        raise DataError(f"no files in {', '.join(map(str, inputs))}" + (f" that match --include {' '.join(include)}" if include else ""))
+        raise DataError(
+            f"no files in {', '.join(map(str, inputs))}"
+            + (f" that match --include {' '.join(include)}" if include else "")
+        )
     return found
 
 
@@ -83,7 +93,9 @@ def opened(path: Path) -> Iterator[Reading]:
 
 
 class _Zstd(io.RawIOBase):
-    """Unpacks frame after frame. The library's own stream reader takes a truncated frame for the end of the file; this one raises."""
+    """Unpacks frame after frame. The library's own stream reader takes a truncated frame for the end of the file; this
+    one raises.
+    """
 
     def __init__(self, raw: BinaryIO, path: Path) -> None:
         try:
@@ -119,9 +131,11 @@ class _Zstd(io.RawIOBase):
 
 
 def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Iterator[Raw]:
-    """Documents of one file in order. jsonl: a line each, blank lines skipped; text: the file, or with document 'line' each line.
+    """Documents of one file in order. jsonl: a line each, blank lines skipped; text: the file, or with document 'line'
+    each line.
 
-    Lines end at \\n only, and a line's \\r\\n belongs to the ending. Raises DataError naming the file where it cannot be read.
+    Lines end at \\n only, and a line's \\r\\n belongs to the ending. Raises DataError naming the file where it cannot
+    be read.
     """
     name = str(path)
     try:
@@ -140,18 +154,24 @@ def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Ite
 
 
 def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Lines by number, from 1. Raises DataError for one that is longer than a document may be: few packed bytes unpack to any length."""
+    """Lines by number, from 1. Raises DataError for one that is longer than a document may be: few packed bytes unpack
+    to any length.
+    """
     for number in count(1):
         line = stream.readline(BOUNDS.document + 1)
         if len(line) > BOUNDS.document:
-            raise DataError(f"{name}, line {number} is longer than {BOUNDS.document:,} bytes, the most that is read as one document")
+            raise DataError(
+                f"{name}, line {number} is longer than {BOUNDS.document:,} bytes, the most that is read as one document"
+            )
         if not line:
             return
         yield number, line
 
 
 def _pieces(stream: BinaryIO, name: str) -> Iterator[Raw]:
-    """A file as one document, cut after a line, a space or at least a whole character, so that no piece outgrows memory."""
+    """A file as one document, cut after a line, a space or at least a whole character, so that no piece outgrows
+    memory.
+    """
     rest, line = b"", 1
     while block := stream.read(PIECE):
         rest += block
@@ -172,13 +192,16 @@ def _character_start(data: bytes) -> int:
 
 
 def text_of(raw: Raw, json_key: str, errors: str) -> str:
-    """Decoded text. errors 'strict' or 'replace' is for bytes that are no UTF-8; a lone surrogate in JSON becomes U+FFFD."""
+    """Decoded text. errors 'strict' or 'replace' is for bytes that are no UTF-8; a lone surrogate in JSON becomes
+    U+FFFD.
+    """
     where = f"{raw.path}, line {raw.line}"
     try:
         text = raw.data.decode("utf-8", errors=errors)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}){seems(raw.data)}; --encoding-errors replace reads on, "
+            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}){seems(raw.data)}; "
+            "--encoding-errors replace reads on, "
             "--skip-undecodable leaves such documents out"
         ) from None
     if not raw.is_json:

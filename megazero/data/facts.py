@@ -18,7 +18,9 @@ MOST_SCANNED = 1 << 33
 
 @dataclass(frozen=True)
 class Facts:
-    """Smallest and largest id, and how many ids were read to know: all of them, or evenly spread blocks of a very large file."""
+    """Smallest and largest id, and how many ids were read to know: all of them, or evenly spread blocks of a very large
+    file.
+    """
 
     smallest: int
     largest: int
@@ -47,7 +49,10 @@ def facts_of(data: IndexedDataset, root: Path, report: Report) -> Facts:
 
 
 def _scan(data: IndexedDataset, report: Report) -> NDArray[np.int64]:
-    """Files above 8 GiB are sampled: 1 TB would take minutes before the first step. Datasets check each sample they serve all the same."""
+    """Files above 8 GiB are sampled: 1 TB would take minutes before the first step.
+
+    Datasets check each sample they serve all the same.
+    """
     count, itemsize = data.count, data.dtype.itemsize
     blocks = -(-count // BLOCK)
     stride = -(-count * itemsize // MOST_SCANNED) if count else 1

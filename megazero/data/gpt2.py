@@ -1,10 +1,12 @@
 """GPT-2's byte-level BPE (Radford et al. 2019) from vocab.json and merges.txt.
 
-Text is cut into words by a regular expression; each word's UTF-8 bytes start as single-byte tokens, and the neighbouring pair that stands
-earliest in the list of merges is joined until none is left. Words repeat, so their ids are remembered.
+Text is cut into words by a regular expression; each word's UTF-8 bytes start as single-byte tokens, and the
+neighbouring pair that stands earliest in the list of merges is joined until none is left. Words repeat, so their ids
+are remembered.
 
-Words are cut by `regex`, as in the original; another library's tables of characters are of another version of Unicode. `join` is the
-specification of the rest; the `tokenizers` library does the same ten times as fast, where merges stand in the order of their making.
+Words are cut by `regex`, as in the original; another library's tables of characters are of another version of Unicode.
+`join` is the specification of the rest; the `tokenizers` library does the same ten times as fast, where merges stand in
+the order of their making.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Merges = Mapping[tuple[int, int], tuple[int, int]]
 
 
 def byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in vocab.json: itself where printable, else one from U+0100 on."""
+    """The printable character that stands for each byte in vocab.json: itself where printable, else
+    one from U+0100 on.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [value for value in range(256) if value not in printable]
     return [chr(value) if value in printable else chr(256 + hidden.index(value)) for value in range(256)]
@@ -42,7 +46,9 @@ class GPT2Tokenizer:
         symbols = byte_symbols()
         missing = [value for value, symbol in enumerate(symbols) if symbol not in vocab]
         if missing:
-            raise DataError(f"{vocab_file} has no token for {len(missing)} of the 256 bytes, the first of them {missing[0]}")
+            raise DataError(
+                f"{vocab_file} has no token for {len(missing)} of the 256 bytes, the first of them {missing[0]}"
+            )
         self._vocab = vocab
         self.vocab_size = max(vocab.values()) + 1
         self.eod_id: int | None = vocab.get(END_OF_TEXT)
@@ -68,7 +74,9 @@ class GPT2Tokenizer:
         try:
             return b"".join([self._bytes[number] for number in ids]).decode("utf-8", errors="replace")
         except KeyError as error:
-            raise DataError(f"token id {error.args[0]} is not in the tokenizer's vocabulary of {self.vocab_size}") from None
+            raise DataError(
+                f"token id {error.args[0]} is not in the tokenizer's vocabulary of {self.vocab_size}"
+            ) from None
 
     def _join(self, word: str) -> tuple[int, ...]:
         data = word.encode("utf-8")
@@ -78,7 +86,8 @@ class GPT2Tokenizer:
 
 
 def join(ids: Sequence[int], merges: Merges) -> list[int]:
-    """The earliest pair of the list is joined in all its places, from the left; then the earliest of those that are left, to the end.
+    """The earliest pair of the list is joined in all its places, from the left; then the earliest of those that are
+    left, to the end.
 
     A linked list of ids and a heap of pairs: n log n steps, whatever the word.
     """
@@ -113,8 +122,8 @@ def join(ids: Sequence[int], merges: Merges) -> list[int]:
 def _library_model(vocab: Mapping[str, int], merges: Merges) -> Any:
     """The library's model of a BPE, None where it may join in another order.
 
-    It takes the earliest pair at each step, wherever it has just come about; we join all places of one first. That is the same unless a
-    join makes a pair that stands before it in the list, which no training does.
+    It takes the earliest pair at each step, wherever it has just come about; we join all places of one first. That is
+    the same unless a join makes a pair that stands before it in the list, which no training does.
     """
     made: dict[int, int] = {}
     for rank, joined in merges.values():
@@ -139,7 +148,11 @@ def read_vocab(path: Path) -> dict[str, int]:
     """vocab.json: token -> id, each with an id of its own. Raises DataError."""
     with raised_as(DataError):
         vocab = read_json(path, BOUNDS.tokenizer)
-    if not isinstance(vocab, dict) or not vocab or not all(type(number) is int and number >= 0 for number in vocab.values()):
+    if (
+        not isinstance(vocab, dict)
+        or not vocab
+        or not all(type(number) is int and number >= 0 for number in vocab.values())
+    ):
         raise DataError(f"{path} is no table of tokens and ids")
     if max(vocab.values()) >= BOUNDS.vocabulary:
         raise DataError(f"{path} holds the id {max(vocab.values())}; ids are below {BOUNDS.vocabulary:,}")
@@ -149,15 +162,24 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[int, list[str]]]:
-    """merges.txt: the number of each line and what stands in it, blank lines and the first one's version left out. Raises DataError."""
+    """merges.txt: the number of each line and what stands in it, blank lines and the first one's version left out.
+
+    Raises DataError.
+    """
     with raised_as(DataError):
         lines = read_text(path, BOUNDS.tokenizer).split("\n")
     start = 1 if lines[0].startswith("#version") else 0
-    return [(number, line.rstrip("\r").split(" ")) for number, line in enumerate(lines[start:], start=start + 1) if line.strip()]
+    return [
+        (number, line.rstrip("\r").split(" "))
+        for number, line in enumerate(lines[start:], start=start + 1)
+        if line.strip()
+    ]
 
 
 def _ranked(path: Path, vocab: dict[str, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """(left id, right id) -> (rank, joined id), in the order of the file; of two lines with one pair the first counts."""
+    """(left id, right id) -> (rank, joined id), in the order of the file; of two lines with one pair
+    the first counts.
+    """
     merges: dict[tuple[int, int], tuple[int, int]] = {}
     for number, halves in read_merges(path):
         unknown = [token for token in (*halves, "".join(halves)) if token not in vocab]

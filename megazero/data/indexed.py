@@ -1,11 +1,11 @@
 """Megatron's indexed dataset: token ids back to back in PREFIX.bin, and where each sequence lies in PREFIX.idx.
 
-.idx, little-endian: magic (9 bytes), u64 version 1, u8 dtype code, u64 N sequences, u64 D = documents + 1, then int32 lengths[N],
-int64 byte pointers[N], int64 document_indices[D] (first 0, last N), optionally int8 modes[N].
+.idx, little-endian: magic (9 bytes), u64 version 1, u8 dtype code, u64 N sequences, u64 D = documents + 1, then int32
+lengths[N], int64 byte pointers[N], int64 document_indices[D] (first 0, last N), optionally int8 modes[N].
 
-Opening costs a few page reads whatever the size, so that every rank may do it: it checks sizes and ends. `check` reads the whole .idx and
-is called once, by whoever builds the index caches. Both files are read by offset, so that one that is cut off under a run is an error with
-its name.
+Opening costs a few page reads whatever the size, so that every rank may do it: it checks sizes and ends. `check` reads
+the whole .idx and is called once, by whoever builds the index caches. Both files are read by offset, so that one that
+is cut off under a run is an error with its name.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class IndexedDataset:
         bare = HEADER.size + sum(sizes)
         if idx.size not in (bare, bare + sequences):
             raise DataError(
-                f"{self.idx_path} has {idx.size} bytes, but its header ({sequences} sequences, {bounds - 1} documents) needs {bare}"
-                f" ({bare + sequences} with modes): truncated or corrupt"
+                f"{self.idx_path} has {idx.size} bytes, but its header ({sequences} sequences, {bounds - 1} "
+                f"documents) needs {bare} ({bare + sequences} with modes): truncated or corrupt"
             )
         starts = [HEADER.size + sum(sizes[:number]) for number in range(3)]
         self.lengths = FileArray(idx, starts[0], np.dtype("<i4"), (sequences,))
@@ -83,7 +83,10 @@ class IndexedDataset:
         return self.read(int(self.pointers[sequence]) // self.dtype.itemsize, int(self.lengths[sequence]))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Ids start .. start+count-1, in the dtype of the file. Raises DataError where the file does not have them any more."""
+        """Ids start .. start+count-1, in the dtype of the file.
+
+        Raises DataError where the file does not have them any more.
+        """
         itemsize = self.dtype.itemsize
         return np.frombuffer(self._bin.read(start * itemsize, count * itemsize), dtype=self.dtype)
 
@@ -98,7 +101,8 @@ class IndexedDataset:
         missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.is_file()]
         if missing:
             raise DataError(
-                what_to_do(self.prefix) or f"no file {' and no file '.join(missing)} (a pair without its .idx was never finished)"
+                what_to_do(self.prefix)
+                or f"no file {' and no file '.join(missing)} (a pair without its .idx was never finished)"
             )
 
     def _header(self, idx: OpenFile) -> tuple[np.dtype[Any], int, int]:
@@ -119,20 +123,29 @@ class IndexedDataset:
         """Bytes of .bin."""
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
-            raise DataError(f"{self.idx_path}: document bounds run from {first} to {last}, not from 0 to {len(self)} sequences")
+            raise DataError(
+                f"{self.idx_path}: document bounds run from {first} to {last}, not from 0 to {len(self)} sequences"
+            )
         expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
         found = self._bin.size
         if expected != found:
-            raise DataError(f"{self.bin_path} has {found} bytes, but {self.idx_path} describes {expected}: truncated, or not its pair")
+            raise DataError(
+                f"{self.bin_path} has {found} bytes, but {self.idx_path} describes {expected}: truncated, or not its "
+                "pair"
+            )
         if found % self.dtype.itemsize:
             raise DataError(
-                f"{self.bin_path} has {found} bytes and {self.idx_path} says so: no whole number of {self.dtype} ids of {self.dtype.itemsize} "
+                f"{self.bin_path} has {found} bytes and {self.idx_path} says so: no whole number of {self.dtype} ids "
+                f"of {self.dtype.itemsize} "
                 "bytes, so one of them is damaged"
             )
         return found
 
     def check(self) -> None:
-        """Read the whole .idx: lengths not negative, sequences back to back, document bounds in order. Raises DataError."""
+        """Read the whole .idx: lengths not negative, sequences back to back, document bounds in order.
+
+        Raises DataError.
+        """
         itemsize = self.dtype.itemsize
         expected = 0
         for start in range(0, len(self), BLOCK):
@@ -153,4 +166,6 @@ class IndexedDataset:
             bounds = self.document_indices[start : start + BLOCK + 1]
             if (bounds[1:] < bounds[:-1]).any():
                 at = start + int(np.argmax(bounds[1:] < bounds[:-1]))
-                raise DataError(f"{self.idx_path}: document {at} ends at sequence {self.document_indices[at + 1]} before it starts")
+                raise DataError(
+                    f"{self.idx_path}: document {at} ends at sequence {self.document_indices[at + 1]} before it starts"
+                )

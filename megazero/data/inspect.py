@@ -1,4 +1,6 @@
-"""Shows what data are, and what training would read of them: lengths and first samples of each split, as arrays and as text."""
+"""Shows what data are, and what training would read of them: lengths and first samples of each split, as arrays and as
+text.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def first_samples(samples: Samples, count: int) -> NDArray[np.int64]:
 
 
 def dump(datasets: Datasets, path: Path, first: int) -> None:
-    """An .npz with the first samples of each split that is not empty, and `lengths` of all three. Whole or not at all."""
+    """An .npz with the first samples of each split that is not empty, and `lengths` of all three.
+
+    Whole or not at all.
+    """
     if first < 1:
         raise DataError(f"--first {first}: must be at least 1")
     splits = {name: getattr(datasets, name) for name in SPLITS}
@@ -53,21 +58,26 @@ def dump(datasets: Datasets, path: Path, first: int) -> None:
 
 
 def summary(prefix: str) -> str:
-    """What a pair is: documents, tokens, how long documents are, and which tokenizer it is of. Reads all of .idx. Raises DataError."""
+    """What a pair is: documents, tokens, how long documents are, and which tokenizer it is of. Reads all of .idx.
+
+    Raises DataError.
+    """
     data = IndexedDataset(prefix)
     data.check()
     before = np.concatenate([[0], np.cumsum(data.lengths[:], dtype=np.int64)])
     lengths = np.diff(before[data.document_indices[:]])
     made = read_made_with(prefix)
     lines = [
-        f"{prefix}: {len(lengths):,} documents in {len(data):,} sequences, {data.count:,} tokens ({data.dtype}, {data.count * data.dtype.itemsize:,} bytes)",
+        f"{prefix}: {len(lengths):,} documents in {len(data):,} sequences, {data.count:,} tokens ({data.dtype}, "
+        f"{data.count * data.dtype.itemsize:,} bytes)",
         f"  made with: {made or 'not said'}",
     ]
     if len(lengths):
         few, middle, many = np.percentile(lengths, [10, 50, 90])
         empty = int(np.count_nonzero(lengths == 0))
         lines.append(
-            f"  tokens of a document: {lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}, median {middle:,.0f}; a tenth has at most "
+            f"  tokens of a document: {lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}, median "
+            f"{middle:,.0f}; a tenth has at most "
             f"{few:,.0f}, a tenth at least {many:,.0f}" + f"; {empty:,} are empty" * bool(empty)
         )
     return "\n".join(lines)
@@ -82,5 +92,9 @@ def describe(datasets: Datasets, tokenizer: Tokenizer | None, show: int) -> str:
         for number in range(min(show, len(samples))):
             ids = samples[number].tolist()
             shown = " ".join(map(str, ids[:12])) + (" ..." if len(ids) > 12 else "")
-            lines.append(f"  sample {number}: ids {shown}" if tokenizer is None else f"  sample {number}: {tokenizer.decode(ids)!r}")
+            lines.append(
+                f"  sample {number}: ids {shown}"
+                if tokenizer is None
+                else f"  sample {number}: {tokenizer.decode(ids)!r}"
+            )
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""From --instruction-data to datasets: conversations are tokenized once per file system, packed once per seed and sequence length."""
+"""From --instruction-data to datasets: conversations are tokenized once per file system, packed once per seed and
+sequence length.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ TOKENIZER_ENDINGS = (".json", ".txt", ".model", ".jinja")
 
 @dataclass(frozen=True)
 class Conversations:
-    """Tokens one after the other: int32 [T], bool [T]; where each conversation begins, and the end: int64 [n + 1]. The last in memory."""
+    """Tokens one after the other: int32 [T], bool [T]; where each conversation begins, and the end: int64 [n + 1].
+
+    The last in memory.
+    """
 
     facts: dict[str, Any]
     tokens: Rows
@@ -49,14 +54,17 @@ def build_instructions(
 ) -> tuple[Datasets, str]:
     """Training and validation samples, at least as many as `samples` says of each, and for the banner what they are.
 
-    Every rank calls this alike; whoever comes first on a file system tokenizes and packs, the others wait on a file lock. Communicates
-    nothing. cfg.eod_id ends completions and fills samples up. Raises DataError.
+    Every rank calls this alike; whoever comes first on a file system tokenizes and packs, the others wait on a file
+    lock. Communicates nothing. cfg.eod_id ends completions and fills samples up. Raises DataError.
     """
     encoder = Encoder(tokenizer, cfg.eod_id, vocab_size)
     texts = []
     made: list[PackedDataset] = []
     for flag, names, requested in zip(
-        ("--instruction-data", "--valid-instruction-data"), (cfg.instruction_data, cfg.valid_instruction_data), samples, strict=True
+        ("--instruction-data", "--valid-instruction-data"),
+        (cfg.instruction_data, cfg.valid_instruction_data),
+        samples,
+        strict=True,
     ):
         if names:
             read = _tokenized(flag, names, cfg, encoder, report)
@@ -86,7 +94,11 @@ def _tokenized(flag: str, names: Sequence[str], cfg: DataConfig, encoder: Encode
             tokens.append(conversation.ids)
             learned.append(conversation.learned)
             lengths.append(len(conversation.ids))
-        return {"tokens": np.concatenate(tokens), "learned": np.concatenate(learned), "starts": np.cumsum(lengths, dtype=np.int64)}
+        return {
+            "tokens": np.concatenate(tokens),
+            "learned": np.concatenate(learned),
+            "starts": np.cumsum(lengths, dtype=np.int64),
+        }
 
     arrays = cached_arrays(cache_root(cfg), "conversations", facts, build, report)
     found = Conversations(facts, arrays["tokens"], arrays["learned"], arrays["starts"][:])
@@ -95,7 +107,9 @@ def _tokenized(flag: str, names: Sequence[str], cfg: DataConfig, encoder: Encode
     return found
 
 
-def _packed(flag: str, read: Conversations, cfg: DataConfig, seq_length: int, requested: int, report: Report) -> tuple[PackedDataset, str]:
+def _packed(
+    flag: str, read: Conversations, cfg: DataConfig, seq_length: int, requested: int, report: Report
+) -> tuple[PackedDataset, str]:
     capacity = seq_length + 1
     lengths, told = _fitted(flag, read, cfg.long_conversations, capacity)
     facts = {"conversations": read.facts, "capacity": capacity, "seed": cfg.seed, "long": cfg.long_conversations}
@@ -122,13 +136,16 @@ def _packed(flag: str, read: Conversations, cfg: DataConfig, seq_length: int, re
     held = int(np.minimum(lengths, capacity).sum())
     text = (
         f"{np.count_nonzero(lengths):,} conversations of {held:,} tokens in {dataset.epoch_samples:,} samples, "
-        f"{held / (dataset.epoch_samples * capacity):.0%} full; {learned / len(read.learned):.0%} of the tokens are learned"
+        f"{held / (dataset.epoch_samples * capacity):.0%} full; {learned / len(read.learned):.0%} of the tokens are "
+        "learned"
     )
     return dataset, "; ".join([text, *told])
 
 
 def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[NDArray[np.int64], list[str]]:
-    """Lengths of the conversations, 0 for one that is left out, and what became of those that do not fit into a sample."""
+    """Lengths of the conversations, 0 for one that is left out, and what became of those that do not
+    fit into a sample.
+    """
     lengths = np.diff(read.starts)
     over = np.flatnonzero(lengths > capacity)
     if not len(over):
@@ -136,8 +153,10 @@ def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[N
     many = f"{len(over):,} of {len(lengths):,} conversations"
     if long == "refuse":
         raise DataError(
-            f"{flag}: {many} are longer than a sample's {capacity:,} tokens (--seq-length {capacity - 1} and one more), the longest has "
-            f"{lengths.max():,}; cut off what is too much with --long-conversations truncate, leave them out with --long-conversations drop, "
+            f"{flag}: {many} are longer than a sample's {capacity:,} tokens (--seq-length {capacity - 1} and one "
+            "more), the longest has "
+            f"{lengths.max():,}; cut off what is too much with --long-conversations truncate, leave them out with "
+            "--long-conversations drop, "
             f"or take a longer --seq-length"
         )
     if long == "drop":
@@ -146,7 +165,10 @@ def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[N
     else:
         begins = read.starts[over].tolist()
         out = over[[not read.learned[begin : begin + capacity].any() for begin in begins]]
-        told = f"{many} are cut off at a sample's end, {len(out):,} of them left out, since nothing that is learned would be left"
+        told = (
+            f"{many} are cut off at a sample's end, {len(out):,} of them left out, since nothing that is learned "
+            "would be left"
+        )
     lengths = lengths.copy()
     lengths[out] = 0
     if not lengths.any():

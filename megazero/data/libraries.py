@@ -28,7 +28,9 @@ class SentencePieceTokenizer:
         try:
             import sentencepiece
         except ImportError as error:
-            raise ImportError("--tokenizer sentencepiece needs the package sentencepiece: pip install sentencepiece") from error
+            raise ImportError(
+                "--tokenizer sentencepiece needs the package sentencepiece: pip install sentencepiece"
+            ) from error
         _require(path)
         try:
             with raised_as(DataError):
@@ -76,10 +78,14 @@ class HuggingFaceTokenizer:
         with _library(path):
             self.begins: tuple[int, ...] = self._habit()
         """Ids that the library itself would put before a text, a begin token for instance; `encode` does not."""
-        special = {number: token.content for number, token in self._model.get_added_tokens_decoder().items() if token.special}
+        special = {
+            number: token.content for number, token in self._model.get_added_tokens_decoder().items() if token.special
+        }
         self.special_tokens = SpecialTokens([*special.values()])
         unknown = _unknown(self._model.to_str())
-        self._special = {number: text for number, text in special.items() if number != unknown and not BYTE.fullmatch(text)}
+        self._special = {
+            number: text for number, text in special.items() if number != unknown and not BYTE.fullmatch(text)
+        }
 
     def _habit(self) -> tuple[int, ...]:
         encoded = self._model.encode("a", add_special_tokens=True)
@@ -113,13 +119,15 @@ class HuggingFaceTokenizer:
         return self._model.decode(ids, skip_special_tokens=True)
 
     def encode_written(self, texts: list[str]) -> list[Encoded]:
-        """Texts in which special tokens stand for themselves, as a chat template writes them; `special.CUT` is a border and is left out.
+        """Texts in which special tokens stand for themselves, as a chat template writes them; `special.CUT` is a border
+        and is left out.
 
         Raises DataError for a text that does not spell a special token, but becomes one by normalisation.
         """
         model, cut = self._written
         return [
-            self._checked(text, found, cut) for text, found in zip(texts, model.encode_batch(texts, add_special_tokens=False), strict=True)
+            self._checked(text, found, cut)
+            for text, found in zip(texts, model.encode_batch(texts, add_special_tokens=False), strict=True)
         ]
 
     def encode_with_specials(self, text: str) -> list[int]:
@@ -131,7 +139,9 @@ class HuggingFaceTokenizer:
         encoded = [(number, *place) for number, place in zip(found.ids, found.offsets, strict=True) if number != cut]
         for number, start, stop in encoded:
             if number in self._special and self._special[number] not in text[start:stop]:
-                raise DataError(f"the tokenizer takes {text[start:stop]!r} for its special token {self._special[number]}")
+                raise DataError(
+                    f"the tokenizer takes {text[start:stop]!r} for its special token {self._special[number]}"
+                )
         return encoded
 
     @cached_property
@@ -147,7 +157,9 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _library(path: Path) -> Iterator[None]:
-    """What the tokenizers library makes of a file: it raises bare Exception, and where it panics, what is no Exception at all."""
+    """What the tokenizers library makes of a file: it raises bare Exception, and where it panics, what is no Exception
+    at all.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, DataError):
@@ -157,7 +169,9 @@ def _library(path: Path) -> Iterator[None]:
 
 
 def _checked_content(path: Path) -> str:
-    """A tokenizer.json whose ids are within bounds; the library makes memory for all up to the largest, and aborts where there is none."""
+    """A tokenizer.json whose ids are within bounds; the library makes memory for all up to the largest, and aborts
+    where there is none.
+    """
     with raised_as(DataError):
         text = read_text(path, BOUNDS.tokenizer)
         record = parse_json(text, str(path))
@@ -170,7 +184,9 @@ def _checked_content(path: Path) -> str:
 
 
 def _ids(record: dict[str, Any]) -> Iterator[int]:
-    """Whatever is an id in a tokenizer.json: of the vocabulary, of added tokens, of what the post-processor puts around a text."""
+    """Whatever is an id in a tokenizer.json: of the vocabulary, of added tokens, of what the post-processor puts around
+    a text.
+    """
     vocab, added = record["model"].get("vocab"), record.get("added_tokens")
     found = [*(vocab.values() if isinstance(vocab, dict) else ()), record["model"].get("unk_id")]
     found += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []

@@ -1,7 +1,8 @@
 """Micro-batches of one data-parallel rank, prepared ahead of the step by background threads.
 
-Sample numbers are the only state: micro-batch m of rank r holds samples consumed + (m * dp + r) * b + j. A global batch is therefore the
-same set of samples for every dp and micro-batch size, and a resumed run goes on where the consumed samples say.
+Sample numbers are the only state: micro-batch m of rank r holds samples consumed + (m * dp + r) * b + j. A global batch
+is therefore the same set of samples for every dp and micro-batch size, and a resumed run goes on where the consumed
+samples say.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _Travelling = Callable[[], MicroBatch]
 class TrainLoader:
     """Cuts a dataset into this rank's micro-batches.
 
-    eod_mask_loss leaves out the prediction made at a separator (the next document's first token), as Megatron's --eod-mask-loss;
-    document_mask numbers the documents of each sample, a separator belonging to the document that it ends. Both need eod_id; neither
-    says anything of packed samples, which know it themselves. restart_positions gives those the places of tokens in their documents.
-    num_workers threads work ahead of `micro_batches`; with 0 it does the work itself. Copies to a device travel beside its computation.
+    eod_mask_loss leaves out the prediction made at a separator (the next document's first token), as Megatron's
+    --eod-mask-loss; document_mask numbers the documents of each sample, a separator belonging to the document that it
+    ends. Both need eod_id; neither says anything of packed samples, which know it themselves. restart_positions gives
+    those the places of tokens in their documents. num_workers threads work ahead of `micro_batches`; with 0 it does the
+    work itself. Copies to a device travel beside its computation.
     """
 
     def __init__(
@@ -74,7 +76,11 @@ class TrainLoader:
         self._ahead.clear()
         self._travelling.clear()
         if travelling is None:
-            made = [self._make(numbers) for numbers in self._numbers(*key)] if ready is None else [future.result() for future in ready]
+            made = (
+                [self._make(numbers) for numbers in self._numbers(*key)]
+                if ready is None
+                else [future.result() for future in ready]
+            )
             travelling = [self._send(batch) for batch in made]
         return [take() for take in travelling]
 
@@ -86,7 +92,9 @@ class TrainLoader:
         self._ahead[key] = [self._threads.submit(self._make, numbers) for numbers in self._numbers(*key)]
 
     def upload(self) -> None:
-        """Start copying to the device what `prefetch` has prepared; what is not ready yet is copied when it is asked for."""
+        """Start copying to the device what `prefetch` has prepared; what is not ready yet is copied when it is asked
+        for.
+        """
         for key, futures in self._ahead.items():
             if key not in self._travelling and all(future.done() and future.exception() is None for future in futures):
                 self._travelling[key] = [self._send(future.result()) for future in futures]
@@ -102,10 +110,13 @@ class TrainLoader:
         size, ranks = self.micro_batch_size, self.dp_size
         if global_batch < 1 or global_batch % (size * ranks):
             raise DataError(
-                f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {size} x dp {ranks} = {size * ranks}"
+                f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {size} x dp {ranks} = "
+                f"{size * ranks}"
             )
         if consumed < 0 or consumed + global_batch > len(self.dataset):
-            raise DataError(f"samples {consumed} to {consumed + global_batch - 1} are asked of a dataset of {len(self.dataset)}")
+            raise DataError(
+                f"samples {consumed} to {consumed + global_batch - 1} are asked of a dataset of {len(self.dataset)}"
+            )
         firsts = range(consumed + self.dp_rank * size, consumed + global_batch, size * ranks)
         return [range(first, first + size) for first in firsts]
 
@@ -113,7 +124,9 @@ class TrainLoader:
         samples = [self.dataset[number] for number in numbers]
         text = np.stack([sample.tokens if isinstance(sample, PackedSample) else sample for sample in samples])
         if text.shape[1] != self.seq_length + 1:
-            raise DataError(f"samples have {text.shape[1]} tokens, but --seq-length {self.seq_length} needs {self.seq_length + 1}")
+            raise DataError(
+                f"samples have {text.shape[1]} tokens, but --seq-length {self.seq_length} needs {self.seq_length + 1}"
+            )
         packed = [sample for sample in samples if isinstance(sample, PackedSample)]
         assert len(packed) in (0, len(samples)), "a data set is packed or it is not"
         mask, documents, positions = self._packed(packed) if packed else self._separated(text[:, :-1])
@@ -133,7 +146,11 @@ class TrainLoader:
 
     def _separated(self, inputs: NDArray[np.int64]) -> _Marks:
         ends = inputs == self.eod_id
-        return ~ends if self.eod_mask_loss else None, np.cumsum(ends, axis=1) - ends if self.document_mask else None, None
+        return (
+            ~ends if self.eod_mask_loss else None,
+            np.cumsum(ends, axis=1) - ends if self.document_mask else None,
+            None,
+        )
 
     def _tensor(self, values: NDArray) -> Tensor:
         """Contiguous; pinned when it will travel to a device, so that the copy does not hold up the step."""

@@ -1,7 +1,8 @@
 """PREFIX.tokenizer beside PREFIX.bin: which tokenizer its ids are of.
 
-A tokenizer is known by what it does, not by its files: its tokens with their ids, and the ids of a text. So it may have moved, have been
-saved again by another program, or be read by another library. Pairs of other programs have no such file, and none is asked for.
+A tokenizer is known by what it does, not by its files: its tokens with their ids, and the ids of a text. So it may have
+moved, have been saved again by another program, or be read by another library. Pairs of other programs have no such
+file, and none is asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ SPOKEN = 1 << 15
 """Tokens, evenly spread over all, whose spelling is part of the text."""
 BLANKS = str.maketrans("Ġ▁", "  ")
 """How tokenizers spell a blank in a token."""
-TEXT = "The 12 quick brown foxes don't jump; naïve café, Straße.\n\n\tдля 日本語の文 العربية हिन्दी 👩‍👧 x = (a[0] + 1)  # ok\r\n"
+TEXT = (
+    "The 12 quick brown foxes don't jump; naïve café, Straße.\n\n\tдля 日本語の文 العربية हिन्दी 👩‍👧 x = (a[0] + 1)  # "
+    "ok\r\n"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,10 @@ def read_made_with(prefix: str | Path) -> MadeWith | None:
     except (ValueError, TypeError):
         sound = False
     if not sound or found.format != FORMAT:
-        raise DataError(f"{path} is not what a tokenizer is known by; without the file, the ids of {prefix}.bin are taken as they are")
+        raise DataError(
+            f"{path} is not what a tokenizer is known by; without the file, the ids of {prefix}.bin are taken as they "
+            "are"
+        )
     return found
 
 
@@ -71,18 +78,24 @@ def require_made_with(prefix: str | Path, now: MadeWith) -> None:
     then = read_made_with(prefix)
     if then is not None and then.hash != now.hash:
         raise DataError(
-            f"{prefix}.bin was made with another tokenizer ({then}) than the run has ({now}), so its ids would be other text: give that tokenizer, "
-            f"or make the data anew with tools/preprocess_data.py; without {path_of(prefix)} the ids are taken as they are"
+            f"{prefix}.bin was made with another tokenizer ({then}) than the run has ({now}), so its ids would be "
+            "other text: give that tokenizer, "
+            f"or make the data anew with tools/preprocess_data.py; without {path_of(prefix)} the ids are taken as they "
+            "are"
         )
 
 
 def common(prefixes: Sequence[str]) -> MadeWith | None:
-    """What pairs that are to be joined were made with; None where one does not say. Raises DataError where two differ."""
+    """What pairs that are to be joined were made with; None where one does not say.
+
+    Raises DataError where two differ.
+    """
     found = {prefix: read_made_with(prefix) for prefix in prefixes}
     known = [(prefix, made) for prefix, made in found.items() if made is not None]
     for prefix, made in known[1:]:
         if made.hash != known[0][1].hash:
             raise DataError(
-                f"{known[0][0]} and {prefix} were made with different tokenizers ({known[0][1]}; {made}), and cannot be one pair"
+                f"{known[0][0]} and {prefix} were made with different tokenizers ({known[0][1]}; {made}), and cannot "
+                "be one pair"
             )
     return known[0][1] if known and len(known) == len(found) else None

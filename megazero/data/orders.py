@@ -1,7 +1,8 @@
-"""Megatron's document, sample and shuffle orders, byte for byte (megatron/core/datasets/gpt_dataset.py), in vectorised numpy.
+"""Megatron's document, sample and shuffle orders, byte for byte (megatron/core/datasets/gpt_dataset.py), in vectorised
+numpy.
 
-T tokens of a split, S sequence length, e epochs, n samples. Sample j covers tokens j*S .. (j+1)*S of the split's documents in
-document-index order, one token more than S: neighbouring samples share it.
+T tokens of a split, S sequence length, e epochs, n samples. Sample j covers tokens j*S .. (j+1)*S of the split's
+documents in document-index order, one token more than S: neighbouring samples share it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def plan(tokens: int, seq_length: int, requested: int | None) -> Plan:
 
 
 def document_index(first: int, last: int, epochs: int, separate: bool, random: RandomState) -> NDArray[np.int32]:
-    """Sequences first .. last-1, `epochs` times, shuffled together; when separate, the last epoch apart. int32 [epochs * documents]."""
+    """Sequences first .. last-1, `epochs` times, shuffled together; when separate, the last epoch apart. int32 [epochs
+    * documents].
+    """
     documents = np.arange(first, last, dtype=np.int32)
     if not separate:
         order = np.tile(documents, epochs)
@@ -80,8 +83,11 @@ def document_index(first: int, last: int, epochs: int, separate: bool, random: R
     return order
 
 
-def sample_index(lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int) -> NDArray[Any]:
-    """Row j: position in the document index, and offset there, of token j*S. [samples + 1, 2], int32 unless positions outgrow it.
+def sample_index(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
+) -> NDArray[Any]:
+    """Row j: position in the document index, and offset there, of token j*S. [samples + 1, 2], int32 unless positions
+    outgrow it.
 
     Empty documents hold no token, so no row but the first points at one.
     """
@@ -99,7 +105,9 @@ def sample_index(lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_l
 
 
 def shuffle_index(separate_from: int, samples: int, random: RandomState) -> NDArray[Any]:
-    """Sample numbers in the order they are served: 0 .. separate_from-1 shuffled, then the rest shuffled apart. uint32, int64 past 2^32-2."""
+    """Sample numbers in the order they are served: 0 .. separate_from-1 shuffled, then the rest shuffled apart. uint32,
+    int64 past 2^32-2.
+    """
     order = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
     random.shuffle(order[:separate_from])
     if separate_from < samples:
@@ -117,4 +125,8 @@ def build_orders(
     report(f"finding the first token of {how.samples:,} samples")
     samples = sample_index(lengths, documents, seq_length, how.samples)
     report(f"shuffling {how.samples:,} samples")
-    return {"document_index": documents, "sample_index": samples, "shuffle_index": shuffle_index(how.separate_from, how.samples, random)}
+    return {
+        "document_index": documents,
+        "sample_index": samples,
+        "shuffle_index": shuffle_index(how.separate_from, how.samples, random),
+    }

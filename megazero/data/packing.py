@@ -1,7 +1,8 @@
 """Several conversations in one sample: which share one, and the samples that they make.
 
-First-fit: the conversations, in an order shuffled by the seed, each go into the first sample that has room. None is split. (Sorted by
-length before, they would fill samples a little better, and every sample would hold conversations of one kind.)
+First-fit: the conversations, in an order shuffled by the seed, each go into the first sample that has room. None is
+split. (Sorted by length before, they would fill samples a little better, and every sample would hold conversations of
+one kind.)
 """
 
 from __future__ import annotations
@@ -44,14 +45,19 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packs:
-    """members: numbers of conversations, sample after sample. bounds: where each sample begins in them, and the end, int64 [samples + 1]."""
+    """members: numbers of conversations, sample after sample. bounds: where each sample begins in them, and the end,
+    int64 [samples + 1].
+    """
 
     members: Rows
     bounds: NDArray[np.int64]
 
 
 def pack(lengths: NDArray[np.int64], capacity: int, seed: int) -> Packs:
-    """Conversations of these lengths in samples of `capacity` tokens. Those of length 0 are left out, longer ones count as `capacity`."""
+    """Conversations of these lengths in samples of `capacity` tokens.
+
+    Those of length 0 are left out, longer ones count as `capacity`.
+    """
     kept = np.flatnonzero(lengths > 0)
     order = kept[np.random.RandomState(seed).permutation(len(kept))]
     bins = first_fit(np.minimum(lengths[order], capacity).tolist(), capacity)
@@ -72,8 +78,9 @@ class PackedDataset:
     """
 
     plans: tuple[tuple[int, int], ...]
-    """Samples of an epoch, and a checksum of where its conversations begin: with these, the seed and its number an epoch's order is given.
-    The number of epochs takes no part: a longer run begins like a shorter one."""
+    """Samples of an epoch, and a checksum of where its conversations begin: with these, the seed and its number an
+    epoch's order is given. The number of epochs takes no part: a longer run begins like a shorter one.
+    """
 
     def __init__(
         self,

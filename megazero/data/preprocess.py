@@ -1,4 +1,6 @@
-"""Text files to a .bin/.idx pair, with many worker processes, bounded memory, and documents in the order of the files."""
+"""Text files to a .bin/.idx pair, with many worker processes, bounded memory, and documents in the
+order of the files.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ class Told:
         self.first = self.first or where
 
     def lines(self, reader: Reader) -> list[str]:
-        told = [f"--skip-undecodable: {self.skipped:,} documents left out" + f", the first of them {self.first}" * bool(self.first)]
+        told = [
+            f"--skip-undecodable: {self.skipped:,} documents left out"
+            + f", the first of them {self.first}" * bool(self.first)
+        ]
         replaced = [f"--encoding-errors replace: {self.replaced:,} characters stand for bytes that are no UTF-8"]
         return told * reader.skip_undecodable + replaced * (reader.encoding_errors == "replace")
 
@@ -76,7 +81,9 @@ class Told:
             skipped = f"; {self.skipped:,} documents that are no UTF-8 were left out" if self.skipped else ""
             raise DataError(f"no text in {', '.join(map(str, inputs))} ({files:,} files){skipped}")
         if tokenizer and not self.tokens:
-            raise DataError(f"{tokenizer} gives no token for any of {self.characters:,} characters of text: it does not know them")
+            raise DataError(
+                f"{tokenizer} gives no token for any of {self.characters:,} characters of text: it does not know them"
+            )
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,8 @@ class Encoder:
 def preprocess(
     inputs: Sequence[str | Path], output: str | Path, job: Job, *, workers: int, report: Report, overwrite: bool = False
 ) -> PairWriter:
-    """Write output.bin, output.idx and output.tokenizer, or none; one sequence per document, empty documents included. Returns the closed writer.
+    """Write output.bin, output.idx and output.tokenizer, or none; one sequence per document, empty documents included.
+    Returns the closed writer.
 
     Raises DataError where there is no text at all.
     """
@@ -166,14 +174,18 @@ def preprocess(
     return writer
 
 
-def raw_batches(files: Sequence[Path], reader: Reader, told: Told | None = None) -> Generator[tuple[int, list[Raw]], None, None]:
+def raw_batches(
+    files: Sequence[Path], reader: Reader, told: Told | None = None
+) -> Generator[tuple[int, list[Raw]], None, None]:
     """(packed bytes read so far, documents of about a MiB). told: gets what is left out."""
     told = told or Told()
     before = size = 0
     batch: list[Raw] = []
     for path in files:
         as_json = is_json(path) if reader.format == "auto" else reader.format == "jsonl"
-        if reader.skip_undecodable and not as_json and reader.document == "file" and not _decodes(path):  # before a piece of it has gone on
+        if (
+            reader.skip_undecodable and not as_json and reader.document == "file" and not _decodes(path)
+        ):  # before a piece of it has gone on
             told.skip(str(path))
             before += path.stat().st_size
             continue
@@ -201,7 +213,9 @@ def _decodes(path: Path) -> bool:
         return True
 
 
-def _encoded(files: Sequence[Path], job: Job, encoder: Encoder, workers: int, told: Told) -> Iterator[tuple[int, Encoded]]:
+def _encoded(
+    files: Sequence[Path], job: Job, encoder: Encoder, workers: int, told: Told
+) -> Iterator[tuple[int, Encoded]]:
     """Batches in order; at most a few per worker are under way, so that a slow tokenizer cannot pile up text."""
     batches = raw_batches(files, job.reader, told)
     if workers <= 1:
@@ -247,7 +261,10 @@ def _work(batch: list[Raw]) -> Encoded:
 
 
 def texts(inputs: Sequence[str | Path], reader: Reader, report: Report, what: str) -> Iterator[str]:
-    """Decoded documents (long ones in pieces), for training a tokenizer. Raises DataError where there is no text at all."""
+    """Decoded documents (long ones in pieces), for training a tokenizer.
+
+    Raises DataError where there is no text at all.
+    """
     files, told = find_files(inputs, reader.include), Told()
     progress = Progress(report, what, sum(path.stat().st_size for path in files) / 1e6, "MB")
     with closing(raw_batches(files, reader, told)) as batches:

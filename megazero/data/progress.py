@@ -25,7 +25,9 @@ def clock(seconds: float) -> str:
 
 
 class Progress:
-    """Reports '<what>: <done> of <total> <unit> (<percent>), <rate> <unit>/s, <time> left' at most every `every` seconds."""
+    """Reports '<what>: <done> of <total> <unit> (<percent>), <rate> <unit>/s, <time> left' at most every `every`
+    seconds.
+    """
 
     def __init__(self, report: Report, what: str, total: float, unit: str, *, every: float = 2.0) -> None:
         self.report, self.what, self.total, self.unit, self.every = report, what, total, unit, every
@@ -46,5 +48,6 @@ class Progress:
         left = clock((self.total - self.done) / rate) if rate > 0 else "?"
         share = 100 * self.done / self.total if self.total else 100.0
         return (
-            f"{self.what}: {self.done:,.1f} of {self.total:,.1f} {self.unit} ({share:.0f}%), {rate:,.1f} {self.unit}/s, {left} left{more}"
+            f"{self.what}: {self.done:,.1f} of {self.total:,.1f} {self.unit} ({share:.0f}%), {rate:,.1f} "
+            f"{self.unit}/s, {left} left{more}"
         )

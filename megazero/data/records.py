@@ -5,8 +5,8 @@
     {"instruction": ..., "input": ..., "output": ...}                      Alpaca: one question and its answer
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}     ShareGPT: turns
 
-The last two become turns of a chat. For a tokenizer without a chat template an Alpaca record becomes a prompt and a completion, in which
-headings part what was asked from the answer.
+The last two become turns of a chat. For a tokenizer without a chat template an Alpaca record becomes a prompt and a
+completion, in which headings part what was asked from the answer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ HEADINGS = ("### Instruction:\n", "\n\n### Input:\n", "\n\n### Response:\n")
 
 
 def in_one_shape(record: Record, has_template: bool) -> Record:
-    """A record with messages, or with prompt and completion; other keys of it stay. Raises DataError where it has no known shape, or two."""
+    """A record with messages, or with prompt and completion; other keys of it stay.
+
+    Raises DataError where it has no known shape, or two.
+    """
     found = [name for name, keys in SHAPES.items() if any(key in record for key in keys)]
     if len(found) != 1:
         raise DataError(
-            f"either prompt and completion, or messages, or instruction and output (Alpaca), or conversations (ShareGPT); it holds "
+            "either prompt and completion, or messages, or instruction and output (Alpaca), or conversations "
+            "(ShareGPT); it holds "
             f"{', '.join(map(str, list(record)[:20])) or 'nothing'}"
         )
     return _MAKE.get(found[0], lambda record, has_template: record)(record, has_template)
@@ -56,9 +60,18 @@ def _alpaca(record: Record, has_template: bool) -> Record:
     if has_template:
         before = [turn for question, reply in history for turn in (_turn("user", question), _turn("assistant", reply))]
         opening = [_turn("system", system)] if system else []
-        return {"messages": [*opening, *before, _turn("user", f"{asked}\n\n{given}" if given else asked), _turn("assistant", answer)]}
+        return {
+            "messages": [
+                *opening,
+                *before,
+                _turn("user", f"{asked}\n\n{given}" if given else asked),
+                _turn("assistant", answer),
+            ]
+        }
     if system or history:
-        raise DataError(f"{'system' if system else 'history'} makes it a chat, for which the tokenizer has no chat template")
+        raise DataError(
+            f"{'system' if system else 'history'} makes it a chat, for which the tokenizer has no chat template"
+        )
     head, middle, end = HEADINGS
     return {"prompt": f"{head}{asked}{middle * bool(given)}{given}{end}", "completion": answer}
 
@@ -76,7 +89,9 @@ def _sharegpt(record: Record, has_template: bool) -> Record:
     return {"messages": messages, **{key: record[key] for key in ("tools", "documents") if key in record}}
 
 
-_MAKE: Mapping[str, Callable[[Record, bool], Record]] = MappingProxyType({"instruction and output": _alpaca, "conversations": _sharegpt})
+_MAKE: Mapping[str, Callable[[Record, bool], Record]] = MappingProxyType(
+    {"instruction and output": _alpaca, "conversations": _sharegpt}
+)
 
 
 def _turn(role: str, content: Any) -> dict[str, Any]:

@@ -9,23 +9,31 @@ from typing import Any
 from megazero.data.indexed import DataError
 
 CUT = "\ufdd2"
-"""A border in a text, which the tokenizer drops: of the characters that Unicode has set aside for a program's inner use."""
+"""A border in a text, which the tokenizer drops: of the characters that Unicode has set aside for a program's inner
+use.
+"""
 
 OF_CLASS = {
-    name: dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") for name in ("GPT2Tokenizer", "GPT2TokenizerFast")
+    name: dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    for name in ("GPT2Tokenizer", "GPT2TokenizerFast")
 }
 """Named tokens of kinds of tokenizers, where no file says otherwise."""
 
 
 def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    """Tokens by what a tokenizer calls them (bos_token, eos_token), from the content of tokenizer_config.json and special_tokens_map.json.
+    """Tokens by what a tokenizer calls them (bos_token, eos_token), from the content of tokenizer_config.json and
+    special_tokens_map.json.
 
-    As `transformers` reads them: the second goes before the first, unless the first has an added_tokens_decoder, which only what was
-    saved later has. Entries that name no token take a name away.
+    As `transformers` reads them: the second goes before the first, unless the first has an added_tokens_decoder, which
+    only what was saved later has. Entries that name no token take a name away.
     """
     more = config.get("extra_special_tokens")
     found: dict[str, Any] = dict(OF_CLASS.get(str(config.get("tokenizer_class")), {}))
-    for entries in (config, more if isinstance(more, dict) else {}, {} if "added_tokens_decoder" in config else special_map):
+    for entries in (
+        config,
+        more if isinstance(more, dict) else {},
+        {} if "added_tokens_decoder" in config else special_map,
+    ):
         found |= {key: token_text(value) for key, value in entries.items() if key.endswith("_token")}
     return {key: text for key, text in found.items() if text is not None}
 
@@ -52,7 +60,10 @@ class SpecialTokens:
         return len(self._whole.findall(text))
 
     def parted(self, text: str) -> str:
-        """The text with a border in each one that it spells, overlapping ones included. Raises DataError where one is a single character."""
+        """The text with a border in each one that it spells, overlapping ones included.
+
+        Raises DataError where one is a single character.
+        """
         starts = [found.start() for found in self._starts.finditer(text)]
         if any(text.startswith(token, start) for token in self.texts if len(token) == 1 for start in starts):
             raise DataError("the tokenizer has a special token of one character, which stands in the text")
@@ -65,4 +76,6 @@ class SpecialTokens:
         text = text.strip()
         if len(text) < self.longest and any(text in token for token in self.texts):
             return bool(text)
-        return any(text[:n] in self._ends or text[-n:] in self._beginnings for n in range(1, min(self.longest, len(text) + 1)))
+        return any(
+            text[:n] in self._ends or text[-n:] in self._beginnings for n in range(1, min(self.longest, len(text) + 1))
+        )

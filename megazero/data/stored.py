@@ -1,7 +1,8 @@
 """Arrays in files, read by offset and not mapped into memory.
 
-Reading a mapping beyond its file's end kills the process with SIGBUS, which names no file, and whatever is asked before, the file may be cut off between
-question and answer. A call to read returns less, and that is an error with the file's name.
+Reading a mapping beyond its file's end kills the process with SIGBUS, which names no file, and whatever is asked
+before, the file may be cut off between question and answer. A call to read returns less, and that is an error with the
+file's name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ class DataError(ValueError):
 
 
 class OpenFile:
-    """A file as long as it was when it was opened. Raises DataError where it cannot be. Threads and forks may share it."""
+    """A file as long as it was when it was opened. Raises DataError where it cannot be.
+
+    Threads and forks may share it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,13 +36,18 @@ class OpenFile:
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """count bytes from offset on, which were there when it was opened. Raises DataError where they are not any more."""
+        """count bytes from offset on, which were there when it was opened.
+
+        Raises DataError where they are not any more.
+        """
         found = os.pread(self._file.fileno(), count, offset)
         while len(found) < count:  # a call to the system reads 2 GiB at most
             more = os.pread(self._file.fileno(), count - len(found), offset + len(found))
             if not more:
                 now = os.fstat(self._file.fileno()).st_size
-                raise DataError(f"{self.path} has {now} bytes, {self.size} when it was opened: it was cut off while it was read")
+                raise DataError(
+                    f"{self.path} has {now} bytes, {self.size} when it was opened: it was cut off while it was read"
+                )
             found += more
         return found
 
@@ -56,7 +65,8 @@ class Rows(Protocol):
 
 
 class FileArray:
-    """An array [rows, ...] in a file. Each look reads what it asks for: a row by its number, a range, or rows by their numbers. `[:]` is all.
+    """An array [rows, ...] in a file. Each look reads what it asks for: a row by its number, a range, or rows by their
+    numbers. `[:]` is all.
 
     Raises DataError where the file does not have them any more.
     """

@@ -1,4 +1,7 @@
-"""A chat template in a process of its own, as a function of what it is given. What runs there, and under which limits: `template_program`."""
+"""A chat template in a process of its own, as a function of what it is given.
+
+What runs there, and under which limits: `template_program`.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,20 @@ from megazero.data.template_program import Limits
 DEFAULT = Limits()
 OLDEST_JINJA = (3, 1, 6)
 """Earlier sandboxes could be left."""
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; import_module(sys.argv[2]).main()"
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
+    "import_module(sys.argv[2]).main()"
+)
 _PATIENCE = 2.0
 """Seconds that a process gets to end by itself once its requests have ended."""
 
 
 class TemplateProcess:
-    """source: the Jinja program. The process starts with this object, ends with it, and starts anew after a text that broke a limit.
+    """source: the Jinja program. The process starts with this object, ends with it, and starts anew after a text that
+    broke a limit.
 
-    Raises DataError where the program cannot be read, ImportError without jinja2. Threads may share one, and forks: each has a process.
+    Raises DataError where the program cannot be read, ImportError without jinja2. Threads may share one, and forks:
+    each has a process.
     """
 
     def __init__(self, source: str, limits: Limits = DEFAULT) -> None:
@@ -54,9 +62,18 @@ class TemplateProcess:
             return self._answer(request)
 
     def _start(self) -> None:
-        # A session of its own, so that Ctrl-C at a terminal is for its users; the end of the pipe ends it, whatever becomes of them.
+        # A session of its own, so that Ctrl-C at a terminal is for its users; the end of the pipe ends it, whatever
+        # becomes of them.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _START, json.dumps([place or os.getcwd() for place in sys.path]), template_program.__name__],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                _START,
+                json.dumps([place or os.getcwd() for place in sys.path]),
+                template_program.__name__,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

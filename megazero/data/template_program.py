@@ -1,8 +1,9 @@
 """The process in which a chat template runs: a line of JSON for each request, and one for each answer.
 
-A template is a program that came with a tokenizer. Jinja's sandbox keeps it from what it is not given, but not from loops without end or
-strings without limit, and one product of long numbers or strings stops a whole process. So it has a process, and the
-kernel holds it to its limits. This module knows nothing of megazero and is started by `template_process`.
+A template is a program that came with a tokenizer. Jinja's sandbox keeps it from what it is not given, but not from
+loops without end or strings without limit, and one product of long numbers or strings stops a whole process. So it has
+a process, and the kernel holds it to its limits. This module knows nothing of megazero and is started by
+`template_process`.
 
     {"source": ..., "limits": ...}       -> {"text": ""}
     {"variables": ..., "today": ISO}     -> {"text": ...}
@@ -85,7 +86,8 @@ def _rendered(template: Any, request: dict[str, Any], most: int) -> str:
 
 
 def compiled(source: str) -> Any:
-    """The program, in a sandbox that can change nothing it is given. Its {% generation %} blocks put marks around what they hold.
+    """The program, in a sandbox that can change nothing it is given. Its {% generation %} blocks put marks around what
+    they hold.
 
     Raises SyntaxError for what is no program.
     """
@@ -108,7 +110,9 @@ def compiled(source: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     try:
@@ -117,6 +121,8 @@ def compiled(source: str) -> Any:
         raise SyntaxError(str(error)) from error
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """Jinja's own filter escapes what HTML would take for markup."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

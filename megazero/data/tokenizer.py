@@ -1,4 +1,7 @@
-"""Tokenizers: text to ids and back. One small protocol; each kind is built from a name and a path, so that workers can build their own."""
+"""Tokenizers: text to ids and back.
+
+One small protocol; each kind is built from a name and a path, so that workers can build their own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from megazero.data.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
 
 
 class Tokenizer(Protocol):
-    """vocab_size: one more than the largest id. eod_id: the token that ends a document, None where the tokenizer has none."""
+    """vocab_size: one more than the largest id. eod_id: the token that ends a document, None where the tokenizer has
+    none.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -50,7 +55,9 @@ class ByteTokenizer:
         wrong = [number for number in ids if not 0 <= number < self.vocab_size]
         if wrong:
             raise DataError(f"token id {wrong[0]} is outside the byte tokenizer's vocabulary of {self.vocab_size}")
-        return b"".join(b"<|endoftext|>" if number == self.eod_id else bytes([number]) for number in ids).decode("utf-8", errors="replace")
+        return b"".join(b"<|endoftext|>" if number == self.eod_id else bytes([number]) for number in ids).decode(
+            "utf-8", errors="replace"
+        )
 
 
 def _byte(path: str | None) -> ListedTokenizer:
@@ -58,7 +65,8 @@ def _byte(path: str | None) -> ListedTokenizer:
 
 
 def gpt2_files(path: str | None) -> tuple[Path, Path]:
-    """vocab.json and merges.txt of a folder, also as NAME-vocab.json and NAME-merges.txt; path: the folder, the former, or up to NAME.
+    """vocab.json and merges.txt of a folder, also as NAME-vocab.json and NAME-merges.txt; path: the folder, the former,
+    or up to NAME.
 
     Raises DataError where one is missing.
     """
@@ -94,7 +102,12 @@ def _hf(path: str | None) -> ListedTokenizer:
     return HuggingFaceTokenizer(place / "tokenizer.json" if place.is_dir() else place)
 
 
-KINDS: dict[str, Callable[[str | None], ListedTokenizer]] = {"byte": _byte, "gpt2": _gpt2, "sentencepiece": _sentencepiece, "hf": _hf}
+KINDS: dict[str, Callable[[str | None], ListedTokenizer]] = {
+    "byte": _byte,
+    "gpt2": _gpt2,
+    "sentencepiece": _sentencepiece,
+    "hf": _hf,
+}
 
 
 def build_tokenizer(kind: str, path: str | None) -> ListedTokenizer:

@@ -14,10 +14,16 @@ from megazero.data.tokenizer import KINDS
 
 
 def add_reader_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", nargs="+", required=True, help="files and folders (recursive): jsonl or text, also .gz and .zst")
-    parser.add_argument("--include", nargs="+", default=(), metavar="PATTERN", help="in folders, only files that match, as '*.txt'")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="files and folders (recursive): jsonl or text, also .gz and .zst"
+    )
+    parser.add_argument(
+        "--include", nargs="+", default=(), metavar="PATTERN", help="in folders, only files that match, as '*.txt'"
+    )
     parser.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
-    parser.add_argument("--format", default="auto", choices=("auto", "jsonl", "text"), help="auto: .jsonl, .json and .ndjson are jsonl")
+    parser.add_argument(
+        "--format", default="auto", choices=("auto", "jsonl", "text"), help="auto: .jsonl, .json and .ndjson are jsonl"
+    )
     parser.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
     parser.add_argument(
         "--encoding-errors",
@@ -25,16 +31,22 @@ def add_reader_flags(parser: argparse.ArgumentParser) -> None:
         choices=("strict", "replace"),
         help="bytes that are no UTF-8: stop, or U+FFFD; how many is said",
     )
-    parser.add_argument("--skip-undecodable", action="store_true", help="leave out documents that are no UTF-8; how many is said")
+    parser.add_argument(
+        "--skip-undecodable", action="store_true", help="leave out documents that are no UTF-8; how many is said"
+    )
 
 
 def reader_of(args: argparse.Namespace) -> Reader:
-    return Reader(args.json_key, args.format, args.document, args.encoding_errors, tuple(args.include), args.skip_undecodable)
+    return Reader(
+        args.json_key, args.format, args.document, args.encoding_errors, tuple(args.include), args.skip_undecodable
+    )
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--tokenizer", choices=tuple(KINDS), required=required, help="kind of tokenizer")
-    parser.add_argument("--tokenizer-path", help="gpt2: folder of vocab.json and merges.txt; sentencepiece: .model; hf: tokenizer.json")
+    parser.add_argument(
+        "--tokenizer-path", help="gpt2: folder of vocab.json and merges.txt; sentencepiece: .model; hf: tokenizer.json"
+    )
 
 
 def cores() -> int:
@@ -43,13 +55,18 @@ def cores() -> int:
 
 
 def reader_left() -> int:
-    """After a BrokenPipeError: nobody reads the standard output any more (`| head`). It leads nowhere from now on; returns the status."""
+    """After a BrokenPipeError: nobody reads the standard output any more (`| head`).
+
+    It leads nowhere from now on; returns the status.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = (DataError,)) -> None:
-    """Exit 2 with one message on a mistake in flags or files, 1 where a package is missing, 130 on Ctrl-C, 141 where nobody reads on (`| head`)."""
+    """Exit 2 with one message on a mistake in flags or files, 1 where a package is missing, 130 on Ctrl-C, 141 where
+    nobody reads on (`| head`).
+    """
     try:
         main()
         sys.stdout.flush()

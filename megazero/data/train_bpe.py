@@ -1,5 +1,6 @@
-"""Trains a byte-level BPE with the `tokenizers` library and stores it as GPT-2 does, vocab.json and merges.txt; for chats as Hugging Face
-does, with a chat template beside it."""
+"""Trains a byte-level BPE with the `tokenizers` library and stores it as GPT-2 does, vocab.json and merges.txt; for
+chats as Hugging Face does, with a chat template beside it.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +17,23 @@ TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 """As ChatML has them."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + "
+    "'<|im_end|>' }}{% endif %}"
     "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Report, *, chat: bool = False) -> None:
-    """Id 0 is the separator, then (for chats) the tokens around a turn, the 256 bytes, and merges. Deterministic. Each file is written whole
-    or not at all; the one that the tokenizer is opened by is the last. The folder is not told: it may be one that gets its name later."""
+    """Id 0 is the separator, then (for chats) the tokens around a turn, the 256 bytes, and merges. Deterministic. Each
+    file is written whole or not at all; the one that the tokenizer is opened by is the last. The folder is not told: it
+    may be one that gets its name later.
+    """
     specials = [END_OF_TEXT, *([TURN, END_OF_TURN] if chat else [])]
     if vocab_size < 256 + len(specials):
-        raise DataError(f"--vocab-size {vocab_size}: 256 bytes and {', '.join(specials)} need at least {256 + len(specials)}")
+        raise DataError(
+            f"--vocab-size {vocab_size}: 256 bytes and {', '.join(specials)} need at least {256 + len(specials)}"
+        )
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

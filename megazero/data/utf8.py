@@ -9,7 +9,9 @@ PIECE = 1 << 20
 
 
 def skip_mark(stream: Any) -> None:
-    """Leave out a byte order mark at the beginning, which is no part of the text. stream: one that can be peeked into."""
+    """Leave out a byte order mark at the beginning, which is no part of the text. stream: one that
+    can be peeked into.
+    """
     if stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
 

@@ -1,7 +1,7 @@
 """Writes a .bin/.idx pair that is either whole or not there.
 
-Both files grow under temporary names, are synced, and are renamed .bin first, .idx last; a reader needs both. An old pair of the same
-name loses its .idx first, so that no moment shows a new .bin under an old .idx.
+Both files grow under temporary names, are synced, and are renamed .bin first, .idx last; a reader needs both. An old
+pair of the same name loses its .idx first, so that no moment shows a new .bin under an old .idx.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ LONGEST = 2**31 - 1
 class PairWriter:
     """Context manager; leaving it without an exception publishes the pair, with one removes what was written.
 
-    made_with: the tokenizer of the ids, which a small file beside the pair tells. Memory: 4 bytes per sequence, 8 per document of several
-    sequences or none.
+    made_with: the tokenizer of the ids, which a small file beside the pair tells. Memory: 4 bytes per sequence, 8 per
+    document of several sequences or none.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], *, made_with: MadeWith | None = None, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype[Any], *, made_with: MadeWith | None = None, overwrite: bool = False
+    ) -> None:
         self.bin_path, self.idx_path = pair(prefix)
         self._made_with_path, self._made_with = path_of(prefix), made_with
         existing = [str(path) for path in (self.bin_path, self.idx_path) if path.exists()]
@@ -53,7 +55,9 @@ class PairWriter:
     def __enter__(self) -> PairWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self._publish()
@@ -71,13 +75,17 @@ class PairWriter:
         return len(self._bounds) - 1
 
     def write(self, tokens: NDArray[Any], lengths: Iterable[int], *, unfinished: int = 0) -> None:
-        """Append documents of one sequence each: ids back to back, and the lengths of the documents that end among them.
+        """Append documents of one sequence each: ids back to back, and the lengths of the documents that end among
+        them.
 
         `unfinished` ids at the end belong to a document whose length comes with a later call.
         """
         added = np.asarray(list(lengths), dtype=np.int64)
         if self._unfinished + len(tokens) != added.sum() + unfinished:
-            raise DataError(f"{self.bin_path}: {self._unfinished} + {len(tokens)} ids for lengths that sum to {added.sum()} + {unfinished}")
+            raise DataError(
+                f"{self.bin_path}: {self._unfinished} + {len(tokens)} ids for lengths that sum to {added.sum()} + "
+                f"{unfinished}"
+            )
         self._unfinished = unfinished
         first = self.sequences
         self._append(tokens, added)
@@ -95,7 +103,9 @@ class PairWriter:
 
     def _append(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
         if len(lengths) and lengths.max() > LONGEST:
-            raise DataError(f"{self.bin_path}: a sequence of {lengths.max()} ids; this format's lengths end at {LONGEST}")
+            raise DataError(
+                f"{self.bin_path}: a sequence of {lengths.max()} ids; this format's lengths end at {LONGEST}"
+            )
         self._write_ids(tokens)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
@@ -113,7 +123,10 @@ class PairWriter:
         os.fsync(self._bin.fileno())
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
         if self._modes and len(self._modes) != len(lengths):
-            raise DataError(f"{self.idx_path}: modes of {len(self._modes)} out of {len(lengths)} sequences; merge pairs that all have them")
+            raise DataError(
+                f"{self.idx_path}: modes of {len(self._modes)} out of {len(lengths)} sequences; merge pairs that all "
+                "have them"
+            )
         with open(self._idx_temporary, "wb") as out:
             out.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._bounds)))
             out.write(lengths.astype("<i4").tobytes())

@@ -1,4 +1,6 @@
-"""Documents to be scored, one after the other: from .bin/.idx pairs as they are, from text and jsonl through a tokenizer."""
+"""Documents to be scored, one after the other: from .bin/.idx pairs as they are, from text and jsonl through a
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megazero.evaluation.windows import Ids
 
 @dataclass(frozen=True)
 class Document:
-    """source: file or prefix it is from; number: its place there, from 0. nbytes: of its text as UTF-8, None where only ids are known."""
+    """source: file or prefix it is from; number: its place there, from 0. nbytes: of its text as UTF-8, None where only
+    ids are known.
+    """
 
     source: str
     number: int
@@ -35,8 +39,13 @@ def indexed_documents(prefix: str) -> Iterator[Document]:
         yield Document(prefix, number, data.read(start, data.tokens_between(first, last)))
 
 
-def text_documents(inputs: Sequence[str | Path], reader: Reader, tokenizer: Tokenizer, append: int | None = None) -> Iterator[Document]:
-    """The documents of files and folders, as tools/preprocess_data.py reads them. append: a token that ends each. Raises DataError."""
+def text_documents(
+    inputs: Sequence[str | Path], reader: Reader, tokenizer: Tokenizer, append: int | None = None
+) -> Iterator[Document]:
+    """The documents of files and folders, as tools/preprocess_data.py reads them. append: a token that ends each.
+
+    Raises DataError.
+    """
     ids: list[int] = []
     nbytes, before, number = 0, "", 0
     with closing(raw_batches(find_files(inputs), reader)) as batches:

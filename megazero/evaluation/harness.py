@@ -1,11 +1,13 @@
-"""A model on a grid as the LM Evaluation Harness (lm_eval) wants one: log-likelihoods of continuations and texts, and generation.
+"""A model on a grid as the LM Evaluation Harness (lm_eval) wants one: log-likelihoods of continuations and texts, and
+generation.
 
-Every rank of the grid holds one of these, makes the same calls and gets the same answers; to the harness each says that it is rank 0 of 1,
-which is how it expects a model that is split over processes to look. `megazero.harness` opens one from a checkpoint, under a name.
+Every rank of the grid holds one of these, makes the same calls and gets the same answers; to the harness each says that
+it is rank 0 of 1, which is how it expects a model that is split over processes to look. `megazero.harness` opens one
+from a checkpoint, under a name.
 
-Conventions are those of the harness's own `HFLM`, so that numbers can be compared: texts begin with the tokenizer's begin token where
-it has such a habit, special tokens that a text spells are tokens, those that are generated are left out of the text, a context too long is cut
-at its left, documents roll in windows that overlap by one token.
+Conventions are those of the harness's own `HFLM`, so that numbers can be compared: texts begin with the tokenizer's
+begin token where it has such a habit, special tokens that a text spells are tokens, those that are generated are left
+out of the text, a context too long is cut at its left, documents roll in windows that overlap by one token.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from megazero.mpu.collectives import all_reduce
 try:
     from lm_eval.api.model import TemplateLM
 except ImportError as error:
-    raise ImportError("the adapter for the LM Evaluation Harness needs the package lm_eval: pip install 'lm_eval>=0.4.9'") from error
+    raise ImportError(
+        "the adapter for the LM Evaluation Harness needs the package lm_eval: pip install 'lm_eval>=0.4.9'"
+    ) from error
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
@@ -73,7 +77,10 @@ class Wish:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], end: str) -> Wish:
-        """end: the text of the end token, which always ends a generation. Raises ValueError for arguments that have no meaning here."""
+        """end: the text of the end token, which always ends a generation.
+
+        Raises ValueError for arguments that have no meaning here.
+        """
         rest = dict(arguments)
         until = rest.pop("until", None) or []
         lengths = [int(rest.pop(name)) for name in _LENGTHS if rest.get(name) is not None]
@@ -82,17 +89,23 @@ class Wish:
         sampling = replace(sampling, **{name: rest.pop(name) for name in _SAMPLING if rest.get(name) is not None})
         if sampled and arguments.get("temperature") is None:
             raise ValueError(
-                "do_sample without temperature: the likeliest tokens would be taken all the same; 1.0 draws from the model as it is"
+                "do_sample without temperature: the likeliest tokens would be taken all the same; 1.0 draws from the "
+                "model as it is"
             )
         if sampled is False:
             sampling = replace(sampling, temperature=0.0)
         unknown = {name: value for name, value in rest.items() if value is not None}
         if unknown:
             raise ValueError(
-                f"generation arguments that this model does not have: {unknown}; it has until, do_sample, seed, {_SAMPLING + _LENGTHS}"
+                f"generation arguments that this model does not have: {unknown}; it has until, do_sample, seed, "
+                f"{_SAMPLING + _LENGTHS}"
             )
         stops = [until] if isinstance(until, str) else list(until)
-        return cls(tuple(stop for stop in dict.fromkeys([*stops, end]) if stop), lengths[0] if lengths else MOST_NEW_TOKENS, sampling)
+        return cls(
+            tuple(stop for stop in dict.fromkeys([*stops, end]) if stop),
+            lengths[0] if lengths else MOST_NEW_TOKENS,
+            sampling,
+        )
 
 
 class HarnessModel(TemplateLM):
@@ -139,13 +152,18 @@ class HarnessModel(TemplateLM):
         return hashlib.sha256(f"{template.source}{sorted(template.variables.items())}".encode()).hexdigest()[:16]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The program that `apply_chat_template` runs. A tokenizer with several has the one called default here. Raises ValueError for others."""
+        """The program that `apply_chat_template` runs. A tokenizer with several has the one called default here.
+
+        Raises ValueError for others.
+        """
         if chat_template not in (None, False, True, "default"):
             raise ValueError(f"apply_chat_template {chat_template}: only the default chat template is used")
         return self._template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The turns as one text. Where a template refuses a system's turn it goes without, as in HFLM, and says so once."""
+        """The turns as one text. Where a template refuses a system's turn it goes without, as in HFLM, and says so
+        once.
+        """
         try:
             return self._template.prompt(chat_history, answer=add_generation_prompt)
         except DataError as error:
@@ -159,7 +177,11 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         tokenizer, begins = self.tokens.tokenizer, list(self.tokens.begins)
-        ids = tokenizer.encode_with_specials(string) if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer.encode(string)
+        ids = (
+            tokenizer.encode_with_specials(string)
+            if isinstance(tokenizer, HuggingFaceTokenizer)
+            else tokenizer.encode(string)
+        )
         there = ids[: len(begins)] == begins  # a chat template may have put it there
         return ids if there or add_special_tokens is False else [*begins, *ids]
 
@@ -170,9 +192,14 @@ class HarnessModel(TemplateLM):
         return tokenizer.decode(list(tokens))
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **unused: Any,
     ) -> list[tuple[float, bool]]:
-        """(log-probability in nats, whether greedy decoding gives this continuation) of each request (texts, context, continuation)."""
+        """(log-probability in nats, whether greedy decoding gives this continuation) of each request (texts, context,
+        continuation).
+        """
         found: list[tuple[float, bool]] = []
         for start in range(0, len(requests), PORTION):
             portion = requests[start : start + PORTION]
@@ -184,7 +211,9 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in nats; each token scored once, from up to max_length tokens before it."""
+        """Log-probability of each whole text, in nats; each token scored once, from up to max_length
+        tokens before it.
+        """
         cut = Cut(self.max_length, self.max_length, self.prefix_token_id)
         texts = [request.args[0] for request in requests]
         found: list[float] = []
@@ -217,13 +246,17 @@ class HarnessModel(TemplateLM):
         return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
     def _shared(self, prompts: Sequence[list[int]], wishes: Sequence[Wish]) -> list[list[int]]:
-        """New tokens of every prompt. The dp replicas take batches in turn; travels: a table of all new tokens, over the world."""
+        """New tokens of every prompt. The dp replicas take batches in turn; travels: a table of all new tokens, over
+        the world.
+        """
         grid = self.scorer.grid
         batches = list(_batches(prompts, wishes, self.batch_size))
         longest = max((wish.most for wish in wishes), default=0)
         table = torch.full((len(prompts), longest), -1, dtype=torch.int64, device=grid.device)
         for batch in batches[grid.dp.index :: grid.dp.size]:
-            for number, new in zip(batch, self._generated([prompts[i] for i in batch], wishes[batch[0]], batch), strict=True):
+            for number, new in zip(
+                batch, self._generated([prompts[i] for i in batch], wishes[batch[0]], batch), strict=True
+            ):
                 table[number, : len(new)] = torch.tensor(new, dtype=torch.int64)
         all_reduce(table, grid.world, "max").wait()
         return [[token for token in row if token >= 0] for row in table.tolist()]
@@ -242,10 +275,14 @@ class HarnessModel(TemplateLM):
             )
 
         vocabulary = self.tokens.tokenizer.vocab_size
-        return generate(self._pipeline, prompts, wish.most, wish.sampling, ends=ends, vocabulary=vocabulary, numbers=numbers)
+        return generate(
+            self._pipeline, prompts, wish.most, wish.sampling, ends=ends, vocabulary=vocabulary, numbers=numbers
+        )
 
     def _cut(self, tokens: Sequence[int], wish: Wish) -> str:
-        """The text before the end token and the first stop sequence; special tokens are no text, and as a stop they are the last token."""
+        """The text before the end token and the first stop sequence; special tokens are no text, and as a stop they are
+        the last token.
+        """
         kept = tokens[: tokens.index(self.eot_token_id)] if self.eot_token_id in tokens else tokens
         text = self.tok_decode(kept)
         for stop in wish.until:
@@ -254,7 +291,9 @@ class HarnessModel(TemplateLM):
 
 
 def _batches(prompts: Sequence[Sequence[int]], wishes: Sequence[Wish], size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that are generated together: of one wish, long ones first, so that what memory cannot hold shows at once."""
+    """Numbers of prompts that are generated together: of one wish, long ones first, so that what memory cannot hold
+    shows at once.
+    """
     by_wish: dict[Wish, list[int]] = {}
     for number, wish in enumerate(wishes):
         by_wish.setdefault(wish, []).append(number)

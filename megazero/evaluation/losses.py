@@ -1,4 +1,5 @@
-"""Losses of chosen tokens from the last stage's hidden states, in blocks of rows: whole logits never exist, and none travel.
+"""Losses of chosen tokens from the last stage's hidden states, in blocks of rows: whole logits never exist, and none
+travel.
 
 s sequence, b micro-batch, h hidden, v padded vocabulary, t = tp size.
 """
@@ -17,7 +18,9 @@ from megazero.mpu.head_loss import BLOCK_BYTES
 
 
 @torch.no_grad()
-def token_losses(head: Head, hidden: Tensor, labels: Tensor, counted: Tensor, *, greedy: bool = False) -> tuple[Tensor, Tensor | None]:
+def token_losses(
+    head: Head, hidden: Tensor, labels: Tensor, counted: Tensor, *, greedy: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(losses float64 [b, s], hits bool [b, s] or None), the same on every tp rank.
 
     hidden   [s(/t), b, h] of the last block
@@ -25,8 +28,9 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, counted: Tensor, *,
     counted  bool [b, s]: whose loss is wanted; elsewhere it is 0, and the head does no work
     greedy   say which labels are what argmax over the vocabulary gives, the first of equal ones; True where not counted
 
-    A loss is natural-log cross-entropy, without label smoothing and z-loss. Communication per block of rows: that of `VocabularyLoss.of`;
-    with `greedy` an all-reduce of as many maxima and minima; under sequence parallelism the hidden states are gathered.
+    A loss is natural-log cross-entropy, without label smoothing and z-loss. Communication per block of rows: that of
+    `VocabularyLoss.of`; with `greedy` an all-reduce of as many maxima and minima; under sequence parallelism the hidden
+    states are gathered.
     """
     layout = head.layout
     enter = gather_sequence if layout.sequence_parallel else copy_to_tp

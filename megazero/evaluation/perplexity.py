@@ -21,7 +21,8 @@ PORTION = 1 << 20
 class Cut:
     """How documents become windows: see `document_windows`.
 
-    prefix: a token that is put before each document, so that its first token is scored as well; None: that one is context only
+    prefix: a token that is put before each document, so that its first token is scored as well; None: that one is
+    context only
     """
 
     context: int
@@ -91,7 +92,9 @@ class Totals:
         return math.fsum(self.losses)
 
     def record(self, every_token: bool) -> dict[str, int | float | None]:
-        """For JSON. every_token: whether first tokens were scored, without which bits per byte would leave out what they cost."""
+        """For JSON. every_token: whether first tokens were scored, without which bits per byte would leave out what
+        they cost.
+        """
         mean = self.loss / self.tokens if self.tokens else math.nan
         per_byte = self.loss / math.log(2) / self.nbytes if self.nbytes and every_token else math.nan
         numbers = {"loss": mean, "total_loss": self.loss, "perplexity": _exp(mean), "bits_per_byte": per_byte}
@@ -103,8 +106,12 @@ class Totals:
         }
 
 
-def score_documents(scorer: Scorer, documents: Iterable[Document], cut: Cut, portion: int = PORTION) -> Iterator[DocumentScore]:
-    """Scores in the order of the documents, on every rank, which all give the same documents. portion: tokens scored in one go."""
+def score_documents(
+    scorer: Scorer, documents: Iterable[Document], cut: Cut, portion: int = PORTION
+) -> Iterator[DocumentScore]:
+    """Scores in the order of the documents, on every rank, which all give the same documents. portion: tokens scored in
+    one go.
+    """
     waiting: list[Document] = []
     tokens = 0
     for document in documents:

@@ -1,4 +1,6 @@
-"""Windows scored on a grid: sorted by length into micro-batches, dealt to the dp replicas, run through the pipeline, summed up everywhere."""
+"""Windows scored on a grid: sorted by length into micro-batches, dealt to the dp replicas, run through the pipeline,
+summed up everywhere.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.schedule import chunk_map, stage_schedule
 
 PADDING = 64
-"""Lengths are padded to a multiple, so that there are few: micro-batches of one shape go through the pipeline together."""
+"""Lengths are padded to a multiple, so that there are few: micro-batches of one shape go through the pipeline together.
+"""
 _PER_STAGE = 4
 """Micro-batches under way together, per pipeline stage."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of a window. loss: sum over the tokens that count, in nats. greedy: whether each was the likeliest; None where nobody asked."""
+    """Of a window. loss: sum over the tokens that count, in nats. greedy: whether each was the likeliest; None where
+    nobody asked.
+    """
 
     loss: float
     greedy: bool | None
@@ -45,7 +50,9 @@ def longest_context(model: ModelConfig) -> int | None:
 
 
 class _Scored(nn.Module):
-    """The last stage with losses per window instead of their sum: they wait in `found`, one tensor [b, 3] per micro-batch."""
+    """The last stage with losses per window instead of their sum: they wait in `found`, one tensor [b, 3] per
+    micro-batch.
+    """
 
     def __init__(self, stage: Stage, greedy: bool) -> None:
         super().__init__()
@@ -63,7 +70,8 @@ class _Scored(nn.Module):
 
 
 class Scorer:
-    """A model that lies on a grid, ready to score. Every rank of the grid makes one and calls `score` with the same windows.
+    """A model that lies on a grid, ready to score. Every rank of the grid makes one and calls `score` with the same
+    windows.
 
     stages            this rank's, with their values
     micro_batch_size  windows of one forward pass
@@ -85,8 +93,9 @@ class Scorer:
     def score(self, windows: Sequence[Window], *, greedy: bool = False) -> list[Score]:
         """The score of every window, in their order, the same on every rank.
 
-        Travels: what a forward pass sends between stages and within tp; 24 bytes per window, all-reduced over the world. Raises DataError
-        where a window is longer than the model's position table, or holds a token that the model has not.
+        Travels: what a forward pass sends between stages and within tp; 24 bytes per window, all-reduced over the
+        world. Raises DataError where a window is longer than the model's position table, or holds a token that the
+        model has not.
         """
         self.check(windows)
         size = self.micro_batch_size
@@ -97,7 +106,11 @@ class Scorer:
         for _, alike in groupby(mine, key=lambda batch: (len(batch), self._padded(windows[batch[0]].length))):
             group = list(alike)
             for start in range(0, len(group), _PER_STAGE * self.grid.pp.size):
-                self._run([self._batch(windows, batch) for batch in group[start : start + _PER_STAGE * self.grid.pp.size]], greedy, table)
+                self._run(
+                    [self._batch(windows, batch) for batch in group[start : start + _PER_STAGE * self.grid.pp.size]],
+                    greedy,
+                    table,
+                )
         all_reduce(table, self.grid.world).wait()
         rows = table.tolist()
         assert all(seen == 1.0 for _, _, seen in rows), "each window is scored by exactly one replica"
@@ -110,7 +123,9 @@ class Scorer:
         for window in windows:
             least, largest = int(np.min(window.ids)), int(np.max(window.ids))
             if least < 0 or largest >= vocabulary:
-                raise DataError(f"token {least if least < 0 else largest} is not in the model's vocabulary of {vocabulary}")
+                raise DataError(
+                    f"token {least if least < 0 else largest} is not in the model's vocabulary of {vocabulary}"
+                )
         most, longest = longest_context(self.run.model), max((window.length for window in windows), default=0)
         if most is not None and longest > most:
             raise DataError(f"a window of {longest} tokens is longer than the model's {most} learned positions")
@@ -140,7 +155,9 @@ class Scorer:
         return MicroBatch(tokens.to(device), labels.to(device), counted.to(device), samples.to(device))
 
     def _run(self, batches: Sequence[MicroBatch], greedy: bool, table: Tensor) -> None:
-        """Micro-batches of one shape through the pipeline; losses, flags and that there was one go into the table's rows."""
+        """Micro-batches of one shape through the pipeline; losses, flags and that there was one go into the table's
+        rows.
+        """
         rows, length = batches[0].tokens.shape
         layout = self.stages[0].layout
         local = length // layout.tp.size if layout.sequence_parallel else length
@@ -149,7 +166,9 @@ class Scorer:
         last = _Scored(self.stages[-1], greedy) if self.has_head else None
         if last is not None:
             stages[-1] = last
-        engine = PipelineEngine(stages, self.grid, self._instructions, shape, compute_dtype(self.run.optimizer.precision), self._channels)
+        engine = PipelineEngine(
+            stages, self.grid, self._instructions, shape, compute_dtype(self.run.optimizer.precision), self._channels
+        )
         engine.evaluate(batches)
         self.device_tokens += rows * length * len(batches)
         if last is not None and self.grid.at.tp == 0:

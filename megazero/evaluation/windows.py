@@ -35,11 +35,12 @@ def document_windows(ids: Ids, context: int, stride: int) -> Iterator[Window]:
     """Windows that score every token of a document but the first, once each.
 
     context  tokens that the model reads at most
-    stride   tokens that a window scores where another comes before it, 1 to `context`: the first of them is predicted from at
-             least context - stride + 1 tokens. With stride = context windows share nothing but the token at their edge
+    stride   tokens that a window scores where another comes before it, 1 to `context`: the first of them is predicted
+             from at least context - stride + 1 tokens. With stride = context windows share nothing but the token at
+             their edge
 
-    The first window scores all it can; the last one reaches back as far as the context allows. These are the windows of the LM
-    Evaluation Harness (`get_rolling_token_windows`, whose context_len is context - stride + 1).
+    The first window scores all it can; the last one reaches back as far as the context allows. These are the windows of
+    the LM Evaluation Harness (`get_rolling_token_windows`, whose context_len is context - stride + 1).
     """
     assert 1 <= stride <= context
     stop = min(len(ids), context + 1)
@@ -52,9 +53,13 @@ def document_windows(ids: Ids, context: int, stride: int) -> Iterator[Window]:
 
 
 def continuation_window(before: Sequence[int], after: Sequence[int], context: int) -> Window:
-    """A window that scores `after` behind as much of `before` as fits. Raises ValueError where even `after` does not."""
+    """A window that scores `after` behind as much of `before` as fits.
+
+    Raises ValueError where even `after` does not.
+    """
     if not 1 <= len(after) <= context or not before:
         raise ValueError(
-            f"a continuation of {len(after)} tokens after {len(before)} cannot be scored: 1 to {context} (the model's context) after at least one can"
+            f"a continuation of {len(after)} tokens after {len(before)} cannot be scored: 1 to {context} (the model's "
+            "context) after at least one can"
         )
     return Window([*before, *after][-(context + 1) :], len(after))

@@ -1,4 +1,6 @@
-"""How a model's makers would have its tokens taken: generation_config.json, which `transformers` follows where its caller says nothing."""
+"""How a model's makers would have its tokens taken: generation_config.json, which `transformers` follows where its
+caller says nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ Settings = Mapping[str, float]
 
 
 def advised(config: Mapping[str, Any]) -> dict[str, float]:
-    """Of the file's content what `KEYS` names and it says; a temperature of 0 where it says that nothing is drawn ("do_sample": false).
+    """Of the file's content what `KEYS` names and it says; a temperature of 0 where it says that nothing is drawn
+    ("do_sample": false).
 
-    A file that does not say whether tokens are drawn says nothing about how, and one without a top_k does not ask for the 50 that
-    `transformers` takes then: of a model whose makers name a top_p alone, that is what counts. Raises DataError for what is no such number.
+    A file that does not say whether tokens are drawn says nothing about how, and one without a top_k does not ask for
+    the 50 that `transformers` takes then: of a model whose makers name a top_p alone, that is what counts. Raises
+    DataError for what is no such number.
     """
     draws = config.get("do_sample")
     wanted = KEYS if draws is True else tuple(key for key in KEYS if key not in DRAWN)
@@ -51,11 +55,15 @@ def sampling_of(settings: Settings, seed: int = Sampling.seed) -> Sampling:
 def _number(key: str, value: Any) -> float:
     wanted = int if key in COUNTS else (int, float)
     if isinstance(value, bool) or not isinstance(value, wanted):
-        raise DataError(f"generation_config.json: {key} is {shown(value)}, no {'whole number' if key in COUNTS else 'number'}")
+        raise DataError(
+            f"generation_config.json: {key} is {shown(value)}, no {'whole number' if key in COUNTS else 'number'}"
+        )
     return value
 
 
 def followed(advice: Settings, given: Settings) -> dict[str, float]:
-    """Of the advice what a user leaves standing: what is given wins, and who says how to draw wants tokens to be drawn."""
+    """Of the advice what a user leaves standing: what is given wins, and who says how to draw wants
+    tokens to be drawn.
+    """
     draws = any(key in given for key in DRAWN) and advice.get("temperature") == 0
     return {key: value for key, value in advice.items() if key not in given and not (draws and key == "temperature")}

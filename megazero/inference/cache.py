@@ -15,7 +15,9 @@ from megazero.model.block import Block
 from megazero.model.stage import Stage
 
 STEP = 256
-"""Positions by which the room grows: a copy of what is kept every so many tokens, and no memory for tokens that may never come."""
+"""Positions by which the room grows: a copy of what is kept every so many tokens, and no memory for tokens that may
+never come.
+"""
 
 
 class KeyValueCache:
@@ -29,13 +31,18 @@ class KeyValueCache:
         layout = stages[0].layout
         self.slots, self.length = slots, _whole_steps(length)
         self._like = torch.empty(0, dtype=layout.dtype, device=layout.device)
-        blocks = {number: block for stage in stages for number, block in zip(stage.spec.blocks, stage.blocks.values(), strict=True)}
+        blocks = {
+            number: block
+            for stage in stages
+            for number, block in zip(stage.spec.blocks, stage.blocks.values(), strict=True)
+        }
         self.layers = {number: self._room_of(block) for number, block in blocks.items()}
 
     def _room_of(self, block: object) -> tuple[Tensor, Tensor]:
         assert isinstance(block, Block)
         shape = self.slots, block.attention.groups, self.length, block.attention.size
-        # Zeros: plain bodies multiply what lies beyond a row's position with a probability of zero, and memory may hold NaN.
+        # Zeros: plain bodies multiply what lies beyond a row's position with a probability of zero, and memory may hold
+        # NaN.
         return self._like.new_zeros(shape), self._like.new_zeros(shape)
 
     @property
@@ -48,7 +55,9 @@ class KeyValueCache:
         return Past(self.layers, slots, None, length)
 
     def continuing(self, slots: Tensor, positions: Tensor, count: int, reach: int) -> Past:
-        """For rows of `count` tokens that continue `slots` at `positions`, int64 [b]; none of them stands at `reach` or beyond it."""
+        """For rows of `count` tokens that continue `slots` at `positions`, int64 [b]; none of them stands at `reach` or
+        beyond it.
+        """
         self._make_room(reach)
         steps = torch.arange(count, device=positions.device).unsqueeze(1)
         return Past(self.layers, slots, positions + steps, reach)

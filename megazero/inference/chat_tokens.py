@@ -34,7 +34,10 @@ class ChatTokens:
         return [token for token, _, _ in encoded]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, as `transformers` decodes it without special tokens. Raises DataError on an id outside the vocabulary."""
+        """Text of ids, as `transformers` decodes it without special tokens.
+
+        Raises DataError on an id outside the vocabulary.
+        """
         return self._tokenizer.decode_without_specials(ids)
 
 

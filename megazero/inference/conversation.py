@@ -34,7 +34,10 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
 
     def question(self, line: str) -> list[Prompt]:
-        """What to answer; nothing for a command, which is obeyed. Raises DataError, and remembers nothing of what was wrong."""
+        """What to answer; nothing for a command, which is obeyed.
+
+        Raises DataError, and remembers nothing of what was wrong.
+        """
         if line.startswith("/"):
             self._obey(*line[1:].strip().partition(" ")[::2])
             return []
@@ -66,7 +69,9 @@ class Conversation:
             self.talk.note("there is no system's turn; /system TEXT sets one")
             return
         self.system = rest or None
-        self.talk.note("the system's turn is " + ("set" if rest else "gone") + (" from the next answer on" if self.turns else ""))
+        self.talk.note(
+            "the system's turn is " + ("set" if rest else "gone") + (" from the next answer on" if self.turns else "")
+        )
 
     def _temperature(self, rest: str) -> None:
         try:

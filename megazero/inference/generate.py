@@ -1,9 +1,9 @@
 """Rows of tokens continued by a model, in one process or spread over tensor and pipeline ranks.
 
-Prompts run through the model once, as in training; after that a step computes one token of every row on the keys and values that are
-kept. Where that does not fit (sequence parallelism shards what is one token now; a table of learned positions is at its end, and the
-oldest tokens leave the context, which moves all others) the whole context runs for every token. Right padding is harmless, attention being
-causal.
+Prompts run through the model once, as in training; after that a step computes one token of every row on the keys and
+values that are kept. Where that does not fit (sequence parallelism shards what is one token now; a table of learned
+positions is at its end, and the oldest tokens leave the context, which moves all others) the whole context runs for
+every token. Right padding is harmless, attention being causal.
 
 b rows, s sequence, v vocabulary.
 """
@@ -25,7 +25,9 @@ from megazero.inference.sampling import NOT_FINITE, Row, Sampling, choose
 from megazero.mpu.collectives import broadcast
 
 PADDING = 64
-"""Contexts have few lengths: for each, the CPU's matrix library compiles kernels and keeps them, 4 MB per block and length."""
+"""Contexts have few lengths: for each, the CPU's matrix library compiles kernels and keeps them, 4 MB per block and
+length.
+"""
 TOGETHER = 1 << 13
 """Tokens of prompts that run through the model at once: what they need in between is gone before the next."""
 
@@ -50,19 +52,24 @@ def generate(
 ) -> list[list[int]]:
     """The new tokens of every prompt; every rank calls this and gets the same.
 
-    prompts     any lengths from 1 on. With learned positions the model sees as many tokens as its table has rows, the last ones
-    ends        asked once for every new token, (row, token), on every rank: whether the row ends with it. It has to answer alike everywhere
+    prompts     any lengths from 1 on. With learned positions the model sees as many tokens as its table has rows, the
+    last ones
+    ends        asked once for every new token, (row, token), on every rank: whether the row ends with it. It has to
+    answer alike everywhere
     vocabulary  only ids below it are taken: a model may have more rows than its tokenizer has tokens; None: all
     numbers     key each row's draws; None: its place
     cached      False: the whole context for every token
 
     Communicates, per token: each chunk's output and the chosen ids, broadcast over pp, beside the layers' own messages.
-    Raises ValueError for an empty prompt, ids that the model has no row for, a negative number of tokens; FloatingPointError, on every rank,
-    where logits are not finite.
+    Raises ValueError for an empty prompt, ids that the model has no row for, a negative number of tokens;
+    FloatingPointError, on every rank, where logits are not finite.
     """
     _check(pipeline, prompts, max_new_tokens)
     numbers = range(len(prompts)) if numbers is None else numbers
-    rows = [_Row(slot, number, list(prompt), len(prompt)) for slot, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))]
+    rows = [
+        _Row(slot, number, list(prompt), len(prompt))
+        for slot, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
+    ]
     with pipeline.evaluating():
         feed = _Feed(pipeline, rows, cached=cached and not pipeline.shards_the_sequence)
         active = rows if max_new_tokens else []
@@ -103,12 +110,16 @@ def _check(pipeline: Pipeline, prompts: Sequence[Sequence[int]], max_new_tokens:
             raise ValueError(f"prompt {number} holds id {wrong}, outside the model's vocabulary of {size}")
 
 
-def _choose(pipeline: Pipeline, logits: Tensor | None, rows: Sequence[_Row], sampling: Sampling, vocabulary: int | None) -> list[int]:
+def _choose(
+    pipeline: Pipeline, logits: Tensor | None, rows: Sequence[_Row], sampling: Sampling, vocabulary: int | None
+) -> list[int]:
     """Ranks with the head choose, of equal logits, the same; the others hear of it."""
     grid = pipeline.grid
     chosen = torch.full((len(rows),), -1, dtype=torch.int64, device=grid.device)
     if logits is not None:
-        with nullcontext() if grid.pp.size == 1 else suppress(FloatingPointError):  # all ranks raise it, or some would wait for ever
+        with (
+            nullcontext() if grid.pp.size == 1 else suppress(FloatingPointError)
+        ):  # all ranks raise it, or some would wait for ever
             taken = choose(logits[:, :vocabulary], [Row(row.ids, row.number, row.step) for row in rows], sampling)
             if grid.pp.size == 1:
                 return taken
@@ -164,7 +175,9 @@ class _Feed:
         past = cache.continuing(packed[0], packed[1], 1, max(len(row.ids) for row in rows))
         return self.pipeline.logits(packed[2].unsqueeze(1), torch.zeros_like(packed[0]), past)
 
-    def _contexts(self, contexts: Sequence[Sequence[int]], cache: KeyValueCache | None, slots: Sequence[int] = ()) -> Tensor | None:
+    def _contexts(
+        self, contexts: Sequence[Sequence[int]], cache: KeyValueCache | None, slots: Sequence[int] = ()
+    ) -> Tensor | None:
         """Whole contexts, padded to one length, some at a time."""
         parts = []
         for group in _groups([self._padded(len(context)) for context in contexts]):
@@ -187,7 +200,9 @@ class _Feed:
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Rows in order, as many together as hold TOGETHER tokens when all are as long as the longest of them; at least one."""
+    """Rows in order, as many together as hold TOGETHER tokens when all are as long as the longest of them; at least
+    one.
+    """
     group: list[int] = []
     longest = 0
     for row, length in enumerate(lengths):

@@ -28,8 +28,12 @@ class Pipeline:
     chunk_map: ChunkMap
 
     @classmethod
-    def of(cls, stages: Sequence[Stage], grid: ProcessGrid | None = None, chunk_map: ChunkMap | None = None) -> Pipeline:
-        """grid None: the model lies whole in this process. chunk_map None: the stages of all ranks take the chunks in turns."""
+    def of(
+        cls, stages: Sequence[Stage], grid: ProcessGrid | None = None, chunk_map: ChunkMap | None = None
+    ) -> Pipeline:
+        """grid None: the model lies whole in this process. chunk_map None: the stages of all ranks take the chunks in
+        turns.
+        """
         grid = grid or single_process_grid(stages[0].layout.device)
         return cls(tuple(stages), grid, chunk_map or ChunkMap(grid.pp.size, len(stages)))
 
@@ -39,10 +43,11 @@ class Pipeline:
         return layout.sequence_parallel and layout.tp.size > 1
 
     def logits(self, tokens: Tensor, positions: Tensor, past: Past | None = None) -> Tensor | None:
-        """tokens int64 [b, s] -> the logits [b, v] that follow position `positions[i]`, int64 [b], of each row; None on ranks without the head.
+        """tokens int64 [b, s] -> the logits [b, v] that follow position `positions[i]`, int64 [b], of each row; None on
+        ranks without the head.
 
-        Hidden states travel by broadcast over pp rather than by send and receive: the group's communicator exists already
-        (a pair's would have to be made), and every rank goes through the same list of operations.
+        Hidden states travel by broadcast over pp rather than by send and receive: the group's communicator exists
+        already (a pair's would have to be made), and every rank goes through the same list of operations.
         """
         b, s = tokens.shape
         batch = MicroBatch(tokens, tokens, None, tokens.new_zeros(b), past=past)

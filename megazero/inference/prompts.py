@@ -16,13 +16,18 @@ STANDARD_INPUT = "-"
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """Those given, then those of the file: its lines, of .jsonl the strings or the "prompt" of each line. Empty lines are none. Raises DataError."""
+    """Those given, then those of the file: its lines, of .jsonl the strings or the "prompt" of each line.
+
+    Empty lines are none. Raises DataError.
+    """
     return [*given, *(_lines(file) if file is not None else [])]
 
 
 def _lines(file: str) -> list[str]:
     try:
-        text = sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
+        text = (
+            sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
+        )
     except (OSError, UnicodeDecodeError, Unreadable) as error:
         raise DataError(f"--prompt-file {about(file, error)}") from error
     # By line feeds alone: splitlines would also cut at characters that may stand in a JSON string.
@@ -39,7 +44,9 @@ def _of_json(file: str, number: int, line: str) -> str:
     return prompt
 
 
-def encoded(prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *, first: int | None, eod_id: int | None) -> list[list[int]]:
+def encoded(
+    prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *, first: int | None, eod_id: int | None
+) -> list[list[int]]:
     """Ids of every prompt, behind `first` where that is given. Raises DataError for what the model cannot begin with.
 
     An empty prompt is the token that ends documents: what follows is how a document begins.
@@ -47,11 +54,14 @@ def encoded(prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *,
     rows, begin = [], [] if first is None else [first]
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise DataError(f"the prompt {prompt[:37]!a} is no text: it holds bytes that are not UTF-8, or half a surrogate pair")
+            raise DataError(
+                f"the prompt {prompt[:37]!a} is no text: it holds bytes that are not UTF-8, or half a surrogate pair"
+            )
         ids = begin + tokenizer.encode(prompt) or ([] if eod_id is None else [eod_id])
         if not ids:
             raise DataError(
-                f"the prompt {shortened(prompt)} has no tokens, and the model no token that ends documents to begin with; --prefix-id names one"
+                f"the prompt {shortened(prompt)} has no tokens, and the model no token that ends documents to begin "
+                "with; --prefix-id names one"
             )
         rows.append(checked(f"the prompt {shortened(prompt)}", ids, model))
     return rows
@@ -62,9 +72,13 @@ def checked(what: str, ids: list[int], model: ModelConfig) -> list[int]:
     assert model.vocab_size is not None
     wrong = next((number for number in ids if number >= model.vocab_size), None)
     if wrong is not None:
-        raise DataError(f"{what} holds id {wrong}, but the model's vocabulary has {model.vocab_size}: is it the model's tokenizer?")
+        raise DataError(
+            f"{what} holds id {wrong}, but the model's vocabulary has {model.vocab_size}: is it the model's tokenizer?"
+        )
     if model.position_embedding == "learned" and len(ids) > max_positions(model):
-        raise DataError(f"{what} has {len(ids)} tokens, more than the {max_positions(model)} positions that the model has learned")
+        raise DataError(
+            f"{what} has {len(ids)} tokens, more than the {max_positions(model)} positions that the model has learned"
+        )
     return ids
 
 

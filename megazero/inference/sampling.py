@@ -1,7 +1,7 @@
 """From logits to the next token: the rules, in the order in which `transformers` applies them.
 
-b rows, v vocabulary. Draws are made on the host in float64 from numbers that depend on the seed, the row's own number and the step
-alone: not on the layout, and not on the other rows of the batch.
+b rows, v vocabulary. Draws are made on the host in float64 from numbers that depend on the seed, the row's own number
+and the step alone: not on the layout, and not on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class Sampling:
 
     temperature         0: the likeliest token; else the logits are divided by it
     top_k               0: all tokens may be drawn; else the k likeliest, and those as likely as the k-th
-    top_p               only the likeliest tokens whose probabilities add up to this (Holtzman et al. 2019, arXiv:1904.09751)
-    repetition_penalty  logits of tokens that the row holds are divided by it where positive, else multiplied (CTRL: Keskar et al. 2019,
-                        arXiv:1909.05858); 1: as they are
+    top_p               only the likeliest tokens whose probabilities add up to this (Holtzman et al. 2019,
+    arXiv:1904.09751)
+    repetition_penalty  logits of tokens that the row holds are divided by it where positive, else multiplied (CTRL:
+                        Keskar et al. 2019, arXiv:1909.05858); 1: as they are
     seed                of the draws
 
     Raises ValueError for what is none of these.
@@ -55,7 +56,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Row:
-    """What a choice depends on beside the logits. ids: the row's tokens so far; number: keys its draws; step: new tokens so far."""
+    """What a choice depends on beside the logits. ids: the row's tokens so far; number: keys its draws; step: new
+    tokens so far.
+    """
 
     ids: Sequence[int]
     number: int
@@ -77,7 +80,8 @@ def choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]
     scores = among_likeliest((scores - largest.unsqueeze(1)) / sampling.temperature, sampling.top_k)
     ends = within_mass(scores, sampling.top_p).softmax(dim=-1).cumsum(dim=-1)
     drawn = torch.tensor([[uniform(sampling.seed, row.number, row.step)] for row in rows], dtype=torch.float64)
-    # The first token whose end lies above the number drawn; a last one that rounding has left below it has no token behind.
+    # The first token whose end lies above the number drawn; a last one that rounding has left below it has no token
+    # behind.
     found = torch.searchsorted(ends, drawn * ends[:, -1:], right=True).squeeze(1)
     last = (ends < ends[:, -1:]).sum(dim=-1)
     return torch.minimum(found, last).tolist()
@@ -93,17 +97,23 @@ def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def uniform(seed: int, number: int, step: int) -> float:
     """A number in [0, 1) from the seed, the row and the step (Philox: Salmon et al. 2011)."""
-    key = np.array([seed, number], dtype=np.uint64)  # a list with a seed from 2^63 on would become floating-point numbers
+    key = np.array(
+        [seed, number], dtype=np.uint64
+    )  # a list with a seed from 2^63 on would become floating-point numbers
     return float(np.random.Generator(np.random.Philox(key=key, counter=[step, 0, 0, 0])).random())
 
 
 def penalised(scores: Tensor, ids: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Scores [b, v] with those of every row's own tokens made smaller; each token once, however often the row holds it."""
+    """Scores [b, v] with those of every row's own tokens made smaller; each token once, however often
+    the row holds it.
+    """
     if penalty == 1:
         return scores
     scores = scores.clone()
     for row, own in zip(scores, ids, strict=True):
-        held = torch.tensor([number for number in set(own) if number < row.shape[0]], dtype=torch.int64, device=row.device)
+        held = torch.tensor(
+            [number for number in set(own) if number < row.shape[0]], dtype=torch.int64, device=row.device
+        )
         before = row[held]
         row[held] = torch.where(before < 0, before * penalty, before / penalty)
     return scores
@@ -118,7 +128,9 @@ def among_likeliest(scores: Tensor, count: int) -> Tensor:
 
 
 def within_mass(scores: Tensor, mass: float) -> Tensor:
-    """Scores [b, v] with -inf for all but the row's likeliest tokens, whose probabilities together reach `mass`; at least one stays."""
+    """Scores [b, v] with -inf for all but the row's likeliest tokens, whose probabilities together reach `mass`; at
+    least one stays.
+    """
     if mass >= 1:
         return scores
     ordered, places = scores.sort(dim=-1, descending=True, stable=True)

@@ -14,7 +14,8 @@ from megazero.mpu.grid import ProcessGrid
 
 
 def shared(grid: ProcessGrid, read: Callable[[], Any]) -> Any:
-    """What `read` returns on rank 0, on every rank: anything that JSON holds. Called by all ranks; two broadcasts over the world.
+    """What `read` returns on rank 0, on every rank: anything that JSON holds. Called by all ranks; two broadcasts over
+    the world.
 
     A DataError that `read` raises is raised on every rank.
     """

@@ -79,7 +79,10 @@ class Talk:
         return list(zip(prompts, ids, strict=True))
 
     def read_chats(self, chats: Sequence[Sequence[Message]]) -> list[Prompt]:
-        """On rank 0, where the tokenizer is one of chats: conversations that the model is to answer. Raises DataError."""
+        """On rank 0, where the tokenizer is one of chats: conversations that the model is to answer.
+
+        Raises DataError.
+        """
         assert isinstance(self.tokenizer, ChatTokens)
         last = [str(chat[-1]["content"]) for chat in chats]
         found = [
@@ -97,7 +100,9 @@ class Talk:
         """Continue prompts, on every rank; the one that shows prints them, and gets the texts."""
         count, most = self.manner.samples, self.manner.batch_size
         self._note_length(max((len(ids) for _, ids in prompts), default=0))
-        rows = [((self.asked + i) * count + k, text, ids) for i, (text, ids) in enumerate(prompts) for k in range(count)]
+        rows = [
+            ((self.asked + i) * count + k, text, ids) for i, (text, ids) in enumerate(prompts) for k in range(count)
+        ]
         self.asked += len(prompts)
         began, tokens, cut = time.perf_counter(), 0, 0
         texts: list[str] = []
@@ -105,7 +110,10 @@ class Talk:
             count, unended, shown = self._batch(rows[start : start + most], alone=len(rows) == 1)
             tokens, cut, texts = tokens + count, cut + unended, texts + shown
         seconds = time.perf_counter() - began
-        self.note(f"{tokens} tokens in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} tokens/s{self._cut(cut, len(rows))}")
+        self.note(
+            f"{tokens} tokens in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} "
+            f"tokens/s{self._cut(cut, len(rows))}"
+        )
         return texts
 
     def _cut(self, cut: int, rows: int) -> str:
@@ -144,7 +152,9 @@ class Talk:
                 _show(stream.finish(), streaming)
                 if not streaming:
                     print(
-                        self._record(prompt, ids, stream) if manner.as_json else f"=== {number + 1}: {prompt!r}\n{harmless(stream.text)}",
+                        self._record(prompt, ids, stream)
+                        if manner.as_json
+                        else f"=== {number + 1}: {prompt!r}\n{harmless(stream.text)}",
                         flush=True,
                     )
             _show("\n", streaming)
@@ -171,7 +181,9 @@ class Talk:
 
     def _ended(self, ids: list[int], stream: Stream) -> str:
         length = "length" if len(ids) == self.manner.max_new_tokens else "interruption"
-        return "stop string" if stream.stopped is not None else "stop token" if ids[-1] in self.manner.stop_ids else length
+        return (
+            "stop string" if stream.stopped is not None else "stop token" if ids[-1] in self.manner.stop_ids else length
+        )
 
     def _note_length(self, longest: int) -> None:
         total = longest + self.manner.max_new_tokens
@@ -180,7 +192,11 @@ class Talk:
         if total <= most or self.warned:
             return
         self.warned = True
-        fate = "the oldest leave the context, and every token takes a whole forward pass" if learned else "it was trained on shorter ones"
+        fate = (
+            "the oldest leave the context, and every token takes a whole forward pass"
+            if learned
+            else "it was trained on shorter ones"
+        )
         self.note(f"up to {total} tokens, more than the model's {most}: beyond them {fate}")
 
 

@@ -1,4 +1,6 @@
-"""The person at the terminal: the lines that are typed, the Ctrl-C that stops an answer and not the program, and what may be shown there."""
+"""The person at the terminal: the lines that are typed, the Ctrl-C that stops an answer and not the program, and what
+may be shown there.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from megazero.mpu.grid import ProcessGrid
 
 MARK = "> "
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""Characters that move a cursor, change colours or have a terminal answer as if somebody had typed: C0 and C1, but for line feed and tab."""
+"""Characters that move a cursor, change colours or have a terminal answer as if somebody had typed: C0 and C1, but for
+line feed and tab.
+"""
 
 
 def harmless(text: str) -> str:
-    """What a model says, for the standard output: at a terminal control characters are written as escapes, elsewhere all is as it is."""
+    """What a model says, for the standard output: at a terminal control characters are written as escapes, elsewhere
+    all is as it is.
+    """
     return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
@@ -41,7 +47,8 @@ class Terminal:
                 import readline  # noqa: F401 - `input` gets keys to edit a line and to bring earlier ones back
 
     def line(self) -> str | None:
-        """The next line, on rank 0; None at the end. A person's Ctrl-C takes back what was typed; from a pipe it is raised.
+        """The next line, on rank 0; None at the end. A person's Ctrl-C takes back what was typed; from a pipe it is
+        raised.
 
         From here on a person's Ctrl-C is for the answer to this line, also before it begins.
         """
@@ -79,7 +86,10 @@ class Terminal:
             yield
 
     def stopped(self) -> bool:
-        """Whether Ctrl-C was pressed since `listening` began. Called by all ranks; one number is broadcast over the world."""
+        """Whether Ctrl-C was pressed since `listening` began.
+
+        Called by all ranks; one number is broadcast over the world.
+        """
         if self._stopped and self.grid.world.size == 1:
             return True
         if self.person:
@@ -94,7 +104,9 @@ class Terminal:
         self._stopped = True
 
     def _read_ahead(self) -> None:
-        """What was typed while the answer came: whole lines wait for their turn, a begun one stays with the terminal."""
+        """What was typed while the answer came: whole lines wait for their turn, a begun one stays
+        with the terminal.
+        """
         while select.select([0], [], [], 0)[0]:
             typed = os.read(0, 1 << 16)
             if typed.endswith(termios.tcgetattr(0)[6][termios.VINTR]):
@@ -122,7 +134,9 @@ def _as_it_is() -> Iterator[None]:
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """Ctrl-C ends a line, as a line feed does, and sends no signal: torchrun, to whom it would go too, ends all ranks at one."""
+    """Ctrl-C ends a line, as a line feed does, and sends no signal: torchrun, to whom it would go too, ends all ranks
+    at one.
+    """
     before = termios.tcgetattr(0)
     changed = termios.tcgetattr(0)
     changed[3] &= ~(termios.ISIG | termios.ECHO)

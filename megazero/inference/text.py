@@ -8,14 +8,18 @@ from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
 
 CONTEXT = 8
-"""Tokens that are decoded again in front of a new one: how a token reads may depend on its neighbours (a leading space, bytes of a character)."""
+"""Tokens that are decoded again in front of a new one: how a token reads may depend on its neighbours (a leading space,
+bytes of a character).
+"""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Text of the tokens that follow `prompt`. What a later token may still change, bytes of an unfinished character, is held back.
+    """Text of the tokens that follow `prompt`. What a later token may still change, bytes of an unfinished character,
+    is held back.
 
-    The pieces and the rest of `flush` are decode(prompt + tokens) without decode(prompt), as long as the prompt ends with a whole character.
+    The pieces and the rest of `flush` are decode(prompt + tokens) without decode(prompt), as long as the prompt ends
+    with a whole character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -38,8 +42,9 @@ class Detokenizer:
         return piece
 
     def _recent(self, ids: list[int]) -> list[int]:
-        """The last tokens that begin with a character of their own: at least CONTEXT, all where none do. (LLaMA's decoder gives up a whole
-        row of bytes for the first one that is missing.)"""
+        """The last tokens that begin with a character of their own: at least CONTEXT, all where none do. (LLaMA's
+        decoder gives up a whole row of bytes for the first one that is missing.)
+        """
         counts = range(CONTEXT, len(ids), max(1, len(ids) // (4 * CONTEXT)))
         return next((ids[-count:] for count in counts if not self._decode(ids[-count:]).startswith(UNKNOWN)), ids)
 
@@ -51,7 +56,8 @@ class Detokenizer:
 
 
 class Stream:
-    """The text of one row, until it ends or holds one of the strings in `stops`, which may begin in one token and end in another.
+    """The text of one row, until it ends or holds one of the strings in `stops`, which may begin in one token and end
+    in another.
 
     text     what has been given out: without the stop string and what came behind it
     stopped  the stop string that was found first; None: none
@@ -88,7 +94,10 @@ class Stream:
 
     def _begun(self, stop: str) -> int:
         """Characters at the end of what is held that `stop` may begin with."""
-        return next((count for count in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:count])), 0)
+        return next(
+            (count for count in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:count])),
+            0,
+        )
 
 
 class IdTokenizer:

@@ -1,8 +1,8 @@
 """Causal self-attention with grouped queries.
 
-s sequence, b micro-batch, h hidden, n heads, g key-value heads, r = n/g, d head dim, t = tp size.
-Query, key and value come from one projection whose rows are stored [g, r + 2, d], so that a shard is one slice: key-value head j
-is stored behind its query heads j*r .. j*r + r - 1.
+s sequence, b micro-batch, h hidden, n heads, g key-value heads, r = n/g, d head dim, t = tp size. Query, key and value
+come from one projection whose rows are stored [g, r + 2, d], so that a shard is one slice: key-value head j is stored
+behind its query heads j*r .. j*r + r - 1.
 """
 
 from __future__ import annotations
@@ -34,15 +34,22 @@ class Attention(nn.Module):
         groups, size = query_groups(model), head_dim(model)
         if model.num_attention_heads % groups or groups % tp.size:
             raise ValueError(
-                f"{model.num_attention_heads} heads, {groups} key-value heads and tp={tp.size}: each has to divide the one before"
+                f"{model.num_attention_heads} heads, {groups} key-value heads and tp={tp.size}: each has to divide the "
+                "one before"
             )
         self.number = number
         self.groups, self.repeats, self.size = groups // tp.size, model.num_attention_heads // groups, size
         self.qkv, self.output = layout.column(number, QKV), layout.row(number, OUTPUT)
-        self.slopes = AlibiSlopes(model.num_attention_heads, tp.index, tp.size) if model.position_embedding == "alibi" else None
+        self.slopes = (
+            AlibiSlopes(model.num_attention_heads, tp.index, tp.size) if model.position_embedding == "alibi" else None
+        )
         self.angles = RotaryAngles(size, model.rotary_base) if model.position_embedding == "rotary" else None
         self.dropout = AttentionDropout(number, layout)
-        self.recompute_core, self.compile_ops, self.offer = layout.recompute == "selective", layout.compile, layout.attention
+        self.recompute_core, self.compile_ops, self.offer = (
+            layout.recompute == "selective",
+            layout.compile,
+            layout.attention,
+        )
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         mixed = self.qkv(hidden, batch.samples)
@@ -55,7 +62,10 @@ class Attention(nn.Module):
         return self.output(context, batch.samples)
 
     def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
-        """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t]. With a past: on its keys too."""
+        """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t].
+
+        With a past: on its keys too.
+        """
         heads = self.groups, self.repeats, self.size
         slopes = None if self.slopes is None else self.slopes(mixed)
         scale = 1 / math.sqrt(self.size)
@@ -68,4 +78,6 @@ class Attention(nn.Module):
         with compiled_bodies(self.compile_ops):  # recomputed, the core runs by itself
             dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
             documents = batch.documents
-            return causal_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout, offer=self.offer)
+            return causal_attention(
+                mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout, offer=self.offer
+            )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Past:
-    """Keys and values of the tokens before a batch's own, and where its own are to be kept. L positions that there is room for.
+    """Keys and values of the tokens before a batch's own, and where its own are to be kept. L positions that there is
+    room for.
 
     layers     by block number: keys and values, [slots, g/t, L, d] each
     slots      int64 [b], ascending: the slot that each row continues
@@ -33,8 +34,10 @@ class MicroBatch:
     loss_mask    bool [b, s] or None: which predictions count; None means all
     samples      int64 [b]: number of each sample in the run's order, which keys its dropout
     documents    int64 [b, s] or None: number of each token's document within its sample; None: one document
-    positions    int64 [b, s] or None: where each token stands for a learned table of positions; None: where it stands in the sample
-    loss_factor  0-dim or None: what the backward of the micro-batch's summed loss starts from, where that is known ahead
+    positions    int64 [b, s] or None: where each token stands for a learned table of positions; None: where it stands
+    in the sample
+    loss_factor  0-dim or None: what the backward of the micro-batch's summed loss starts from, where that is known
+    ahead
     past         None but where text is generated: the tokens continue what is kept there
     """
 

@@ -40,7 +40,9 @@ class HiddenDropout(nn.Module):
     def add(self, hidden: Tensor, residual: Tensor, samples: Tensor) -> Tensor:
         """residual + dropout(hidden), in one pass."""
         p = self.p if self.training else 0.0
-        return add_hidden_dropout(hidden, None, residual, p, self.key, samples, self.layout.sequence_offset(hidden.shape[0]))
+        return add_hidden_dropout(
+            hidden, None, residual, p, self.key, samples, self.layout.sequence_offset(hidden.shape[0])
+        )
 
 
 class AttentionDropout(nn.Module):

@@ -53,7 +53,8 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A table of positions, replicated over tp; under sequence parallelism each rank reads (and has gradients in) its own rows.
+    """A table of positions, replicated over tp; under sequence parallelism each rank reads (and has gradients in) its
+    own rows.
 
     Position p has row p + offset. Rows before that (OPT's, which stand for padding over there) are never read here.
     """
@@ -83,7 +84,10 @@ class LearnedPositions(nn.Module):
         start = self.layout.sequence_offset(length) + offset
         if start + length > self.weight.shape[0]:
             learned = self.weight.shape[0] - offset
-            raise ValueError(f"position {start + length - offset} is beyond the {learned} learned positions (--max-position-embeddings)")
+            raise ValueError(
+                f"position {start + length - offset} is beyond the {learned} learned positions "
+                "(--max-position-embeddings)"
+            )
         if positions is not None:
             first = start - offset
             return hidden + embedding(positions[:, first : first + length].t() + offset, self.weight)

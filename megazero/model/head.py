@@ -22,7 +22,8 @@ class Head(nn.Module):
     """Normalisation and an output weight without bias, sharded over the vocabulary.
 
     shared: the word embedding's own parameter, where the embedding is tied and lies on this rank.
-    tied_copy: the embedding is tied and lies on another pipeline rank; this one holds a copy that is the same global parameter.
+    tied_copy: the embedding is tied and lies on another pipeline rank; this one holds a copy that is the same global
+    parameter.
     """
 
     def __init__(self, layout: ModelLayout, *, shared: Parameter | None, tied_copy: bool) -> None:
@@ -66,8 +67,9 @@ class Head(nn.Module):
         )
 
     def logits(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[s(/t), b, h] -> the whole logits [s, b, v] without padding, all-gathered over tp; with `positions` int64 [b] only those of
-        one position in each row, [1, b, v]."""
+        """[s(/t), b, h] -> the whole logits [s, b, v] without padding, all-gathered over tp; with `positions` int64 [b]
+        only those of one position in each row, [1, b, v].
+        """
         layout = self.layout
         enter = gather_sequence if layout.sequence_parallel else copy_to_tp
         whole = enter(self.norm(hidden), layout.tp)

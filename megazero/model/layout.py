@@ -36,7 +36,8 @@ class ModelLayout:
     compile              ops of the blocks without a kernel run what torch.compile makes of them
     attention            what the run asks for, and this rank has, to compute attention with
     fp8                  the state of FP8 products; None: all products are of `dtype`
-    lora                 low-rank adapters beside linear layers of the blocks, and nothing else is trained; None: everything is
+    lora                 low-rank adapters beside linear layers of the blocks, and nothing else is trained; None:
+    everything is
     label_smoothing, z_loss  of the training loss; evaluation is plain cross-entropy
     """
 
@@ -87,14 +88,18 @@ class ModelLayout:
         entry = self._linears[name]
         assert entry.tp_axis == 0
         name = f"{block(number)}.{name}"
-        return ColumnParallelLinear(name, entry.inputs, entry.outputs, self.tp, bias=entry.bias, std=self.std, **self.linear)
+        return ColumnParallelLinear(
+            name, entry.inputs, entry.outputs, self.tp, bias=entry.bias, std=self.std, **self.linear
+        )
 
     def row(self, number: int, name: str) -> RowParallelLinear:
         """A linear layer of block `number` whose inputs tp ranks share out; it writes into the residual stream."""
         entry = self._linears[name]
         assert entry.tp_axis == 1
         name = f"{block(number)}.{name}"
-        return RowParallelLinear(name, entry.inputs, entry.outputs, self.tp, bias=entry.bias, std=self.output_std, **self.linear)
+        return RowParallelLinear(
+            name, entry.inputs, entry.outputs, self.tp, bias=entry.bias, std=self.output_std, **self.linear
+        )
 
     @cached_property
     def _linears(self) -> dict[str, Linear]:
@@ -105,10 +110,20 @@ class ModelLayout:
         return self.recompute == "full" and number % self.recompute_num_layers == 0
 
     def sequence_offset(self, local_length: int) -> int:
-        """Global position of the first of `local_length` positions that this rank holds outside the tensor-parallel regions."""
+        """Global position of the first of `local_length` positions that this rank holds outside the tensor-parallel
+        regions.
+        """
         return sequence_offset(local_length, self.tp, self.sequence_parallel)
 
     def norm(self, name: str) -> LayerNorm | RMSNorm:
         """The configured normalisation over h: [s(/t), b, h] -> the same."""
         kind = RMSNorm if self.model.norm == "rmsnorm" else LayerNorm
-        return kind(name, self.model.hidden_size, self.model.norm_epsilon, self.tp, self.sequence_parallel, self.dtype, self.device)
+        return kind(
+            name,
+            self.model.hidden_size,
+            self.model.norm_epsilon,
+            self.tp,
+            self.sequence_parallel,
+            self.dtype,
+            self.device,
+        )

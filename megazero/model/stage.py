@@ -35,7 +35,8 @@ def whole_model(model: ModelConfig) -> StageSpec:
 
 
 class Stage(nn.Module):
-    """Embedding, blocks and head, as far as they are here. Parameters are named as in the whole model, and have no values yet.
+    """Embedding, blocks and head, as far as they are here. Parameters are named as in the whole model, and have no
+    values yet.
 
     Construction communicates nothing: any rank's stage can be built anywhere, on the device "meta" without memory.
 
@@ -54,13 +55,19 @@ class Stage(nn.Module):
         super().__init__()
         tied = not layout.model.untie_embeddings_and_output_weights
         if not tied and (tied_across_stages or shared_embedding is not None):
-            raise ValueError("the head is untied (--untie-embeddings-and-output-weights), but a tied embedding was handed to it")
+            raise ValueError(
+                "the head is untied (--untie-embeddings-and-output-weights), but a tied embedding was handed to it"
+            )
         self.layout, self.spec = layout, spec
         self.embedding = Embedding(layout, tied=tied_across_stages) if spec.has_embedding else None
         self.blocks = nn.ModuleDict({str(number): Block(number, layout) for number in spec.blocks})
         self.head: Head | None = None
         if spec.has_head:
-            self.head = Head(layout, shared=self._head_weight(tied, tied_across_stages, shared_embedding), tied_copy=tied_across_stages)
+            self.head = Head(
+                layout,
+                shared=self._head_weight(tied, tied_across_stages, shared_embedding),
+                tied_copy=tied_across_stages,
+            )
         if layout.lora is not None:
             freeze_all_but_adapters(self)
 
@@ -69,7 +76,10 @@ class Stage(nn.Module):
             return None
         word = self.embedding.word if self.embedding is not None else elsewhere
         if word is None:
-            raise ValueError("a tied head needs the embedding: in this stage, as shared_embedding, or across stages (tied_across_stages)")
+            raise ValueError(
+                "a tied head needs the embedding: in this stage, as shared_embedding, or across stages "
+                "(tied_across_stages)"
+            )
         assert isinstance(word.weight, Parameter)
         return word.weight
 
@@ -79,13 +89,16 @@ class Stage(nn.Module):
         return [*(u for u in ends[:1] if u is not None), *self.blocks.values(), *(u for u in ends[1:] if u is not None)]
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
-        """hidden [s(/t), b, h] of the stage before, None on the first -> hidden; with the head the sum of token losses, 0-dim."""
+        """hidden [s(/t), b, h] of the stage before, None on the first -> hidden; with the head the sum of token losses,
+        0-dim.
+        """
         hidden = self.trunk(hidden, batch)
         return hidden if self.head is None else self.head(hidden, batch)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch, positions: Tensor | None = None) -> Tensor:
-        """As `forward` on the stage with the head, but the logits [s, b, v] on every tp rank; with `positions`, int64 [b], those of one
-        position in each row, [1, b, v]."""
+        """As `forward` on the stage with the head, but the logits [s, b, v] on every tp rank; with `positions`, int64
+        [b], those of one position in each row, [1, b, v].
+        """
         assert self.head is not None
         return self.head.logits(self.trunk(hidden, batch), positions)
 
@@ -103,7 +116,9 @@ class Stage(nn.Module):
 
 
 def initialise(stage: Stage, seed: int) -> None:
-    """Fill the parameters with their first values, which depend on the seed, their global names and global indices only."""
+    """Fill the parameters with their first values, which depend on the seed, their global names and global indices
+    only.
+    """
     for parameter in stage.parameters():
         with torch.no_grad():
             initialise_parameter(parameter, place_of(parameter), seed)

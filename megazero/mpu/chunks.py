@@ -1,9 +1,9 @@
 """Which pipeline stage holds which model chunk: arithmetic without processes, the one place where it stands.
 
-A model of p stages with V chunks each is cut into p x V model chunks, numbered in the order in which a micro-batch passes
-them. In turns (the default), chunk c of stage i is model chunk c*p + i: from the last stage a micro-batch wraps to the first.
-There and back, every other chunk counts from the far end, so that a micro-batch turns around on the last stage, where it need
-not travel: with two chunks a V, whose both ends, embedding and head, lie on stage 0.
+A model of p stages with V chunks each is cut into p x V model chunks, numbered in the order in which a micro-batch
+passes them. In turns (the default), chunk c of stage i is model chunk c*p + i: from the last stage a micro-batch wraps
+to the first. There and back, every other chunk counts from the far end, so that a micro-batch turns around on the last
+stage, where it need not travel: with two chunks a V, whose both ends, embedding and head, lie on stage 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Collectives over a `Group`: no autograd, any device, any backend, counted.
 
-Each returns a `Pending`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of one
-nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory: the launch waits on the host
-until the current stream has come to it, the way back does not. NCCL runs on a stream of its own, which waits for the current one at
-the launch and keeps the tensors until `wait()`. Ranks of one host
-exchange host tensors through memory they share (`mpu.exchange`), the backend carries the rest.
+Each returns a `Pending`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of one nothing
+travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory: the launch waits on the
+host until the current stream has come to it, the way back does not. NCCL runs on a stream of its own, which waits for
+the current one at the launch and keeps the tensors until `wait()`. Ranks of one host exchange host tensors through
+memory they share (`mpu.exchange`), the backend carries the rest.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
 def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
     """Sum `whole` [n*k] over the group and keep part `index` in `output` [k], which may be that part of `whole`.
 
-    On NCCL the library's own, within a host through shared memory. On gloo, whose reduce-scatter is an all-reduce inside, every part is sent to its owner
-    once (all-to-all) and summed there in order of group index: half the bytes, and the same bits at every run.
+    On NCCL the library's own, within a host through shared memory. On gloo, whose reduce-scatter is an all-reduce
+    inside, every part is sent to its owner once (all-to-all) and summed there in order of group index: half the bytes,
+    and the same bits at every run.
     """
     if group.handle is None:
         if output.data_ptr() != whole.data_ptr():

@@ -18,7 +18,9 @@ from megazero.mpu.grid import Group
 
 
 class LossRows(NamedTuple):
-    """Some rows of logits: their losses [N], and what their gradient needs: label columns and log of the normalisers, [N]."""
+    """Some rows of logits: their losses [N], and what their gradient needs: label columns and log of the normalisers,
+    [N].
+    """
 
     losses: Tensor
     target: Tensor
@@ -39,7 +41,10 @@ class VocabularyLoss:
     z_loss: float = 0.0
 
     def of(self, logits: Tensor, labels: Tensor) -> LossRows:
-        """Losses of rows of logits [N, v/t] with labels int64 [N], replicated. Communicates: all-reduce of N maxima and of 2N (3N) sums."""
+        """Losses of rows of logits [N, v/t] with labels int64 [N], replicated.
+
+        Communicates: all-reduce of N maxima and of 2N (3N) sums.
+        """
         real, start = self._columns(logits)
         target = labels - start
         target = target.masked_fill((target < 0) | (target >= real), -1)

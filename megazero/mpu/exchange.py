@@ -1,15 +1,17 @@
 """Collectives among ranks of one host, through memory that they share.
 
-A tensor travels in chunks. Every rank puts its part of chunk c into slot c modulo SLOTS of its own area and says so; who needs it
-reads it there, and says when it has. All ranks launch the same collectives in the same order, so that they number the chunks alike and
-nothing but the counters has to be agreed on.
+A tensor travels in chunks. Every rank puts its part of chunk c into slot c modulo SLOTS of its own area and says so;
+who needs it reads it there, and says when it has. All ranks launch the same collectives in the same order, so that they
+number the chunks alike and nothing but the counters has to be agreed on.
 
-A launch returns when everything is put: at once where there are slots for it, else when the others have taken what was in them. A `wait`
-therefore depends on no later deed of a rank that has launched, as with any other backend. The ends of a pipeline, which share
-the tied embedding, wait for it at different places, the one for the sake of the other. Only of a large sum over three ranks or more each rank makes a share
-when it waits itself or comes by again: such a sum, and what is launched after it, has to be waited for where all ranks do.
+A launch returns when everything is put: at once where there are slots for it, else when the others have taken what was
+in them. A `wait` therefore depends on no later deed of a rank that has launched, as with any other backend. The ends of
+a pipeline, which share the tied embedding, wait for it at different places, the one for the sake of the other. Only of
+a large sum over three ranks or more each rank makes a share when it waits itself or comes by again: such a sum, and
+what is launched after it, has to be waited for where all ranks do.
 
-Sums are made in the order of the members, in fp32 where the dtype has 16 bits, rounded once: the same bits on every rank.
+Sums are made in the order of the members, in fp32 where the dtype has 16 bits, rounded once: the same bits on every
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Ticket:
 
 
 class Exchange:
-    """The collectives of one group. Tensors are contiguous, on the CPU; they may not be written to (a result: read) before `wait`."""
+    """The collectives of one group. Tensors are contiguous, on the CPU; they may not be written to (a result: read)
+    before `wait`.
+    """
 
     def __init__(self, memory: SharedMemory, library: Library) -> None:
         self._memory, self._members = memory, Members(memory.index, memory.size, library)
@@ -95,11 +99,17 @@ class Exchange:
                 self._memory.wait(*self._missing(self._farthest()))
 
     def _farthest(self) -> int:
-        """The last stage in which a chunk is due. There is one: what has been launched and not taken is in some queue."""
+        """The last stage in which a chunk is due.
+
+        There is one: what has been launched and not taken is in some queue.
+        """
         return max(stage for stage in (POSTED, FOLDED, TAKEN) if self._queues[stage])
 
     def _step(self) -> bool:
-        """Do one thing that can be done without waiting; whether there was one. Putting comes first: others may wait for it."""
+        """Do one thing that can be done without waiting; whether there was one.
+
+        Putting comes first: others may wait for it.
+        """
         for stage in (POSTED, FOLDED, TAKEN):
             if self._queues[stage] and self._memory.reached(*self._missing(stage)):
                 self._do(stage)
@@ -107,7 +117,9 @@ class Exchange:
         return False
 
     def _missing(self, stage: int) -> tuple[int, int, Sequence[int] | None]:
-        """What the next chunk of a stage needs: the stage and count that members must have come to, and which (None: all)."""
+        """What the next chunk of a stage needs: the stage and count that members must have come to, and which (None:
+        all).
+        """
         chunk, transfer = self._done[stage], self._queues[stage][0]
         if stage == POSTED:  # the slot is free
             return TAKEN, chunk - SLOTS + 1, None

@@ -1,18 +1,20 @@
 """Scales of FP8 products: where they come from, and what of a layer is kept from one micro-batch to the next.
 
-A layer has three matrices: its input, its weight, the gradient of its output. One scale serves the whole of each, on every tp rank:
-with a shard's own scale, another layout would be another program.
+A layer has three matrices: its input, its weight, the gradient of its output. One scale serves the whole of each, on
+every tp rank: with a shard's own scale, another layout would be another program.
 
-current  the scale is that of the matrix at hand. Where tp ranks hold parts of it, their largest values are reduced first:
-         one float32 (all-reduce over tp, max) per such matrix, per weight once a step.
-delayed  the scale is that of the largest value in the last steps, so that a matrix is read once, and nothing travels. What exceeds it
-         saturates. Largest values of a step, over its micro-batches and all ranks, are one entry of the history: the result does not
-         depend on how a batch is cut over dp and micro-batches. They travel once a step: three float32 for every FP8 layer of the
-         whole model, one all-reduce (max) over the world, so that every rank can write the history into a checkpoint, and any
-         layout can load it. Until there is a history, scaling is current.
+current  the scale is that of the matrix at hand. Where tp ranks hold parts of it, their largest values are reduced
+         first: one float32 (all-reduce over tp, max) per such matrix, per weight once a step.
+delayed  the scale is that of the largest value in the last steps, so that a matrix is read once, and nothing travels.
+         What exceeds it saturates. Largest values of a step, over its micro-batches and all ranks, are one entry of the
+         history: the result does not depend on how a batch is cut over dp and micro-batches. They travel once a step:
+         three float32 for every FP8 layer of the whole model, one all-reduce (max) over the world, so that every rank
+         can write the history into a checkpoint, and any layout can load it. Until there is a history, scaling is
+         current.
 
-A maximum may be taken twice and scales stand still within a step: a recomputed forward quantises as the first did and changes
-nothing. A skipped step leaves the history as it was. All state is updated in place on the device; the host reads nothing.
+A maximum may be taken twice and scales stand still within a step: a recomputed forward quantises as the first did and
+changes nothing. A skipped step leaves the history as it was. All state is updated in place on the device; the host
+reads nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Fp8:
         return self.is_delayed and self.calibrated
 
     def layer(self, name: str, shared_out: frozenset[str]) -> Fp8Layer | None:
-        """The state of the layer with this global name; None where it does not run in FP8. shared_out: roles split over tp."""
+        """The state of the layer with this global name; None where it does not run in FP8. shared_out: roles split over
+        tp.
+        """
         return Fp8Layer(self, self.rows[name], shared_out) if name in self.rows else None
 
     def begin(self) -> None:
@@ -73,7 +77,10 @@ class Fp8:
 
     @torch.no_grad()
     def end(self, skip: Tensor) -> None:
-        """The step is over, and the optimizer has run or skipped it (0-dim bool). Communicates as above. Called by all ranks."""
+        """The step is over, and the optimizer has run or skipped it (0-dim bool). Communicates as above.
+
+        Called by all ranks.
+        """
         self.step = None
         if not self.is_delayed:
             return
@@ -90,7 +97,10 @@ class Fp8:
         self.scales.copy_(torch.where(known > 0, scale_of(known, self._largest), 1.0))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Histories and scales by layer, for a checkpoint: the same on all ranks. None where there is nothing to keep."""
+        """Histories and scales by layer, for a checkpoint: the same on all ranks.
+
+        None where there is nothing to keep.
+        """
         if not self.knows_scales:
             return None
         history, scales = self.history.permute(1, 2, 0).tolist(), self.scales.tolist()
@@ -100,7 +110,10 @@ class Fp8:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on with a checkpoint's; of a history of another length the newest entries. If it lacks a layer, the next step's scaling is current."""
+        """Go on with a checkpoint's; of a history of another length the newest entries.
+
+        If it lacks a layer, the next step's scaling is current.
+        """
         if state is None or not self.is_delayed:
             return
         device, steps = self.history.device, len(self.history)
@@ -123,8 +136,12 @@ class Fp8Layer:
         self._weight: Quantised | None = None
         self._cast_in: int | None = None
 
-    def quantise(self, role: str, x: Tensor, *, transposed: bool, compiled: bool, into: Quantised | None = None) -> Quantised:
-        """x [m, k] in FP8. Under current scaling one float32 is reduced over tp, if the role is shared out. into: where to write it."""
+    def quantise(
+        self, role: str, x: Tensor, *, transposed: bool, compiled: bool, into: Quantised | None = None
+    ) -> Quantised:
+        """x [m, k] in FP8. Under current scaling one float32 is reduced over tp, if the role is shared out. into: where
+        to write it.
+        """
         fp8, column = self.fp8, ROLES.index(role)
         made = into if into is not None else empty(x, DTYPES[role], transposed)
         scale = fp8.scales[self.row, column] if fp8.knows_scales else None
@@ -135,14 +152,18 @@ class Fp8Layer:
             all_reduce(whole, fp8.tp, "max").wait()
             scale = scale_of(whole, LARGEST[DTYPES[role]])
         # The step before there is a history is not compiled: it would need other bodies for itself.
-        found = fill(role, x, made, scale=scale, amax=amax, compiled=compiled and (fp8.knows_scales or not fp8.is_delayed))
+        found = fill(
+            role, x, made, scale=scale, amax=amax, compiled=compiled and (fp8.knows_scales or not fp8.is_delayed)
+        )
         if fp8.is_delayed:
             largest = fp8.amax[self.row, column]
             torch.maximum(largest, found, out=largest)
         return made
 
     def weight(self, weights: Tensor, *, compiled: bool) -> Quantised:
-        """The weight [n, k] in FP8 with its transpose: cast once a step, always into the same memory (for CUDA graphs)."""
+        """The weight [n, k] in FP8 with its transpose: cast once a step, always into the same memory
+        (for CUDA graphs).
+        """
         if self.fp8.step is None:
             return self.quantise("weight", weights, transposed=True, compiled=compiled)
         if self._weight is None or self._cast_in != self.fp8.step:

@@ -1,7 +1,7 @@
 """Linear layers whose three products run in FP8, with the communication of `mpu.linear`.
 
-What is kept for backward is the input's FP8 copy, by columns: half the bytes of the 16-bit input. Under sequence parallelism it is this
-rank's part, by rows, and what is gathered, in forward and in backward, is FP8: half the traffic.
+What is kept for backward is the input's FP8 copy, by columns: half the bytes of the 16-bit input. Under sequence
+parallelism it is this rank's part, by rows, and what is gathered, in forward and in backward, is FP8: half the traffic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layer: Fp8Layer, group: Group | None, gathers: bool, count: int, compiled: bool, *parameters: Tensor
+        ctx: Any,
+        x: Tensor,
+        layer: Fp8Layer,
+        group: Group | None,
+        gathers: bool,
+        count: int,
+        compiled: bool,
+        *parameters: Tensor,
     ) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         rows = x.reshape(-1, x.shape[-1])
@@ -61,7 +68,14 @@ class _Fp8Linear(torch.autograd.Function):
         y = fp8.product(values, weight.values, quantised.inverse, weight.inverse, x.dtype, bias, fast=True)
         kept = rows if not ctx.narrow else quantised.values if gathers else quantised.transposed
         kept = kept if trained else None  # of a frozen layer nothing reads it again
-        ctx.layer, ctx.group, ctx.gathers, ctx.count, ctx.compiled, ctx.shape = layer, group, gathers, count, compiled, x.shape
+        ctx.layer, ctx.group, ctx.gathers, ctx.count, ctx.compiled, ctx.shape = (
+            layer,
+            group,
+            gathers,
+            count,
+            compiled,
+            x.shape,
+        )
         ctx.targets = [target_of(parameter) for parameter in parameters]
         ctx.save_for_backward(kept, quantised.inverse, weight.transposed, weight.inverse, *parameters)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
@@ -131,7 +145,12 @@ def runs_fp8() -> bool:
 
 
 def fp8_linear(
-    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...], layer: Fp8Layer, group: Group | None, sequence_parallel: bool
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor, ...],
+    layer: Fp8Layer,
+    group: Group | None,
+    sequence_parallel: bool,
 ) -> Tensor:
     """x [s(/t), b, k], weights [n_i, k], biases [n_i] (one each, or none) -> [s, b, sum n_i], products in FP8.
 

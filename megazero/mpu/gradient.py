@@ -16,8 +16,9 @@ from torch import Tensor
 from megazero.mpu.place import Parameter
 
 Write = Callable[[Tensor, bool], None]
-"""write(into, add): put a gradient into a contiguous tensor of the parameter's shape and any dtype at least as wide, over
-what is there, or added to it."""
+"""write(into, add): put a gradient into a contiguous tensor of the parameter's shape and any dtype at least as wide,
+over what is there, or added to it.
+"""
 
 
 class GradientTarget(Protocol):

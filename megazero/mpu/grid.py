@@ -92,7 +92,8 @@ class Group:
     ranks    global ranks of the members
     index    this rank's place among them
     handle   torch's process group; None in a group of one, whose collectives do nothing
-    exchange  the way through memory that all members share; None where they are on several hosts, or the backend takes device tensors
+    exchange  the way through memory that all members share; None where they are on several hosts, or the backend takes
+    device tensors
     traffic  bytes this rank handed to collectives, by (operation, dtype): a reduce-scatter's input, an all-gather's
              output, twice an all-reduce's tensor
     """
@@ -134,7 +135,10 @@ class ProcessGrid:
     cp: Group
     """Who shares out a sample's tokens."""
     replicas: Group
-    """dp x cp: who holds the same parameters, reduces their gradients and shares out their state. With cp 1 it is `dp` itself."""
+    """dp x cp: who holds the same parameters, reduces their gradients and shares out their state.
+
+    With cp 1 it is `dp` itself.
+    """
     tied: Group | None
     """{first, last stage} x replicas; None on ranks of other stages. With pp 1 it is `replicas` itself."""
     timeout: timedelta | None = None
@@ -144,7 +148,9 @@ class ProcessGrid:
 def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
     """The grid of a program that is one process: every group is of size 1."""
     dp = solo()
-    return ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, solo(), dp, dp)
+    return ProcessGrid(
+        Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, solo(), dp, dp
+    )
 
 
 def build_grid(
@@ -154,13 +160,17 @@ def build_grid(
 
     Each rank creates only the groups it is a member of, in the same order everywhere, so start-up does not grow
     with the number of groups. timeout: of their collectives (torch does not take it from the world's group).
-    shared_memory: groups within a host exchange tensors through memory where the backend is the host's (gloo). Raises ValueError when the axes do not multiply to the world size.
+    shared_memory: groups within a host exchange tensors through memory where the backend is the host's (gloo). Raises
+    ValueError when the axes do not multiply to the world size.
     """
     if axes.world_size == 1 and not dist.is_initialized():
         return single_process_grid(device)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if axes.world_size != world_size:
-        raise ValueError(f"pp({axes.pp}) * dp({axes.dp}) * cp({axes.cp}) * tp({axes.tp}) = {axes.world_size} != world size ({world_size})")
+        raise ValueError(
+            f"pp({axes.pp}) * dp({axes.dp}) * cp({axes.cp}) * tp({axes.tp}) = {axes.world_size} != world size "
+            f"({world_size})"
+        )
     at = axes.coordinates(rank)
     made: dict[tuple[int, ...], Group] = {}
     world = tuple(range(world_size))
@@ -180,8 +190,9 @@ def build_grid(
 
 
 def stream_options(backend: str, timeout: timedelta | None) -> Any:
-    """What a new group of this backend is told. NCCL's kernels go before those that wait to compute: they are few, and others wait for
-    them; at equal priority they would start once a product that fills the card is over."""
+    """What a new group of this backend is told. NCCL's kernels go before those that wait to compute: they are few, and
+    others wait for them; at equal priority they would start once a product that fills the card is over.
+    """
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -200,7 +211,8 @@ def join_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
 
 
 def background_group(world: Group, timeout: timedelta = timedelta(days=1)) -> Group:
-    """The world once more, over the host's sockets: for a thread beside the run, whose messages would meet the run's. All ranks call this.
+    """The world once more, over the host's sockets: for a thread beside the run, whose messages would meet the run's.
+    All ranks call this.
 
     timeout: how long one rank may be behind the others, which is as long as a disk may take.
     """
@@ -216,7 +228,9 @@ def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None, sha
     return _group_of(ranks, rank, handle, timeout, shared_memory)
 
 
-def _group_of(ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, timeout: timedelta | None, shared_memory: bool) -> Group:
+def _group_of(
+    ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, timeout: timedelta | None, shared_memory: bool
+) -> Group:
     group = Group(ranks, ranks.index(rank), handle)
     if handle is not None and shared_memory and group.is_on_host:
         kernels = library.host_library(library.choice())

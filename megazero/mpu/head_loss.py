@@ -1,9 +1,9 @@
 """The head's product and the loss together, in blocks of rows: whole logits never exist.
 
-N tokens, h hidden, v padded vocabulary, t = tp size. The gradient of a block's logits is written over them as soon as their
-losses are known, and goes into the gradients of the input and the weight at once; nothing waits for backward but the
-input's gradient [N, h]. It needs to know what the loss will be multiplied by (16-bit gradients would underflow without
-the loss scale): where the caller does not say, the weight's gradient waits in a buffer of its own.
+N tokens, h hidden, v padded vocabulary, t = tp size. The gradient of a block's logits is written over them as soon as
+their losses are known, and goes into the gradients of the input and the weight at once; nothing waits for backward but
+the input's gradient [N, h]. It needs to know what the loss will be multiplied by (16-bit gradients would underflow
+without the loss scale): where the caller does not say, the weight's gradient waits in a buffer of its own.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.gradient import hand_over, target_of
 
 BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""Logits that exist at once: on the CPU few enough blocks that packing the weight for each costs little, on a GPU enough for its products to fill it."""
+"""Logits that exist at once: on the CPU few enough blocks that packing the weight for each costs little, on a GPU
+enough for its products to fill it.
+"""
 
 LEAST_ROWS = {"cpu": 1, "cuda": 4096}
-"""Rows of a block, whatever its bytes. Every block adds a product to the weight's whole fp32 gradient, which moves 8 bytes an element beside 6
-FLOPs an element and row: on an H100 (700 TFLOP/s, 3 TB/s) 311 / rows of the time of the products."""
+"""Rows of a block, whatever its bytes. Every block adds a product to the weight's whole fp32 gradient, which moves 8
+bytes an element beside 6 FLOPs an element and row: on an H100 (700 TFLOP/s, 3 TB/s) 311 / rows of the time of the
+products.
+"""
 
 
 class LogitsMemory:
     """Where a block of logits lies: on the CPU the same memory in every step.
 
-    Freed, the largest tensor of a step leaves a hole in the heap that fills with small ones, and the next step's has to lie elsewhere. A
-    GPU's allocator keeps large blocks apart, and can lend them to others.
+    Freed, the largest tensor of a step leaves a hole in the heap that fills with small ones, and the next step's has to
+    lie elsewhere. A GPU's allocator keeps large blocks apart, and can lend them to others.
     """
 
     def __init__(self) -> None:

@@ -37,8 +37,9 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W and b shared out over tp: [s(/t), b, in] -> [s, b, out/t].
 
     Rank r holds rows [r*out/t, (r+1)*out/t). Communication: forward nothing (sp: all-gather of x along s); backward
-    all-reduce of the input gradient (sp: all-gather of x, reduce-scatter of the input gradient), each overlapped with
-    a GEMM. Raises ValueError when t does not divide out. fp8: the run's state, where the layer may be one of its (`mpu.fp8`).
+    all-reduce of the input gradient (sp: all-gather of x, reduce-scatter of the input gradient), each overlapped with a
+    GEMM. Raises ValueError when t does not divide out. fp8: the run's state, where the layer may be one of its
+    (`mpu.fp8`).
     lora: the run's adapters, where the layer may have one (`mpu.lora`); their dropout is keyed by `samples`, int64 [b].
     """
 
@@ -64,11 +65,15 @@ class ColumnParallelLinear(nn.Module):
         split = {"dim": 0, "rank": group.index, "size": group.size}
         weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, std=std, **split)
         self.weight = Parameter(weight, dtype, device)
-        self.bias = Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, **split), dtype, device) if bias else None
+        self.bias = (
+            Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, **split), dtype, device) if bias else None
+        )
         self.adapter: ColumnAdapter | None = None
         if lora is not None and lora.adapts(name):
             features = in_features, out_features
-            self.adapter = ColumnAdapter(name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+            self.adapter = ColumnAdapter(
+                name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            )
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         return self.adapted(x, self._product(x), samples)
@@ -127,14 +132,28 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.fp8 = None if fp8 is None else fp8.layer(name, frozenset({"input", "weight"}))
-        weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, dim=1, rank=group.index, size=group.size, std=std)
+        weight = shard(
+            f"{name}.weight",
+            (out_features, in_features),
+            Kind.MATRIX,
+            dim=1,
+            rank=group.index,
+            size=group.size,
+            std=std,
+        )
         self.weight = Parameter(weight, dtype, device)
         partial = sequence_parallel and group.size > 1
-        self.bias = Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, tp_partial=partial), dtype, device) if bias else None
+        self.bias = (
+            Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, tp_partial=partial), dtype, device)
+            if bias
+            else None
+        )
         self.adapter: RowAdapter | None = None
         if lora is not None and lora.adapts(name):
             features = in_features, out_features
-            self.adapter = RowAdapter(name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+            self.adapter = RowAdapter(
+                name, *features, group, lora, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            )
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         y = self._reduced(x)
@@ -153,7 +172,9 @@ class RowParallelLinear(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table whose gradient target takes their gradients one by one: no gradient of the table's size is made."""
+    """Rows of a table whose gradient target takes their gradients one by one: no gradient of the
+    table's size is made.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ def adjacent(weights: tuple[Tensor, ...]) -> Tensor | None:
     end = first.storage_offset()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and weight.dtype == first.dtype
-        if not (same and weight.is_contiguous() and weight.shape[1:] == first.shape[1:] and weight.storage_offset() == end):
+        if not (
+            same and weight.is_contiguous() and weight.shape[1:] == first.shape[1:] and weight.storage_offset() == end
+        ):
             return None
         end += weight.numel()
     rows = sum(weight.shape[0] for weight in weights)
@@ -67,13 +69,19 @@ def _input_gradient(grad: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     return total
 
 
-def _parameter_gradients(ctx: Any, grad: Tensor, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """What autograd gets for the weights and biases: None for those whose target takes the gradient, or that need none."""
+def _parameter_gradients(
+    ctx: Any, grad: Tensor, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    """What autograd gets for the weights and biases: None for those whose target takes the gradient,
+    or that need none.
+    """
     flat, rows = grad.view(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     needed = ctx.needs_input_grad[-len(ctx.targets) :]
     parts = flat.split([weight.shape[0] for weight in weights], dim=-1)
     found: list[Tensor | None] = []
-    for part, parameter, target, wanted in zip((*parts, *parts), (*weights, *biases), ctx.targets, needed, strict=False):
+    for part, parameter, target, wanted in zip(
+        (*parts, *parts), (*weights, *biases), ctx.targets, needed, strict=False
+    ):
         write = partial(add_weight_gradient, part, rows) if parameter.dim() == 2 else partial(add_bias_gradient, part)
         found.append(hand_over(parameter, target, write) if wanted else None)
     return found
@@ -83,7 +91,9 @@ class _Linear(torch.autograd.Function):
     """(x, group, sp, count of weights, *weights, *biases) -> [s, b, sum n_i]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group | None, sequence_parallel: bool, count: int, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: Group | None, sequence_parallel: bool, count: int, *parameters: Tensor
+    ) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         ctx.group, ctx.count = group, count
         ctx.gathers = group is not None and sequence_parallel and group.size > 1
@@ -117,7 +127,9 @@ class _Linear(torch.autograd.Function):
                 reducing = all_reduce(whole, group)
         # The gather was posted before the reduction, so waiting here for it alone keeps the reduction in flight.
         gathering.wait()
-        parameter_grads = _parameter_gradients(ctx, grad, x, weights, biases) if needs_weights else [None] * len(parameters)
+        parameter_grads = (
+            _parameter_gradients(ctx, grad, x, weights, biases) if needs_weights else [None] * len(parameters)
+        )
         reducing.wait()
         return grad_x, None, None, None, *parameter_grads
 
@@ -154,16 +166,24 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool) -> Tensor:
+def column_parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
+) -> Tensor:
     """x [s(/t), b, k], weight [n/t, k], bias [n/t] -> [s, b, n/t]. Communication as above."""
     result: Tensor = applied(_Linear, x, group, sequence_parallel, 1, weight, *given(bias))
     return result
 
 
 def column_parallel_linear_pair(
-    x: Tensor, weights: tuple[Tensor, Tensor], biases: tuple[Tensor | None, Tensor | None], group: Group, sequence_parallel: bool
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    group: Group,
+    sequence_parallel: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Two column-parallel products of one x, with one gather, one reduction, and one GEMM where weights are adjacent."""
+    """Two column-parallel products of one x, with one gather, one reduction, and one GEMM where
+    weights are adjacent.
+    """
     given = tuple(bias for bias in biases if bias is not None)
     assert len(given) in (0, 2), "both have a bias, or none"
     both = applied(_Linear, x, group, sequence_parallel, 2, *weights, *given)

@@ -1,11 +1,12 @@
 """Low-rank adapters beside tensor-parallel linear layers (LoRA: Hu et al. 2021, arXiv:2106.09685).
 
-y = W x + scale B A x, W frozen; A [r, in], B [out, r]. One of the two is split over tp as W is, the other is replicated. What an adapter
-communicates is r wide, never the width of the layer: a column-parallel layer's input is not gathered for A (under sequence
-parallelism each rank multiplies its own positions), a row-parallel layer's B multiplies what is summed already.
+y = W x + scale B A x, W frozen; A [r, in], B [out, r]. One of the two is split over tp as W is, the other is
+replicated. What an adapter communicates is r wide, never the width of the layer: a column-parallel layer's input is not
+gathered for A (under sequence parallelism each rank multiplies its own positions), a row-parallel layer's B multiplies
+what is summed already.
 
-B starts at 0, so that nothing changes at first. A starts from a normal distribution of the standard deviation 1 / sqrt(3 in) that PEFT's
-uniform start has; drawn by global index, as all weights are.
+B starts at 0, so that nothing changes at first. A starts from a normal distribution of the standard deviation 1 /
+sqrt(3 in) that PEFT's uniform start has; drawn by global index, as all weights are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class LowRank:
     targets  last parts of the names of the layers that get an adapter
     dropout  on what A multiplies, in training
     seed     keys dropout
-    slices   equal parts of a row-parallel layer's inputs whose dropout has keys of its own; any tp that the model allows divides it
+    slices   equal parts of a row-parallel layer's inputs whose dropout has keys of its own; any tp that the model
+    allows divides it
     """
 
     rank: int
@@ -62,9 +64,11 @@ def low_rank(lora: LoraConfig, model: ModelConfig, seed: int = 0) -> LowRank | N
 
 
 class Adapter(nn.Module):
-    """The parameters of an adapter; `forward(x, y, samples)` returns y + scale B A dropout(x) for a layer's input x and output y.
+    """The parameters of an adapter; `forward(x, y, samples)` returns y + scale B A dropout(x) for a layer's input x and
+    output y.
 
-    Shapes are the layer's. samples: int64 [b], numbers of the samples in the run's order; may be None where there is no dropout.
+    Shapes are the layer's. samples: int64 [b], numbers of the samples in the run's order; may be None where there is no
+    dropout.
     """
 
     splits_rows: ClassVar[bool]
@@ -87,7 +91,8 @@ class Adapter(nn.Module):
         self.p, self.slices = low_rank.dropout, low_rank.slices
         self.key = DropoutKey(low_rank.seed, 0, name)
         split: dict[str, Any] = {"rank": group.index, "size": group.size}
-        # The replicated factor sees its own positions only under sequence parallelism; else its gradient is whole on every rank.
+        # The replicated factor sees its own positions only under sequence parallelism; else its gradient is whole on
+        # every rank.
         whole: dict[str, Any] = {"tp_partial": sequence_parallel and group.size > 1}
         to_a, to_b = (whole, {"dim": 0, **split}) if self.splits_rows else ({"dim": 1, **split}, whole)
         rank, std = low_rank.rank, 1 / math.sqrt(3 * in_features)
@@ -112,7 +117,8 @@ class Adapter(nn.Module):
 class ColumnAdapter(Adapter):
     """Of a column-parallel layer: A replicated, B's rows split. x [s(/t), b, in], y [s, b, out/t].
 
-    Communication: forward nothing (sp: all-gather of A x along s); backward all-reduce of its gradient (sp: the same gather, reduce-scatter).
+    Communication: forward nothing (sp: all-gather of A x along s); backward all-reduce of its gradient (sp: the same
+    gather, reduce-scatter).
     """
 
     splits_rows = True
@@ -122,13 +128,17 @@ class ColumnAdapter(Adapter):
         return y + column_parallel_linear(low, self.lora_b, None, self.group, self.sequence_parallel)
 
     def drop(self, x: Tensor, samples: Tensor) -> Tensor:
-        return hidden_dropout(x, self.p, self.key, samples, sequence_offset(x.shape[0], self.group, self.sequence_parallel))
+        return hidden_dropout(
+            x, self.p, self.key, samples, sequence_offset(x.shape[0], self.group, self.sequence_parallel)
+        )
 
 
 class RowAdapter(Adapter):
-    """Of a row-parallel layer: A's columns split, B replicated. x [s, b, in/t], y [s(/t), b, out], summed over tp already.
+    """Of a row-parallel layer: A's columns split, B replicated. x [s, b, in/t], y [s(/t), b, out], summed over tp
+    already.
 
-    Communication: forward all-reduce of A x (sp: reduce-scatter along s); backward nothing (sp: all-gather of its gradient).
+    Communication: forward all-reduce of A x (sp: reduce-scatter along s); backward nothing (sp: all-gather of its
+    gradient).
     """
 
     splits_rows = False

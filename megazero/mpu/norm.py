@@ -22,7 +22,14 @@ class LayerNorm(nn.Module):
     """
 
     def __init__(
-        self, name: str, hidden: int, eps: float, group: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
+        self,
+        name: str,
+        hidden: int,
+        eps: float,
+        group: Group,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -41,7 +48,14 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [..., h] -> [..., h]; dtypes as LayerNorm's."""
 
     def __init__(
-        self, name: str, hidden: int, eps: float, group: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
+        self,
+        name: str,
+        hidden: int,
+        eps: float,
+        group: Group,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.eps = eps

@@ -1,7 +1,7 @@
 """Messages between pipeline stages: asynchronous sends and receives of tensors whose shape both ends know.
 
-Every directed pair of neighbouring stages has a channel for hidden states (forward) and one for their gradients (backward),
-as far as the layout of the chunks needs them, so that no message waits behind one that goes the other way.
+Every directed pair of neighbouring stages has a channel for hidden states (forward) and one for their gradients
+(backward), as far as the layout of the chunks needs them, so that no message waits behind one that goes the other way.
 
 NCCL runs the operations of a communicator in the order of issue, so each channel has a two-rank group of its own, and
 messages are matched by order, which `megazero.pipeline.simulate` proves equal at both ends. Other backends match by
@@ -58,8 +58,8 @@ class Channels:
 
     and_back  hidden states go there and back between neighbours (`mpu.chunks`), instead of around a ring of stages
 
-    Creating it is collective over the pipeline group. A message may take as long as the grid's timeout. Raises PeerError
-    out of any method once a message has failed.
+    Creating it is collective over the pipeline group. A message may take as long as the grid's timeout. Raises
+    PeerError out of any method once a message has failed.
     """
 
     def __init__(self, grid: ProcessGrid, and_back: bool = False) -> None:
@@ -84,7 +84,9 @@ class Channels:
         # On CUDA with gloo: the copy waits for the tensor's computation, on the host.
         buffer = _pinned_like(tensor).copy_(tensor) if self._is_staged(tensor) else tensor
         with _blaming(what):
-            work = dist.isend(buffer, self.grid.pp.ranks[stage], group=self._group(channel), tag=tag.number if self._by_tag else 0)
+            work = dist.isend(
+                buffer, self.grid.pp.ranks[stage], group=self._group(channel), tag=tag.number if self._by_tag else 0
+            )
         assert work is not None
         sent.keep(buffer, _Message(work, what, self.timeout if self._by_tag else None))
 
@@ -97,7 +99,9 @@ class Channels:
         staged = self._is_staged(buffer)
         target = _pinned_like(buffer) if staged else buffer
         with _blaming(what):
-            work = dist.irecv(target, self.grid.pp.ranks[stage], group=self._group(channel), tag=tag.number if self._by_tag else 0)
+            work = dist.irecv(
+                target, self.grid.pp.ranks[stage], group=self._group(channel), tag=tag.number if self._by_tag else 0
+            )
         assert work is not None
         message = _Message(work, what, self.timeout if self._by_tag else None)
         return _Arrival(message, (lambda: buffer.copy_(target, non_blocking=True)) if staged else None)
@@ -124,7 +128,9 @@ class Channels:
         if self.grid.tied is None:
             self._placeholder()  # for the tied group that the first and last stage have made
         for turn in range(2 + stages % 2):
-            edges = [(i, (i + 1) % stages) for i in range(stages) if (2 if stages % 2 and i == stages - 1 else i % 2) == turn]
+            edges = [
+                (i, (i + 1) % stages) for i in range(stages) if (2 if stages % 2 and i == stages - 1 else i % 2) == turn
+            ]
             mine = [edge for edge in edges if self._stage in edge and not (and_back and edge[1] == 0)]
             for against, backward in [(False, False), (True, True), *[(True, False), (False, True)] * and_back]:
                 if mine:
@@ -143,8 +149,9 @@ class Channels:
             dist.recv(greeting, source, group=group)
 
     def _placeholder(self) -> None:
-        """Keep step with the neighbours: torch names a group after its ranks and the number of groups this rank has, so two
-        ranks that have made different numbers of them wait for each other under different names, until the timeout."""
+        """Keep step with the neighbours: torch names a group after its ranks and the number of groups this rank has, so
+        two ranks that have made different numbers of them wait for each other under different names, until the timeout.
+        """
         dist.new_group([self.grid.rank], backend="gloo", use_local_synchronization=True)
 
 

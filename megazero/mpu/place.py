@@ -99,7 +99,9 @@ def shard(
 
 
 class Parameter(nn.Parameter):
-    """An `nn.Parameter` with a `place`; whoever sums its gradients sets `gradient_target` (`mpu.gradient.GradientTarget`)."""
+    """An `nn.Parameter` with a `place`; whoever sums its gradients sets `gradient_target`
+    (`mpu.gradient.GradientTarget`).
+    """
 
     place: Place
     gradient_target: Any

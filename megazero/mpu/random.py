@@ -65,7 +65,9 @@ def initialise(out: Tensor, place: Place, seed: int) -> None:
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What a dropout is: the run's seed, the global number of the layer, and which of the layer's dropouts (an adapter's: by name)."""
+    """What a dropout is: the run's seed, the global number of the layer, and which of the layer's dropouts (an
+    adapter's: by name).
+    """
 
     seed: int
     layer: int
@@ -93,7 +95,13 @@ def hidden_dropout(x: Tensor, p: float, key: DropoutKey, samples: Tensor, sequen
 
 
 def add_hidden_dropout(
-    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey, samples: Tensor, sequence_offset: int = 0
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    key: DropoutKey,
+    samples: Tensor,
+    sequence_offset: int = 0,
 ) -> Tensor:
     """residual + hidden_dropout(x + bias) in one pass; x and residual [s_local, b, h], bias [h] or None."""
     _check(p)
@@ -122,7 +130,9 @@ def sliced_dropout(x: Tensor, p: float, key: DropoutKey, samples: Tensor, slices
     return dropout(x.unflatten(-1, (slices, -1)), keys, p).flatten(-2)
 
 
-def attention_dropout(probs: Tensor, p: float, key: DropoutKey, samples: Tensor, head_offset: int = 0, query_offset: int = 0) -> Tensor:
+def attention_dropout(
+    probs: Tensor, p: float, key: DropoutKey, samples: Tensor, head_offset: int = 0, query_offset: int = 0
+) -> Tensor:
     """Dropout of attention probabilities [b, n_local, sq, sk]; head_offset: global number of this rank's first head."""
     _check(p)
     if p == 0.0:

@@ -1,9 +1,10 @@
 """Memory that the ranks of one host share: an area of slots for each rank, and counters that say how far each rank is.
 
-An anonymous file of the first rank (memfd), which the others open through /proc: nothing is left behind however a process ends, and
-the size of /dev/shm does not limit it. Only pages that are used take memory. The file is sealed: were another process to shrink it, a
-rank that touches what is gone would die of SIGBUS. It begins with a random number, by which a rank knows that the file it has opened is
-the first rank's: virtual machines that are clones of one have the same boot id, and may have the same process ids.
+An anonymous file of the first rank (memfd), which the others open through /proc: nothing is left behind however a
+process ends, and the size of /dev/shm does not limit it. Only pages that are used take memory. The file is sealed: were
+another process to shrink it, a rank that touches what is gone would die of SIGBUS. It begins with a random number, by
+which a rank knows that the file it has opened is the first rank's: virtual machines that are clones of one have the
+same boot id, and may have the same process ids.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ SLOT = 1 << 20
 SLOTS = 16
 """Slots of a rank's area, used in turn: how far a rank may be ahead of the slowest."""
 POSTED, FOLDED, TAKEN, _LEFT = range(4)
-"""What a rank counts: chunks that it has put into its slots, folded (its part of a sum), taken what it wanted of; and whether it has left."""
+"""What a rank counts: chunks that it has put into its slots, folded (its part of a sum), taken what it wanted of; and
+whether it has left.
+"""
 _LINE = 64
 _KEY = 16
 """Bytes of the random number."""
@@ -75,7 +78,8 @@ class _File:
 
 
 class SharedMemory:
-    """One rank's view of the memory: the random number, counters [4, size], each in a cache line of its own, labels [size, SLOTS], slots.
+    """One rank's view of the memory: the random number, counters [4, size], each in a cache line of its own, labels
+    [size, SLOTS], slots.
 
     index, size  this rank's place among the members
     slots        [size, SLOTS, SLOT] bytes
@@ -104,17 +108,23 @@ class SharedMemory:
 
     def check_labels(self, slot: int, label: int, members: Sequence[int] | None) -> None:
         """Raises RuntimeError unless the members (None: all) have put what this rank expects."""
-        found = {member: self._labels[member * SLOTS + slot] for member in (range(self.size) if members is None else members)}
+        found = {
+            member: self._labels[member * SLOTS + slot] for member in (range(self.size) if members is None else members)
+        }
         if any(other != label for other in found.values()):
             told = ", ".join(f"rank {self._hosts[member].rank}: {other} bytes" for member, other in found.items())
-            raise RuntimeError(f"rank {self._hosts[self.index].rank} expects {label} bytes of each rank of its group, but found {told}")
+            raise RuntimeError(
+                f"rank {self._hosts[self.index].rank} expects {label} bytes of each rank of its group, but found {told}"
+            )
 
     def leave(self) -> None:
         """Let nobody wait for this rank any more."""
         self.publish(_LEFT, 1)
 
     def publish(self, stage: int, count: int) -> None:
-        """Say that this rank has come to `count` chunks in a stage; what it wrote before can be read by whoever sees that."""
+        """Say that this rank has come to `count` chunks in a stage; what it wrote before can be read by whoever sees
+        that.
+        """
         self._library.call("publish", self._counter(stage, self.index), count)
 
     def reached(self, stage: int, count: int, members: Sequence[int] | None = None) -> bool:
@@ -122,7 +132,9 @@ class SharedMemory:
         return self._laggard(stage, count, members, 0) is None
 
     def wait(self, stage: int, count: int, members: Sequence[int] | None = None) -> None:
-        """Until they have. Raises PeerError when one of them has died or left its group, or the timeout has passed; or this one has left."""
+        """Until they have. Raises PeerError when one of them has died or left its group, or the timeout has passed; or
+        this one has left.
+        """
         if self.reached(_LEFT, 1, [self.index]):
             raise PeerError(f"rank {self._hosts[self.index].rank} has left this group after an error")
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -132,7 +144,10 @@ class SharedMemory:
                 continue
             if gone or time.monotonic() > deadline:
                 why = "has ended" if gone else f"has not answered for {self._timeout.total_seconds():.0f} s"
-                raise PeerError(f"rank {self._hosts[late].rank}, with which rank {self._hosts[self.index].rank} exchanges tensors, {why}")
+                raise PeerError(
+                    f"rank {self._hosts[late].rank}, with which rank {self._hosts[self.index].rank} exchanges tensors, "
+                    f"{why}"
+                )
 
     def _laggard(self, stage: int, count: int, members: Sequence[int] | None, milliseconds: int) -> int | None:
         """The first member that has not come to `count` in time."""
@@ -185,10 +200,14 @@ def lacking() -> str:
     return ""
 
 
-def share_memory(handle: dist.ProcessGroup, index: int, size: int, library: Library | None, timeout: timedelta) -> SharedMemory | None:
-    """The memory of a group whose ranks are all on this host; None, on all of them, where that is not so or cannot be had.
+def share_memory(
+    handle: dist.ProcessGroup, index: int, size: int, library: Library | None, timeout: timedelta
+) -> SharedMemory | None:
+    """The memory of a group whose ranks are all on this host; None, on all of them, where that is not so or cannot be
+    had.
 
-    library: the compiled kernels, which some rank may lack. Communicates three small gathers of Python objects over `handle`.
+    library: the compiled kernels, which some rank may lack. Communicates three small gathers of Python objects over
+    `handle`.
     """
     found = _gathered(handle, size, _Host.here(dist.get_rank()) if library is not None and not lacking() else None)
     hosts = [host for host in found if host is not None]
@@ -231,7 +250,9 @@ def _created(size: int) -> _File:
 
 
 def _opened(first: _File, hosts: Sequence[_Host], index: int, library: Library, timeout: timedelta) -> SharedMemory:
-    """Raises OSError or ValueError where the first member's file cannot be had here, or what has its name is another file."""
+    """Raises OSError or ValueError where the first member's file cannot be had here, or what has its name is another
+    file.
+    """
     file = os.open(f"/proc/{hosts[0].pid}/fd/{first.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(file, _KEY, 0) != first.key:

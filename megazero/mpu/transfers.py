@@ -19,7 +19,8 @@ FOLD_FROM = 16384
 
 
 class Transfer:
-    """One chunk of a collective, as this rank sees it: what it puts, folds and takes, and whose slots it needs for that.
+    """One chunk of a collective, as this rank sees it: what it puts, folds and takes, and whose slots it needs for
+    that.
 
     bytes  of what a member puts: alike on all ranks, or they have not launched the same collective
     """
@@ -57,11 +58,16 @@ class Members:
         """out = op over the parts in order; all contiguous, of one dtype and length."""
         addresses = [part.data_ptr() for part in parts]
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-        self.library.call(f"combine_{op}_{SUFFIXES[out.dtype]}", out.numel(), len(addresses), ctypes.addressof(pointers), out)
+        self.library.call(
+            f"combine_{op}_{SUFFIXES[out.dtype]}", out.numel(), len(addresses), ctypes.addressof(pointers), out
+        )
 
 
 class AllReduce(Transfer):
-    """Two ranks, or few bytes: everybody sums everything. Else everybody sums a share in its own slot, where the others find it."""
+    """Two ranks, or few bytes: everybody sums everything.
+
+    Else everybody sums a share in its own slot, where the others find it.
+    """
 
     def __init__(self, piece: Tensor, op: str, members: Members) -> None:
         self.piece, self.op, self.members, self.bytes = piece, op, members, piece.nbytes

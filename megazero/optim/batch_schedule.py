@@ -18,7 +18,9 @@ from megazero.config.schema import ScheduleConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive iterations of one batch size: `before` iterations and `consumed` samples precede the first of them."""
+    """Consecutive iterations of one batch size: `before` iterations and `consumed` samples precede
+    the first of them.
+    """
 
     before: int
     consumed: int
@@ -37,8 +39,8 @@ class BatchSchedule:
         self.start, self.increment, self.samples = config.rampup_batch_size or (self.full, 1, 0)
         if self.start > self.full or self.increment < 1 or (self.full - self.start) % self.increment:
             raise ValueError(
-                f"--rampup-batch-size {self.start} {self.increment}: no number of increments leads from {self.start} to "
-                f"--global-batch-size {self.full}"
+                f"--rampup-batch-size {self.start} {self.increment}: no number of increments leads from {self.start} "
+                f"to --global-batch-size {self.full}"
             )
         self.increments = (self.full - self.start) // self.increment
 

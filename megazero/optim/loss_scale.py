@@ -12,11 +12,11 @@ class LossScaler:
     """A loss scale that lives on the device and follows overflows without the host reading them.
 
     scale      0-dim float64; 1 outside fp16, constant with `--loss-scale`
-    dynamic    (fp16) After `loss_scale_window` steps in a row without overflow the scale doubles. Of the overflows since
-               it last doubled the first `hysteresis` - 1 leave it as it is and each one from number `hysteresis` on
-               halves it, down to `min_loss_scale`. So with hysteresis 1 every overflow halves. (The rule of Megatron-LM
-               and DeepSpeed; apex also starts the count anew at every good step.) Every overflow skips its step,
-               whatever the scale does.
+    dynamic    (fp16) After `loss_scale_window` steps in a row without overflow the scale doubles. Of the overflows
+               since it last doubled the first `hysteresis` - 1 leave it as it is and each one from number `hysteresis`
+               on halves it, down to `min_loss_scale`. So with hysteresis 1 every overflow halves. (The rule of
+               Megatron-LM and DeepSpeed; apex also starts the count anew at every good step.) Every overflow skips its
+               step, whatever the scale does.
     """
 
     def __init__(self, cfg: OptimizerConfig, device: torch.device | str = "cpu") -> None:
@@ -36,7 +36,9 @@ class LossScaler:
         self._good = torch.where(overflow, 0, self._good + 1)
         halved = torch.clamp(self.scale * 0.5, min=self.minimum).minimum(self.scale)
         grows = self._good >= self.window
-        self.scale = torch.where(overflow & (self._bad >= self.hysteresis), halved, torch.where(grows, self.scale * 2.0, self.scale))
+        self.scale = torch.where(
+            overflow & (self._bad >= self.hysteresis), halved, torch.where(grows, self.scale * 2.0, self.scale)
+        )
         self._good, self._bad = torch.where(grows, 0, self._good), torch.where(grows, 0, self._bad)
 
     def state_dict(self) -> dict[str, float]:
@@ -49,7 +51,8 @@ class LossScaler:
         """Continue from `state_dict`. A scale that this run fixes (or does not have) stays what it is.
 
         So does the first one of a dynamic scale when there is nothing to continue: the run before was no fp16, or fixed
-        its scale. Its 1 (bf16) would lose the small gradients for as many windows as it takes to double to a useful one.
+        its scale. Its 1 (bf16) would lose the small gradients for as many windows as it takes to double to a useful
+        one.
         """
         if not self.dynamic or not state:
             return

@@ -17,7 +17,8 @@ WSD_SHARE = 0.1
 
 
 class LearningRate:
-    """`at(iterations, consumed)` is the rate of the step before which so many iterations were done and samples consumed.
+    """`at(iterations, consumed)` is the rate of the step before which so many iterations were done and samples
+    consumed.
 
     Lengths in iterations are turned into the samples that the run's first so many iterations consume where the run
     counts in samples. Raises ValueError for a decaying style in a run without any length.
@@ -27,7 +28,12 @@ class LearningRate:
         self.config, self.batches = config, BatchSchedule(config)
         self.counts_samples = any(
             value is not None
-            for value in (config.lr_warmup_samples, config.lr_decay_samples, config.lr_wsd_decay_samples, config.train_samples)
+            for value in (
+                config.lr_warmup_samples,
+                config.lr_decay_samples,
+                config.lr_wsd_decay_samples,
+                config.train_samples,
+            )
         )
         decay = self._length(config.lr_decay_iters, config.lr_decay_samples)
         run = self._length(config.train_iters, config.train_samples)
@@ -35,11 +41,16 @@ class LearningRate:
         warmup = self._length(config.lr_warmup_iters, config.lr_warmup_samples)
         if config.lr_warmup_fraction is not None:
             if self.decay is None:
-                raise ValueError("--lr-warmup-fraction is a share of --lr-decay-iters, --lr-decay-samples or the run's length: give one")
+                raise ValueError(
+                    "--lr-warmup-fraction is a share of --lr-decay-iters, --lr-decay-samples or the run's length: give "
+                    "one"
+                )
             warmup = config.lr_warmup_fraction * self.decay
         self.warmup = 0 if warmup is None else warmup
         if self.decay is None and config.lr_decay_style != "constant":
-            raise ValueError(f"--lr-decay-style {config.lr_decay_style} needs --train-iters, --train-samples or a length of its own")
+            raise ValueError(
+                f"--lr-decay-style {config.lr_decay_style} needs --train-iters, --train-samples or a length of its own"
+            )
         fall = self._length(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples)
         self.fall = WSD_SHARE * (self.decay or 0) if fall is None else fall
 

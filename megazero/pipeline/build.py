@@ -1,4 +1,7 @@
-"""From a `Run` and a grid to the stages and the engine of a rank. Assembly only: every idea lives in the room it is taken from."""
+"""From a `Run` and a grid to the stages and the engine of a rank.
+
+Assembly only: every idea lives in the room it is taken from.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ def wanted_attention(run: Run) -> Wanted:
 
 
 def attention_offer(run: Run, device: torch.device) -> Offer:
-    """What this rank has for the run's attention; on a GPU found by trying, once. Raises ConfigError where --attention cannot be had."""
+    """What this rank has for the run's attention; on a GPU found by trying, once.
+
+    Raises ConfigError where --attention cannot be had.
+    """
     try:
         return find_offer(run.parallel.attention, wanted_attention(run), device)
     except ValueError as error:
@@ -103,15 +109,21 @@ def attention_offer(run: Run, device: torch.device) -> Offer:
 
 
 def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
-    """The ops that --compile compiles on this device; none without the flag, or where all that it would compile have kernels."""
+    """The ops that --compile compiles on this device; none without the flag, or where all that it would compile have
+    kernels.
+    """
     if not run.parallel.compile:
         return ()
     return compiled(device, compute_dtype(run.optimizer.precision), fp8=bool(fp8_layers(run)))
 
 
 def reduces_every_micro_batch(run: Run) -> bool:
-    """Whether gradients are reduced at every micro-batch: ZeRO-2, unless the schedule finishes a chunk before the next."""
-    return run.parallel.zero_stage >= 2 and not is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages)
+    """Whether gradients are reduced at every micro-batch: ZeRO-2, unless the schedule finishes a
+    chunk before the next.
+    """
+    return run.parallel.zero_stage >= 2 and not is_breadth_first(
+        pipeline_schedule(run.parallel), run.parallel.virtual_stages
+    )
 
 
 def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int], tuple[Instruction, ...]]:

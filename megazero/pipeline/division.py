@@ -46,5 +46,6 @@ def stage_specs(run: Run) -> tuple[StageSpec, ...]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     last = len(sizes) - 1
     return tuple(
-        StageSpec(range(start, start + size), i == 0, i == last) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        StageSpec(range(start, start + size), i == 0, i == last)
+        for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
     )

@@ -1,9 +1,9 @@
 """A simulated schedule as text: a row per stage, time from left to right, in colours or in plain ASCII.
 
-Each computation is a block with its micro-batch's number: forwards white on dark, backwards black on bright, the weights'
-part of a split backward black on grey-green, a colour per model chunk and two shades of it in turn, so that neighbours stay
-apart. In plain text `|F3b` is the forward of micro-batch 3 in chunk b, W the weights' part of a backward, and a dot is idle
-time. What is wider than the terminal continues in further bands below.
+Each computation is a block with its micro-batch's number: forwards white on dark, backwards black on bright, the
+weights' part of a split backward black on grey-green, a colour per model chunk and two shades of it in turn, so that
+neighbours stay apart. In plain text `|F3b` is the forward of micro-batch 3 in chunk b, W the weights' part of a
+backward, and a dot is idle time. What is wider than the terminal continues in further bands below.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class Look:
-    """width: columns of the terminal. colour: Unicode and 256 colours, else plain ASCII. fit: one band, however narrow."""
+    """width: columns of the terminal. colour: Unicode and 256 colours, else plain ASCII. fit: one
+    band, however narrow.
+    """
 
     width: int = 100
     colour: bool = False
@@ -131,7 +133,9 @@ class _Painter:
         row = [_Cell("·" if self.colour else ".")] * total
         for span in spans:
             start, stop = round(span.start * scale), round(span.end * scale)
-            row[start:stop] = [_Cell(letter, span.instruction) for letter in self._block(span.instruction, stop - start)]
+            row[start:stop] = [
+                _Cell(letter, span.instruction) for letter in self._block(span.instruction, stop - start)
+            ]
         return row
 
     def _block(self, i: Instruction, width: int) -> str:
@@ -143,10 +147,16 @@ class _Painter:
         return label[0] * width
 
     def paint(self, cells: Sequence[_Cell]) -> str:
-        return "".join(self._run(of, "".join(cell.text for cell in run)) for of, run in groupby(cells, key=lambda cell: cell.of))
+        return "".join(
+            self._run(of, "".join(cell.text for cell in run)) for of, run in groupby(cells, key=lambda cell: cell.of)
+        )
 
     def _run(self, of: Instruction | None, text: str) -> str:
-        return (self.dim(text) if of is None else self._coloured(_LETTERS[of.op], of.chunk, of.micro_batch, text)) if self.colour else text
+        return (
+            (self.dim(text) if of is None else self._coloured(_LETTERS[of.op], of.chunk, of.micro_batch, text))
+            if self.colour
+            else text
+        )
 
     def _coloured(self, letter: str, chunk: int, micro_batch: int, text: str) -> str:
         table = _TABLES[letter]

@@ -4,9 +4,9 @@ Shapes: `hidden_shape` is what travels between stages, [s, b, h], or [s/t, b, h]
 states and their gradients travel; each stage takes tokens, labels and masks from its own copy of the micro-batch.
 
 Memory: a stage's output is dropped as soon as its message is sent, and its backward starts from the output's place in
-the graph (`GradientEdge`), which needs no output. A stage's input lives until its backward. What a split backward leaves for
-its second part (inputs of layers and gradients of their outputs) is the sink's until then. Nothing here waits for the
-device: losses are added up on it.
+the graph (`GradientEdge`), which needs no output. A stage's input lives until its backward. What a split backward
+leaves for its second part (inputs of layers and gradients of their outputs) is the sink's until then. Nothing here
+waits for the device: losses are added up on it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Key = tuple[int, int]
 class PipelineEngine:
     """Runs micro-batches through this rank's stages (model chunks), with its neighbours.
 
-    stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch). They return hidden states;
-                  the model's last chunk returns the sum of token losses, 0-dim
+    stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch). They return hidden
+                  states; the model's last chunk returns the sum of token losses, 0-dim
     schedule_of   the training list of this rank for a number of micro-batches
     hidden_shape  of every message, in `dtype`
     channels      the way to the neighbours; None only with one stage
@@ -108,13 +108,21 @@ class Step:
     """
 
     def __init__(
-        self, engine: PipelineEngine, micro_batches: Sequence[MicroBatch], sink: GradientSink | None, loss_sum: Tensor | None = None
+        self,
+        engine: PipelineEngine,
+        micro_batches: Sequence[MicroBatch],
+        sink: GradientSink | None,
+        loss_sum: Tensor | None = None,
     ) -> None:
         self.engine, self.micro_batches, self.sink = engine, micro_batches, sink
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.grid.device) if loss_sum is None else loss_sum
+        self.loss_sum = (
+            torch.zeros((), dtype=torch.float64, device=engine.grid.device) if loss_sum is None else loss_sum
+        )
         self.loss_factor: Tensor | None = None
         self.arriving: dict[tuple[bool, Key], tuple[Tensor, Pending | None]] = {}
-        """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by a chunk of this rank."""
+        """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by a chunk of this
+        rank.
+        """
         self.leaving: dict[tuple[bool, Key], Tensor] = {}
         """What the next send takes."""
         self.own: dict[int, int] = {}
@@ -170,7 +178,10 @@ class Step:
                 # The gradient that the loss's backward starts from: d(factor * loss) / d(loss).
                 self.arriving[True, key] = self.loss_factor.to(output), None
         else:
-            assert output.shape == self.engine.hidden_shape and output.dtype == self.engine.dtype, (output.shape, output.dtype)
+            assert output.shape == self.engine.hidden_shape and output.dtype == self.engine.dtype, (
+                output.shape,
+                output.dtype,
+            )
             self._hand_on(False, i, output.detach())
 
     def _backward(self, i: Instruction) -> None:

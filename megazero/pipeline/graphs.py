@@ -1,14 +1,15 @@
 """A micro-batch captured once and replayed: the host launches one graph instead of thousands of kernels.
 
-Forward and backward of a micro-batch are recorded as a whole, where a rank holds the whole model in one chunk. Nothing of the
-Python in between runs on a replay, so that what it decides has to be the same every time. The memory that a graph works on is
-fixed: parameters, the replicated gradient column, copies of a micro-batch's tensors and of the loss factor, the sum of the
-losses. What differs between micro-batches is whether gradients are written or added: two graphs, which share one pool of
-memory. They never run at the same time, and neither leaves anything in the pool that the other needs.
+Forward and backward of a micro-batch are recorded as a whole, where a rank holds the whole model in one chunk. Nothing
+of the Python in between runs on a replay, so that what it decides has to be the same every time. The memory that a
+graph works on is fixed: parameters, the replicated gradient column, copies of a micro-batch's tensors and of the loss
+factor, the sum of the losses. What differs between micro-batches is whether gradients are written or added: two graphs,
+which share one pool of memory. They never run at the same time, and neither leaves anything in the pool that the other
+needs.
 
-Where gradients travel over dp, the first micro-batch (whose forward waits for the parameters of each unit) and the last (whose
-backward reduces bucket by bucket) run as ever, those between are replayed. The memory of a micro-batch's activations belongs to
-the graphs for good; evaluation and eager micro-batches have theirs beside it.
+Where gradients travel over dp, the first micro-batch (whose forward waits for the parameters of each unit) and the last
+(whose backward reduces bucket by bucket) run as ever, those between are replayed. The memory of a micro-batch's
+activations belongs to the graphs for good; evaluation and eager micro-batches have theirs beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from megazero.pipeline.engine import GradientSink, PipelineEngine, Step
 from megazero.pipeline.instruction import Instruction
 
 WARM_UP = 2
-"""Steps that run as ever before the first capture: libraries set themselves up, constants are made, kernels are loaded."""
+"""Steps that run as ever before the first capture: libraries set themselves up, constants are made, kernels are loaded.
+"""
 _Result = TypeVar("_Result")
 
 
@@ -36,7 +38,9 @@ class Capturer(Protocol):
         """Do the work where captures are made."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what the work computes, without computing it; what is returned computes it, without running the work."""
+        """Record what the work computes, without computing it; what is returned computes it, without
+        running the work.
+        """
 
 
 class ReplayedSink(GradientSink, Protocol):
@@ -64,7 +68,9 @@ class GraphedEngine:
         self.steps = 0
         self._graphs: dict[bool, tuple[Callable[[], None], Any]] = {}
         self._ready: set[bool] = set()
-        """Kinds (whether gradients are added) that have run on the captures' stream as ever: what a kind needs first is not captured."""
+        """Kinds (whether gradients are added) that have run on the captures' stream as ever: what a kind needs first is
+        not captured.
+        """
         self._batch: MicroBatch | None = None
         self._loss_sum: Tensor | None = None
 
@@ -78,7 +84,10 @@ class GraphedEngine:
         return self.engine.evaluate(micro_batches)
 
     def release(self) -> None:
-        """Forget the graphs: NCCL's communicators wait at their end for those that captured them. Further steps would capture anew."""
+        """Forget the graphs: NCCL's communicators wait at their end for those that captured them.
+
+        Further steps would capture anew.
+        """
         self._graphs.clear()
 
     def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: ReplayedSink) -> Tensor:
@@ -129,7 +138,9 @@ class GraphedEngine:
         """Forward and backward of the fixed micro-batch. Nothing is reduced: that is the first of two."""
         assert self._batch is not None
         instructions: list[Instruction] = [i for i in self.engine.schedule_of(2) if i.micro_batch == 0]
-        assert not any(i.reduce for i in instructions), "gradients that are reduced at every micro-batch have no fixed memory"
+        assert not any(i.reduce for i in instructions), (
+            "gradients that are reduced at every micro-batch have no fixed memory"
+        )
         step = Step(self.engine, [self._batch], sink, self._loss_sum)
         step.begin(instructions, self._batch.loss_factor)
         step.execute(instructions)

@@ -1,4 +1,7 @@
-"""What a stage can be told to do: the words in which schedules are written. Nothing here communicates or imports torch."""
+"""What a stage can be told to do: the words in which schedules are written.
+
+Nothing here communicates or imports torch.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ class Instruction:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether the gradients of its micro-batch and chunk are complete after it: a whole backward, or the weights' part."""
+        """Whether the gradients of its micro-batch and chunk are complete after it: a whole backward, or the weights'
+        part.
+        """
         return self.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
     @property

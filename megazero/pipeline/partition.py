@@ -20,19 +20,19 @@ def partition(costs: Sequence[float], first_extra: float, last_extra: float, par
     costs        one non-negative number per layer
     first_extra  what the embedding adds to the first chunk, last_extra what the head adds to the last
 
-    The largest chunk is minimal. Among such partitions the one with the smallest sum of squared costs is taken (no chunk
-    idles beside a full one), then of squared numbers of layers, then the one whose load lies nearest the middle, then
-    the one with less in front: early stages keep more activations alive. Every chunk holds at least a layer, the embedding or the head, which is the only
-    condition: with one chunk any number of layers will do, otherwise at least `parts - 2`. Raises ValueError if there
-    are fewer.
+    The largest chunk is minimal. Among such partitions the one with the smallest sum of squared costs is taken (no
+    chunk idles beside a full one), then of squared numbers of layers, then the one whose load lies nearest the middle,
+    then the one with less in front: early stages keep more activations alive. Every chunk holds at least a layer, the
+    embedding or the head, which is the only condition: with one chunk any number of layers will do, otherwise at least
+    `parts - 2`. Raises ValueError if there are fewer.
     """
     layers = len(costs)
     if parts < 1:
         raise ValueError(f"{parts} model chunks: at least 1 is needed")
     if layers < parts - 2:
         raise ValueError(
-            f"{layers} layers cannot fill {parts} model chunks: each holds at least a layer, the embedding or the head, "
-            f"so {parts - 2} layers are needed, or at most {layers + 2} chunks"
+            f"{layers} layers cannot fill {parts} model chunks: each holds at least a layer, the embedding or the "
+            f"head, so {parts - 2} layers are needed, or at most {layers + 2} chunks"
         )
     *exact, first, last = _integers([*costs, first_extra, last_extra])
     if any(cost < 0 for cost in (*exact, first, last)):
@@ -64,7 +64,9 @@ class _Problem:
         return self._most_even(self._smallest_bound())
 
     def _furthest(self, chunk: int, start: int, bound: int) -> int:
-        """Largest end of a chunk that starts at layer `start`, costs at most `bound` and leaves enough; < start if none."""
+        """Largest end of a chunk that starts at layer `start`, costs at most `bound` and leaves enough; < start if
+        none.
+        """
         end = bisect_right(self.sums, self.sums[start] + bound - self.extras[chunk]) - 1
         return min(end, self.layers - self.after[chunk])
 

@@ -1,8 +1,8 @@
 """A schedule is data: for each stage, the list of what it does in one step. Nothing here communicates or imports torch.
 
-Words: p stages, m micro-batches, V model chunks (virtual stages) per stage, laid over the stages by `mpu.chunks`. Boundary k
-is what model chunk k hands to chunk k + 1 (hidden states, forward) and gets back (their gradient, backward). Chunks that
-follow each other on one stage hand over without instructions.
+Words: p stages, m micro-batches, V model chunks (virtual stages) per stage, laid over the stages by `mpu.chunks`.
+Boundary k is what model chunk k hands to chunk k + 1 (hidden states, forward) and gets back (their gradient, backward).
+Chunks that follow each other on one stage hand over without instructions.
 
 Stages talk over channels: one per directed pair of stages and direction (forward, backward). A channel's messages are
 sent and received in the same order. A receive is posted ahead of its use, before the computation that precedes it, so
@@ -29,7 +29,9 @@ SCHEDULES = tuple(CHUNKS)
 
 
 def is_breadth_first(name: str, virtual_stages: int) -> bool:
-    """Whether each chunk's backwards are consecutive, so that one reduction per chunk needs few full gradients at a time."""
+    """Whether each chunk's backwards are consecutive, so that one reduction per chunk needs few full gradients at a
+    time.
+    """
     return name == "gpipe" and virtual_stages > 1
 
 
@@ -52,7 +54,9 @@ def make_schedule(
     Raises ValueError for an unknown name, a count below 1, or a number of chunks that the schedule does not have.
     """
     order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
-    return tuple(_with_transfers(_with_reduction(order_of(stage), reduce_every), stage, chunks) for stage in range(stages))
+    return tuple(
+        _with_transfers(_with_reduction(order_of(stage), reduce_every), stage, chunks) for stage in range(stages)
+    )
 
 
 def stage_schedule(
@@ -68,7 +72,9 @@ def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
     forwards = [i for i in instructions if i.op is Op.FORWARD]
     receives = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.RECV_FORWARD}
     sends = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.SEND_FORWARD}
-    return _posted_ahead((receives.get((i.micro_batch, i.chunk)), i, sends.get((i.micro_batch, i.chunk))) for i in forwards)
+    return _posted_ahead(
+        (receives.get((i.micro_batch, i.chunk)), i, sends.get((i.micro_batch, i.chunk))) for i in forwards
+    )
 
 
 def _check_counts(name: str, stages: int, micro_batches: int, virtual_stages: int) -> None:
@@ -117,7 +123,8 @@ def _one_forward_one_backward(m: int, warm_up: int) -> list[Instruction]:
 
 
 def micro_batch_groups(stages: int, micro_batches: int) -> list[range]:
-    """The groups that pass the chunks together in the interleaved schedule: each at least `stages` long, if there are so many.
+    """The groups that pass the chunks together in the interleaved schedule: each at least `stages` long, if there are
+    so many.
 
     A group shorter than the pipeline would wait for its own round trip at every chunk, and with some counts the order
     has no execution at all (8 stages, 2 chunks, 10 micro-batches as 8 + 2). So what does not divide is spread over the
@@ -140,7 +147,10 @@ def _interleaved(stages: int, m: int, chunks: int, stage: int) -> list[Instructi
 
 def _with_reduction(order: list[Instruction], reduce_every: bool) -> list[Instruction]:
     last = {instruction.chunk: at for at, instruction in enumerate(order) if instruction.ends_backward}
-    return [replace(i, reduce=True) if i.ends_backward and (reduce_every or last[i.chunk] == at) else i for at, i in enumerate(order)]
+    return [
+        replace(i, reduce=True) if i.ends_backward and (reduce_every or last[i.chunk] == at) else i
+        for at, i in enumerate(order)
+    ]
 
 
 def _with_transfers(order: list[Instruction], stage: int, chunks: ChunkMap) -> tuple[Instruction, ...]:
@@ -171,8 +181,12 @@ def _transfer(op: Op, of: Instruction, peer: int | None) -> Instruction | None:
     return None if peer is None else Instruction(op, of.micro_batch, of.chunk, peer, model_chunk=of.model_chunk)
 
 
-def _posted_ahead(steps: Iterable[tuple[Instruction | None, Instruction, Instruction | None]]) -> tuple[Instruction, ...]:
-    """Lay out (receive, computation, send) steps with every receive before the computation of the step in front of it."""
+def _posted_ahead(
+    steps: Iterable[tuple[Instruction | None, Instruction, Instruction | None]],
+) -> tuple[Instruction, ...]:
+    """Lay out (receive, computation, send) steps with every receive before the computation of the
+    step in front of it.
+    """
     laid: list[Instruction] = []
     held: list[Instruction] = []
     for receive, compute, send in steps:

@@ -3,8 +3,8 @@
 The rules are NCCL's, the strictest of the backends. A stage issues its instructions in order. A computation starts when
 the one before it is done and its message has arrived. A transfer starts when its send and its receive are both posted
 and the channel's earlier transfers are done, and then ends `message` later at both ends. The i-th send of a channel
-meets its i-th receive, whatever they carry, and keeps its tensor until then; nobody waits for a send. As receives are posted
-a computation ahead, a message that takes less than that delays its receiver by just its time, and blocks nobody.
+meets its i-th receive, whatever they carry, and keeps its tensor until then; nobody waits for a send. As receives are
+posted a computation ahead, a message that takes less than that delays its receiver by just its time, and blocks nobody.
 
 Channels have one sender and one receiver and lists have no branches, so what is computed does not depend on the order
 in which stages get to run; `pick` exists for tests that try this.
@@ -49,7 +49,9 @@ class Times:
         return weight if op is Op.BACKWARD_WEIGHT else whole - weight
 
 
-def uniform_times(chunks: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None) -> Times:
+def uniform_times(
+    chunks: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
+) -> Times:
     """The same times for `chunks` model chunks; `weight` is the part of `backward` that is for the weights."""
     return Times((forward,) * chunks, (backward,) * chunks, message, None if weight is None else (weight,) * chunks)
 
@@ -57,7 +59,10 @@ def uniform_times(chunks: int, forward: float = 1.0, backward: float = 2.0, mess
 def profiled_times(
     stages: int, virtual_stages: int, forward: float, backward_input: float, backward_weight: float, message: float
 ) -> Times:
-    """Times as they are published for a whole stage, spread over its chunks alike. A message takes as long whatever the chunks."""
+    """Times as they are published for a whole stage, spread over its chunks alike.
+
+    A message takes as long whatever the chunks.
+    """
     v = virtual_stages
     return uniform_times(stages * v, forward / v, (backward_input + backward_weight) / v, message, backward_weight / v)
 
@@ -76,8 +81,9 @@ class Report:
     """What a simulation found.
 
     makespan          from the first computation's start to the last one's end
-    longest           the longest time of one stage from its own first computation's start to its last one's end: a step's
-                      cost where stages begin and end their steps apart from each other (no optimizer waits for all)
+    longest           the longest time of one stage from its own first computation's start to its last one's end: a
+                      step's cost where stages begin and end their steps apart from each other (no optimizer waits for
+                      all)
     bubble            share of makespan x stages in which no computation ran
     busy              seconds of computation of each stage
     peak_activations  per stage, the most (micro-batch, chunk) pairs between the start of their forward and the end of
@@ -116,15 +122,21 @@ def peak_activations(
             continue
         whole = 1.0 if weights is None else weights[i.chunk]
         later = whole if kept is None else kept[i.chunk]
-        live += {Op.FORWARD: whole, Op.BACKWARD: -whole, Op.BACKWARD_INPUT: later - whole, Op.BACKWARD_WEIGHT: -later}[i.op]
+        live += {Op.FORWARD: whole, Op.BACKWARD: -whole, Op.BACKWARD_INPUT: later - whole, Op.BACKWARD_WEIGHT: -later}[
+            i.op
+        ]
         peak = max(peak, live)
         live = live if trains else 0.0
     return peak
 
 
-def check_complete(schedule: Sequence[Sequence[Instruction]], micro_batches: int, virtual_stages: int, backward: bool = True) -> None:
-    """Raise ScheduleError unless every (micro-batch, chunk) is computed once, in both parts where backwards are split, each message
-    sent and received once, by the right stages, and gradients of every chunk are reduced in its last backward."""
+def check_complete(
+    schedule: Sequence[Sequence[Instruction]], micro_batches: int, virtual_stages: int, backward: bool = True
+) -> None:
+    """Raise ScheduleError unless every (micro-batch, chunk) is computed once, in both parts where backwards are split,
+    each message sent and received once, by the right stages, and gradients of every chunk are reduced in its last
+    backward.
+    """
     holders = _holders(schedule, len(schedule) * virtual_stages)
     split = any(i.op is Op.BACKWARD_WEIGHT for instructions in schedule for i in instructions)
     backwards = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if split else (Op.BACKWARD,)
@@ -139,7 +151,11 @@ def check_complete(schedule: Sequence[Sequence[Instruction]], micro_batches: int
                 (number + 1, Op.RECV_BACKWARD, Op.SEND_FORWARD),
             ):
                 if 0 <= neighbour < len(holders) and holders[neighbour][0] != stage:
-                    ops += [(op, holders[neighbour][0]) for op in (receive, send) if backward or op in (Op.RECV_FORWARD, Op.SEND_FORWARD)]
+                    ops += [
+                        (op, holders[neighbour][0])
+                        for op in (receive, send)
+                        if backward or op in (Op.RECV_FORWARD, Op.SEND_FORWARD)
+                    ]
             wanted.update((op, i, chunk, peer) for op, peer in ops for i in range(micro_batches))
         found = Counter((i.op, i.micro_batch, i.chunk, i.peer) for i in instructions)
         if found != wanted:
@@ -148,14 +164,24 @@ def check_complete(schedule: Sequence[Sequence[Instruction]], micro_batches: int
             raise ScheduleError(f"stage {stage}: missing {missing or 'nothing'}, too many {extra or 'none'}")
         flags = {i.chunk: i.reduce for i in instructions if i.ends_backward}
         if not all(flags.values()):
-            raise ScheduleError(f"stage {stage}: gradients of chunks {[c for c, r in flags.items() if not r]} are not reduced at the end")
+            raise ScheduleError(
+                f"stage {stage}: gradients of chunks {[c for c, r in flags.items() if not r]} are not reduced at the "
+                "end"
+            )
 
 
 def _holders(schedule: Sequence[Sequence[Instruction]], count: int) -> list[tuple[int, int]]:
     """(stage, own chunk) of every model chunk. Raises ScheduleError unless each is forwarded by one."""
-    found = {(i.model_chunk, stage, i.chunk) for stage, instructions in enumerate(schedule) for i in instructions if i.op is Op.FORWARD}
+    found = {
+        (i.model_chunk, stage, i.chunk)
+        for stage, instructions in enumerate(schedule)
+        for i in instructions
+        if i.op is Op.FORWARD
+    }
     if sorted(number for number, _, _ in found) != list(range(count)):
-        raise ScheduleError(f"model chunks 0 to {count - 1} are not on one stage each: (model chunk, stage, chunk) are {sorted(found)}")
+        raise ScheduleError(
+            f"model chunks 0 to {count - 1} are not on one stage each: (model chunk, stage, chunk) are {sorted(found)}"
+        )
     return [(stage, chunk) for _, stage, chunk in sorted(found)]
 
 
@@ -186,7 +212,10 @@ def simulate(
     *,
     pick: Callable[[list[int]], int] | None = None,
 ) -> Report:
-    """Run every stage's list to its end. Raises ScheduleError with the blocked instruction of every stage if it has none."""
+    """Run every stage's list to its end.
+
+    Raises ScheduleError with the blocked instruction of every stage if it has none.
+    """
     return _Simulation(schedule, times).run(pick)
 
 
@@ -204,7 +233,8 @@ class _Simulation:
             able = [stage for stage in sorted(waiting) if self._is_able(stage)]
             if not able:
                 blocked = "\n".join(
-                    f"  stage {s}: {self._current(s)} (number {self.stages[s].next} of its list) waits for {self._why_blocked(s)}"
+                    f"  stage {s}: {self._current(s)} (number {self.stages[s].next} of its list) waits for "
+                    f"{self._why_blocked(s)}"
                     for s in sorted(waiting)
                 )
                 raise ScheduleError(f"deadlock; every stage that is not done is blocked:\n{blocked}")
@@ -217,7 +247,9 @@ class _Simulation:
         for (source, target, backward), wire in self.wires.items():
             if len(wire.sends) != len(wire.receives):
                 kind = "gradients" if backward else "hidden states"
-                raise ScheduleError(f"{kind} {source} -> {target}: {len(wire.sends)} sends, {len(wire.receives)} receives")
+                raise ScheduleError(
+                    f"{kind} {source} -> {target}: {len(wire.sends)} sends, {len(wire.receives)} receives"
+                )
         return self._report()
 
     def _is_done(self, stage: int) -> bool:
@@ -278,7 +310,8 @@ class _Simulation:
         (sent, send_time), (expected, receive_time) = wire.sends[number], wire.receives[number]
         if sent != expected:
             raise ScheduleError(
-                f"message {number} of stage {channel[0]} to stage {channel[1]}: boundary {sent[0]} of micro-batch {sent[1]} is sent, "
+                f"message {number} of stage {channel[0]} to stage {channel[1]}: boundary {sent[0]} of micro-batch "
+                f"{sent[1]} is sent, "
                 f"boundary {expected[0]} of micro-batch {expected[1]} is received"
             )
         start = max(send_time, receive_time, wire.ends[-1] if wire.ends else 0.0)
@@ -287,7 +320,9 @@ class _Simulation:
     def _compute(self, stage: int, i: Instruction) -> None:
         state = self.stages[stage]
         start = state.clock
-        posted = None if i.op is Op.BACKWARD_WEIGHT else state.arrivals.pop((i.is_backward, i.micro_batch, i.chunk), None)
+        posted = (
+            None if i.op is Op.BACKWARD_WEIGHT else state.arrivals.pop((i.is_backward, i.micro_batch, i.chunk), None)
+        )
         if posted is not None:
             start = max(start, self.wires[posted[0]].ends[posted[1]])
         state.clock = start + self.times.of(i.op, i.model_chunk)

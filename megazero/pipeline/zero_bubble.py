@@ -1,15 +1,15 @@
 """Zero-bubble schedules: a backward in two parts, of which the second fills what would be idle.
 
-The gradient of a chunk's input is awaited by the stage before; the gradients of its weights are awaited by nobody before
-the step's end. So the first part runs as early as it can, and the second where the stage would wait otherwise.
+The gradient of a chunk's input is awaited by the stage before; the gradients of its weights are awaited by nobody
+before the step's end. So the first part runs as early as it can, and the second where the stage would wait otherwise.
 
 F, B and W are forward, input part and weight part of one micro-batch in one chunk. W needs what F kept, so activations
 live from F to the end of W. Times below are for stages alike, F, B and W those of a whole stage.
 
     zb-h1  1F1B's order of F and B. Stage i lets i micro-batches wait for their W: p micro-batches live on every stage,
            where 1F1B holds p on its first. Idle: (p - 1)(F + B - W), of 1F1B's (p - 1)(F + B + W).
-    zb-v   two chunks per stage, there and back (`mpu.chunks`). 2p chunks live, p stages' worth. With F = B = W and m >= 2p - 1
-           no stage waits between its first and its last computation.
+    zb-v   two chunks per stage, there and back (`mpu.chunks`). 2p chunks live, p stages' worth. With F = B = W and
+           m >= 2p - 1 no stage waits between its first and its last computation.
 
 Qi et al. 2023 (arXiv 2401.10241, sections 2.1 and 6); the V also Qi et al. 2024 (arXiv 2405.15362).
 """
@@ -78,8 +78,8 @@ class _Filler:
     """Puts every W into an order of F and B, by running all stages with F = B = W and messages that take no time.
 
     Before each F or B a stage runs the Ws that fit into its wait for it; before an F also those whose memory it needs.
-    With these times lists are as short as they can be, and they are good ones for others: what counts is where the waits
-    are, and that follows from the order of F and B.
+    With these times lists are as short as they can be, and they are good ones for others: what counts is where the
+    waits are, and that follows from the order of F and B.
 
     limit  most chunks of a stage that live at a time
     """

@@ -15,7 +15,9 @@ from megazero.zero.placement import Column, Spread, columns, placements
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What one rank of a stage holds: layers, in so many model chunks; parameters; bytes by column of the model state."""
+    """What one rank of a stage holds: layers, in so many model chunks; parameters; bytes by column of
+    the model state.
+    """
 
     blocks: int
     chunks: int
@@ -32,14 +34,18 @@ class StageBytes:
 
 
 def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:
-    """What the first data-parallel rank of each stage holds, by the arithmetic that packs it (buckets in flight apart)."""
+    """What the first data-parallel rank of each stage holds, by the arithmetic that packs it (buckets
+    in flight apart).
+    """
     return [_bytes_of_stage(run, axes, stage) for stage in range(axes.pp)]
 
 
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     size, ends = axes.dp * axes.cp, len({0, axes.pp - 1})
     row = placements(run.parallel.zero_stage)
-    dtypes = columns(compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer)
+    dtypes = columns(
+        compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer
+    )
     held = dict.fromkeys(Column, 0)
     parameters = 0
     for bucket in pack(places_of(run, stage, 0), size, run.parallel.bucket_size, size * ends):
@@ -56,4 +62,6 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)
     blocks = sum(len(spec.blocks) for spec in own)
     optimizer = held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ]
-    return StageBytes(blocks, len(own), embedding, head, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer)
+    return StageBytes(
+        blocks, len(own), embedding, head, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer
+    )

@@ -39,8 +39,8 @@ def model_flops(model: ModelConfig, samples: int) -> int:
 
 
 def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
-    """The same where only low-rank adapters of so many parameters in all are trained: a frozen weight's product has a backward for its
-    input alone. (Counted as if there were one before the first adapter too.)
+    """The same where only low-rank adapters of so many parameters in all are trained: a frozen weight's product has a
+    backward for its input alone. (Counted as if there were one before the first adapter too.)
     """
     cores = model.num_layers * attention_core_flops(model)
     weights = model.num_layers * block_flops(model) - cores + head_flops(model)
@@ -48,7 +48,8 @@ def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
 
 
 def recomputed_flops(model: ModelConfig, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
-    """What one training step computes a second time, beside what its mathematics needs; both together are the hardware's operations.
+    """What one training step computes a second time, beside what its mathematics needs; both together are the
+    hardware's operations.
 
     recompute: none; selective runs every attention core once more; full runs every `recompute_num_layers`-th block
     once more (the first of each such run of blocks). Raises ValueError for any other word.
@@ -66,13 +67,21 @@ def recomputed_flops(model: ModelConfig, samples: int, recompute: str, recompute
 def trained_parameters(run: Run) -> int:
     """Of the adapters of the whole model: A [r, inputs] and B [outputs, r] beside each adapted layer."""
     layers, rank = adapted(run.lora, run.model), run.lora.lora_rank or 0
-    of_block = sum(rank * (linear.inputs + linear.outputs) for linear in linears(run.model) if linear.name.rpartition(".")[2] in layers)
+    of_block = sum(
+        rank * (linear.inputs + linear.outputs)
+        for linear in linears(run.model)
+        if linear.name.rpartition(".")[2] in layers
+    )
     return run.model.num_layers * of_block
 
 
 def step_flops(run: Run) -> int:
     """What the mathematics of a training step of this run needs for one sample."""
-    return model_flops(run.model, 1) if run.lora.lora_rank is None else adapter_flops(run.model, 1, trained_parameters(run))
+    return (
+        model_flops(run.model, 1)
+        if run.lora.lora_rank is None
+        else adapter_flops(run.model, 1, trained_parameters(run))
+    )
 
 
 def flops_again(run: Run) -> int:

@@ -14,5 +14,7 @@ def times_of(run: Run) -> Times:
     embedding, block, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
     sizes = chunk_layers(run)
     last = len(sizes) - 1
-    forward = tuple(max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes))
+    forward = tuple(
+        max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes)
+    )
     return Times(forward, tuple(2 * seconds for seconds in forward))

@@ -18,8 +18,8 @@ from megazero.system.limits import limits
 
 _T = 1e12
 
-# Words of the card's name (all of them must occur, as `torch.cuda.get_device_name` writes it), then bf16, fp16, and what
-# fp32 matmuls reach in torch's default mode (no TF32), and fp64. The first row that matches counts.
+# Words of the card's name (all of them must occur, as `torch.cuda.get_device_name` writes it), then bf16, fp16, and
+# what fp32 matmuls reach in torch's default mode (no TF32), and fp64. The first row that matches counts.
 _PEAKS: tuple[tuple[tuple[str, ...], float | None, float, float, float], ...] = (
     (("B200",), 2250 * _T, 2250 * _T, 80 * _T, 40 * _T),
     (("H200", "NVL"), 835.5 * _T, 835.5 * _T, 60 * _T, 60 * _T),
@@ -51,7 +51,9 @@ def cuda_available() -> bool:
 
 
 def kind(asked: str) -> str:
-    """What --device (auto, cpu or cuda) comes to on this machine: "cpu" or "cuda"; cuda stays cuda where there is none."""
+    """What --device (auto, cpu or cuda) comes to on this machine: "cpu" or "cuda"; cuda stays cuda
+    where there is none.
+    """
     return "cuda" if asked == "cuda" or (asked == "auto" and cuda_available()) else "cpu"
 
 
@@ -59,8 +61,8 @@ def resolve(device: str, local_rank: int) -> torch.device:
     """The device of a rank: `device` is auto, cpu or cuda; auto takes cuda where there is any.
 
     Ranks of a machine take its cards in turn, so more ranks than cards share them (useful for tests; NCCL refuses it,
-    gloo does not). The card is made current, and sums of 16-bit products that cuBLAS splits are kept in fp32 (torch's default adds the
-    parts up in 16 bit). Raises ValueError when cuda is asked for and there is none.
+    gloo does not). The card is made current, and sums of 16-bit products that cuBLAS splits are kept in fp32 (torch's
+    default adds the parts up in 16 bit). Raises ValueError when cuda is asked for and there is none.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
@@ -103,7 +105,10 @@ def card_facts(device: torch.device) -> dict[str, str | int | float]:
 
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""With one workspace per stream cuBLAS sums in one order. Read when its first handle is made; torch takes this value or :16:8."""
+"""With one workspace per stream cuBLAS sums in one order.
+
+Read when its first handle is made; torch takes this value or :16:8.
+"""
 
 
 def use_deterministic_algorithms() -> None:
@@ -153,7 +158,9 @@ def memory_bytes(device: torch.device) -> int:
 
 def total_memory_bytes(device: torch.device) -> int | None:
     """Memory of the card, or of the machine for the CPU (all its ranks share it)."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _machine_bytes("MemTotal")
+    return (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _machine_bytes("MemTotal")
+    )
 
 
 def host_memory_is_short() -> bool:
@@ -163,14 +170,19 @@ def host_memory_is_short() -> bool:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that a program can still have: of the machine, or of a control group where that has less; None where the kernel does not say."""
+    """Memory that a program can still have: of the machine, or of a control group where that has less; None where the
+    kernel does not say.
+    """
     left = [_machine_bytes("MemAvailable"), *(_left_of(limit) for limit in limits("memory.max"))]
     found = [number for number in left if number is not None]
     return min(found) if found else None
 
 
 def _left_of(file: Path) -> int | None:
-    """What a group's limit leaves, at least 0; its page cache is given up when memory is asked for. None without a limit."""
+    """What a group's limit leaves, at least 0; its page cache is given up when memory is asked for.
+
+    None without a limit.
+    """
     try:
         limit, used = (int((file.parent / name).read_text()) for name in (file.name, "memory.current"))
         lines = (line.split() for line in (file.parent / "memory.stat").read_text().splitlines())
@@ -198,13 +210,18 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def return_free_memory(device: torch.device) -> None:
-    """Give what the host's allocator holds but nobody uses back to the system; a few milliseconds. Only glibc has a call for it.
+    """Give what the host's allocator holds but nobody uses back to the system; a few milliseconds. Only glibc has a
+    call for it.
 
     Tensors whose life ends in another order than it began (messages that a peer takes late) leave holes in glibc's heap
-    that it neither fills nor returns: 48 ranks on one machine grew by 8 MB a step and rank. A fixed mmap threshold keeps
-    the heap small too, but fresh pages for every tensor double the time of a step.
+    that it neither fills nor returns: 48 ranks on one machine grew by 8 MB a step and rank. A fixed mmap threshold
+    keeps the heap small too, but fresh pages for every tensor double the time of a step.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if device.type == "cpu" and sys.platform.startswith("linux") else None
+    trim = (
+        getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if device.type == "cpu" and sys.platform.startswith("linux")
+        else None
+    )
     if trim is not None:
         trim(0)
 

@@ -1,4 +1,6 @@
-"""What Linux limits a process to: its control groups (version 2), which a container, a batch system or systemd makes."""
+"""What Linux limits a process to: its control groups (version 2), which a container, a batch system
+or systemd makes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ OWN = Path("/proc/self/cgroup")
 
 
 def limits(name: str) -> Iterator[Path]:
-    """This file ("memory.max") of every group that the process is in and that has one, its own group first. Each of them limits it."""
+    """This file ("memory.max") of every group that the process is in and that has one, its own group first.
+
+    Each of them limits it.
+    """
     try:
         lines = OWN.read_text().splitlines()
     except OSError:

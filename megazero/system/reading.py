@@ -1,8 +1,9 @@
 """Files that others wrote, read within bounds.
 
-A file may be cut off, may be of another kind than its name says, and may claim anything: numbers that no memory holds, a line without end,
-brackets inside brackets. A reader looks at a claim before it acts upon it. What is too much stands in one table, `BOUNDS`; each bound is far above what
-any real file holds. Here are the readers of words and of JSON; what else has a form of its own (YAML, pickles, zstd) asks the same table.
+A file may be cut off, may be of another kind than its name says, and may claim anything: numbers that no memory holds,
+a line without end, brackets inside brackets. A reader looks at a claim before it acts upon it. What is too much stands
+in one table, `BOUNDS`; each bound is far above what any real file holds. Here are the readers of words and of JSON;
+what else has a form of its own (YAML, pickles, zstd) asks the same table.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ class Bounds:
     manifest: int = 1 << 30
     "Bytes of a checkpoint's manifest, and of the pickle inside a torch file."
     document: int = 1 << 27
-    "Bytes of a line of jsonl, or of a line that is a document. A text file that is one document is read in pieces and may be longer."
+    """Bytes of a line of jsonl, or of a line that is a document. A text file that is one document is read in pieces
+    and may be longer."""
     values: int = 1 << 30
-    "Bytes of memory for the values of one JSON text, as its brackets, commas and colons say before it is parsed (`held`)."
+    """Bytes of memory for the values of one JSON text, as its brackets, commas and colons say before it is parsed
+    (`held`)."""
     manifest_values: int = 1 << 34
     "Such bytes for a checkpoint's manifest and for the header of one of its files."
     depth: int = 100
@@ -107,7 +110,10 @@ def raised_as(error_type: type[Exception]) -> Iterator[None]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file, open to be read. What is none (a pipe, a device) is refused: a read of it may never end. Raises Unreadable."""
+    """A file, open to be read. What is none (a pipe, a device) is refused: a read of it may never end.
+
+    Raises Unreadable.
+    """
     file = _opened(path)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -123,7 +129,8 @@ def read_bytes(path: Path, most: int, *, piped: bool = False) -> bytes:
     with _opened(path) if piped else open_file(path) as file:
         there = os.fstat(file.fileno())
         try:
-            # A buffer is made for all that is asked for, so no more is than there is; a pipe has no size, nor have the files of /proc.
+            # A buffer is made for all that is asked for, so no more is than there is; a pipe has no size, nor have the
+            # files of /proc.
             sized = stat.S_ISREG(there.st_mode) and there.st_size > 0
             data = file.read(min(most, there.st_size) + 1) if sized else _from_pipe(file, path, most + 1)
         except OSError as error:
@@ -185,18 +192,27 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
 
 
 HELD: Mapping[str, int] = {"{": 240, "[": 90, ",": 90, ":": 120}
-"""Bytes of memory, at most, that each of these stands for in Python: an object of one entry, a list, a value of a list, an entry of an object."""
+"""Bytes of memory, at most, that each of these stands for in Python: an object of one entry, a list, a value of a list,
+an entry of an object.
+"""
 
 
 def held(text: str) -> int:
-    """What the values of a JSON text take in memory, about and from above: an empty object takes thirty times its text."""
+    """What the values of a JSON text take in memory, about and from above: an empty object takes
+    thirty times its text.
+    """
     return sum(size * text.count(sign) for sign, size in HELD.items())
 
 
 def parse_json(text: str, where: str, most: int = BOUNDS.values) -> Any:
-    """JSON of bounded depth, with whole numbers of bounded length. where: what messages begin with. most: of `held`. Raises Unreadable."""
+    """JSON of bounded depth, with whole numbers of bounded length. where: what messages begin with. most: of `held`.
+
+    Raises Unreadable.
+    """
     if len(text) * max(HELD.values()) > most and held(text) > most:
-        raise Unreadable(f"{where} holds so many values that they may take {held(text):,} bytes of memory, more than {most:,}")
+        raise Unreadable(
+            f"{where} holds so many values that they may take {held(text):,} bytes of memory, more than {most:,}"
+        )
     try:
         found = json.loads(text, parse_int=_whole)
     except RecursionError:
@@ -218,7 +234,12 @@ def _whole(digits: str) -> int:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(BOUNDS.depth):
-        level = [part for held in level if isinstance(held, list | dict) for part in (held.values() if isinstance(held, dict) else held)]
+        level = [
+            part
+            for held in level
+            if isinstance(held, list | dict)
+            for part in (held.values() if isinstance(held, dict) else held)
+        ]
         level = [part for part in level if isinstance(part, list | dict)]
         if not level:
             return False

@@ -46,8 +46,8 @@ class Stopwatch:
 class SideCopies:
     """Copies from host memory to the device on a stream of their own, beside what the device computes.
 
-    On devices without streams they are plain copies. `start` from pinned memory, and neither call waits for the device. The pinned
-    memory may be dropped at once: torch's allocator of it keeps it until a copy with non_blocking is over.
+    On devices without streams they are plain copies. `start` from pinned memory, and neither call waits for the device.
+    The pinned memory may be dropped at once: torch's allocator of it keeps it until a copy with non_blocking is over.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,9 @@ class SideCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, tensors: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
-        """Begin to copy. The function returned makes the current stream wait for these copies, and gives them; call it once."""
+        """Begin to copy. The function returned makes the current stream wait for these copies, and gives them; call it
+        once.
+        """
         if self._stream is None:
             there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
             return lambda: there
@@ -68,7 +70,9 @@ class SideCopies:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(arrived)
             for copy in copies:
-                if copy is not None:  # it belongs to the copies' stream, which must not get it back before this one is done with it
+                if (
+                    copy is not None
+                ):  # it belongs to the copies' stream, which must not get it back before this one is done with it
                     copy.record_stream(current)
             return copies
 
@@ -78,8 +82,9 @@ class SideCopies:
 class HostCopies:
     """Copies of a device's tensors in host memory that stays: the next copies go where the last ones were.
 
-    For a card the memory is pinned, so that copies run at the speed of the bus. It is allocated first and pinned then: torch's allocator
-    of pinned memory rounds every piece up to a power of two, and this is one piece as large as the state.
+    For a card the memory is pinned, so that copies run at the speed of the bus. It is allocated first and pinned then:
+    torch's allocator of pinned memory rounds every piece up to a power of two, and this is one piece as large as the
+    state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +92,10 @@ class HostCopies:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, tensors: Sequence[Tensor]) -> int:
-        """Have the memory for copies of these, its pages included; bytes. Raises RuntimeError where it cannot be pinned."""
+        """Have the memory for copies of these, its pages included; bytes.
+
+        Raises RuntimeError where it cannot be pinned.
+        """
         needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
         if self._memory.numel() < needed:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
@@ -97,7 +105,10 @@ class HostCopies:
         return needed
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of these, in their shapes. Returns when they are made: the tensors may change then, and the copies be read."""
+        """Copies of these, in their shapes.
+
+        Returns when they are made: the tensors may change then, and the copies be read.
+        """
         self.reserve(tensors)
         copies, offset = [], 0
         for tensor in tensors:
@@ -119,7 +130,9 @@ def _pin(memory: Tensor) -> None:
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     status = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for every context of the process
     if status != 0:
-        raise RuntimeError(f"{memory.nbytes:,} bytes of host memory for --async-save cannot be pinned: CUDA's error {status}")
+        raise RuntimeError(
+            f"{memory.nbytes:,} bytes of host memory for --async-save cannot be pinned: CUDA's error {status}"
+        )
     weakref.finalize(memory, lambda: runtime.cudaHostUnregister(address))
 
 
@@ -131,7 +144,9 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def aside(self, work: Callable[[], _Result]) -> _Result:
-        """Do the work on the stream of the captures, as torch asks of what comes before one; the current stream waits for it."""
+        """Do the work on the stream of the captures, as torch asks of what comes before one; the current stream waits
+        for it.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -142,8 +157,8 @@ class GraphCapture:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what the work launches, without running it; the function returned runs it on the current stream.
 
-        Waits for the device, and returns what its allocator holds unused first: a graph's memory is its own. Other threads may call
-        CUDA meanwhile (NCCL's watchdog does), therefore thread_local.
+        Waits for the device, and returns what its allocator holds unused first: a graph's memory is its own. Other
+        threads may call CUDA meanwhile (NCCL's watchdog does), therefore thread_local.
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
@@ -154,7 +169,9 @@ class GraphCapture:
 
 
 def raise_on_synchronisation(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """For tests: within the block, what makes the host wait for the device is an error (as far as torch knows of it)."""
+    """For tests: within the block, what makes the host wait for the device is an error (as far as
+    torch knows of it).
+    """
 
     @contextlib.contextmanager
     def forbidden() -> Iterator[None]:

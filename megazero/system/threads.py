@@ -1,7 +1,7 @@
 """How many threads a rank computes with: the host's cores, divided among its ranks.
 
-torchrun sets OMP_NUM_THREADS=1 for all ranks where nobody has set it, which leaves most of a host idle. What it was started with itself
-says whether somebody has.
+torchrun sets OMP_NUM_THREADS=1 for all ranks where nobody has set it, which leaves most of a host idle. What it was
+started with itself says whether somebody has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def given() -> int | None:
 
 
 def _set_by_torchrun(process: int) -> bool:
-    """Whether torchrun, the nearest ancestor that is no rank, was started without the variable. `process`: where to begin."""
+    """Whether torchrun, the nearest ancestor that is no rank, was started without the variable.
+
+    `process`: where to begin.
+    """
     while process > 1:
         try:
             words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
@@ -69,7 +72,9 @@ def _siblings(processor: int) -> str:
 
 
 def _quota(count: int) -> int:
-    """So many cores, or those that a control group's share of the time comes to: microseconds of each period of so many microseconds."""
+    """So many cores, or those that a control group's share of the time comes to: microseconds of each period of so many
+    microseconds.
+    """
     for file in limits("cpu.max"):
         with suppress(OSError, ValueError):  # no limit ("max")
             limit, period = file.read_text().split()

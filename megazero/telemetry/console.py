@@ -48,7 +48,9 @@ def outlive_the_console() -> None:
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed by who started us: the next file that is opened would get its number, and others' messages
+        except (
+            OSError
+        ):  # closed by who started us: the next file that is opened would get its number, and others' messages
             os.open(os.devnull, os.O_RDWR)
     out = sys.stdout if sys.stdout is not None else open(1, "w", closefd=False)  # noqa: SIM115
     err = sys.stderr if sys.stderr is not None else open(2, "w", closefd=False)  # noqa: SIM115
@@ -56,7 +58,11 @@ def outlive_the_console() -> None:
     def telling(name: str, other: TextIO) -> Callable[[str], None]:
         def tell(reason: str) -> None:
             with suppress(OSError):
-                print(f"{name} is lost ({reason}); the run goes on without it, and files are written as before", file=other, flush=True)
+                print(
+                    f"{name} is lost ({reason}); the run goes on without it, and files are written as before",
+                    file=other,
+                    flush=True,
+                )
 
         return tell
 

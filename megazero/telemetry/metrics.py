@@ -29,11 +29,13 @@ class MetricsFile:
     where this run is a leftover and must not write goes through, and nothing is written. Raises ForeignFileError for a
     file of another kind, and OSError when the file cannot be opened.
 
-    What a disk does not take, a full one say, waits in memory and is tried again with the next line; `tell` gets a word about it. So does
-    what is to be written while `check` finds no answer (OSError), its disk being away.
+    What a disk does not take, a full one say, waits in memory and is tried again with the next line; `tell` gets a word
+    about it. So does what is to be written while `check` finds no answer (OSError), its disk being away.
     """
 
-    def __init__(self, path: str | Path, check: Callable[[], None] | None = None, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, check: Callable[[], None] | None = None, tell: Callable[[str], None] | None = None
+    ) -> None:
         self.path = Path(path)
         self._check, self._tell = check or (lambda: None), tell or _tell_stderr
         self._waiting: deque[bytes] = deque()
@@ -93,7 +95,8 @@ class MetricsFile:
         except OSError as error:
             if not self._behind:
                 self._tell(
-                    f"WARNING: {self.path} cannot be written: {error.strerror}. Its lines wait in memory, and each new one tries again"
+                    f"WARNING: {self.path} cannot be written: {error.strerror}. Its lines wait in memory, and each new "
+                    "one tries again"
                 )
             self._behind = True
         else:
@@ -110,7 +113,9 @@ class MetricsFile:
 
 
 def foreign(path: str | Path) -> str | None:
-    """Why lines cannot be put behind what is in this file; None: it is empty, a metrics file, or none that has an end (a pipe)."""
+    """Why lines cannot be put behind what is in this file; None: it is empty, a metrics file, or none that has an end
+    (a pipe).
+    """
     if not stat.S_ISREG(os.stat(path).st_mode):
         return None
     descriptor = os.open(path, os.O_RDONLY)
@@ -124,7 +129,8 @@ def foreign(path: str | Path) -> str | None:
 
 
 def mend_last_line(descriptor: int) -> int:
-    """Cut what a killed process has left of its last line; the number of bytes that were cut. A line that lacks its newline only gets it.
+    """Cut what a killed process has left of its last line; the number of bytes that were cut. A line that lacks its
+    newline only gets it.
 
     Raises ForeignFileError, before anything is changed.
     """
@@ -150,7 +156,9 @@ def _last_line(descriptor: int) -> tuple[int, bytes]:
     lines = [] if end == len(torn) else [head.partition(b"\n")[0], whole]
     if not begun or not all(_is_record(line) for line in lines):
         shown = (torn if not begun else next(line for line in lines if not _is_record(line)))[:40]
-        raise ForeignFileError(f"is no metrics file (it holds {shown!r}), and would be damaged by one; name another file")
+        raise ForeignFileError(
+            f"is no metrics file (it holds {shown!r}), and would be damaged by one; name another file"
+        )
     return end - len(torn), torn
 
 

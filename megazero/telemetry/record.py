@@ -126,7 +126,9 @@ def read_scalars(values: Sequence[Scalar]) -> list[float]:
     return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
 
 
-def resolve_step(step: StepValues, numbers: Sequence[float], seconds: float, peak_memory: int, rates: Rates) -> StepRecord:
+def resolve_step(
+    step: StepValues, numbers: Sequence[float], seconds: float, peak_memory: int, rates: Rates
+) -> StepRecord:
     """The record of a step whose scalars have been read; `seconds` is what the step took."""
     loss, grad_norm, loss_scale, skipped = numbers
     tokens = step.global_batch_size * rates.sequence

@@ -1,4 +1,6 @@
-"""Steps wait here, tensors on their device, until the log interval; then one transfer reads them and the sinks get them."""
+"""Steps wait here, tensors on their device, until the log interval; then one transfer reads them and the sinks get
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class StepLog:
     The owner flushes before a checkpoint is declared complete and at the end; `evaluation` flushes by itself.
     """
 
-    def __init__(self, sinks: Sequence[Sink], rates: Rates, peak_memory: Callable[[], int], log_interval: int = 1) -> None:
+    def __init__(
+        self, sinks: Sequence[Sink], rates: Rates, peak_memory: Callable[[], int], log_interval: int = 1
+    ) -> None:
         self._sinks = tuple(sinks)
         self._rates = rates
         self._peak_memory = peak_memory
@@ -46,7 +50,9 @@ class StepLog:
             sink.flush(durable)
 
     def evaluation(self, iteration: int, losses: Mapping[str, float]) -> None:
-        """Write losses of an evaluation by metric name (`valid_loss`, `valid_loss/NAME`; `test_loss`), after the steps that wait."""
+        """Write losses of an evaluation by metric name (`valid_loss`, `valid_loss/NAME`; `test_loss`), after the steps
+        that wait.
+        """
         self.flush()
         for sink in self._sinks:
             sink.evaluation(iteration, dict(losses))

@@ -28,15 +28,18 @@ class TensorBoard:
     """Writes event files into `folder`. A `Sink`; rank 0 only.
 
     `first_iteration` is the first one this process runs: what an interrupted run had written from there on is hidden.
-    Raises ValueError, with what to install, where TensorBoard is missing. When its files cannot be written, on a full disk say, the
-    curves end there and `tell` gets a word about it: its writer does not survive a failure, and no run should end for a picture.
+    Raises ValueError, with what to install, where TensorBoard is missing. When its files cannot be written, on a full
+    disk say, the curves end there and `tell` gets a word about it: its writer does not survive a failure, and no run
+    should end for a picture.
     """
 
     def __init__(self, folder: str | Path, first_iteration: int = 1, tell: Callable[[str], None] = print) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ValueError("--tensorboard-dir needs TensorBoard, which is not installed: pip install tensorboard") from error
+            raise ValueError(
+                "--tensorboard-dir needs TensorBoard, which is not installed: pip install tensorboard"
+            ) from error
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration if first_iteration > 1 else None)
         self._folder, self._tell = folder, tell
 
@@ -70,7 +73,9 @@ class TensorBoard:
         try:
             action()
         except OSError as error:
-            self._tell(f"WARNING: TensorBoard's files in {self._folder} cannot be written: {error}. Its curves end here")
+            self._tell(
+                f"WARNING: TensorBoard's files in {self._folder} cannot be written: {error}. Its curves end here"
+            )
             self._writer = None
 
 

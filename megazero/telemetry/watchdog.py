@@ -47,17 +47,19 @@ STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 class StopSignals:
-    """Inside the `with`, the signals of `STOPPING` ask the run to stop at the end of its step instead of ending the process.
+    """Inside the `with`, the signals of `STOPPING` ask the run to stop at the end of its step instead of ending the
+    process.
 
         with StopSignals() as stop:
             while not stop.raised: ...
 
-    early  what to do when a signal comes before `begin`, when there is nothing to save yet; it gets the signal's name. It is called
-           on a thread, so that the process answers while its main thread loads, compiles or waits for other ranks. None: as after `begin`.
+    early  what to do when a signal comes before `begin`, when there is nothing to save yet; it gets the signal's name.
+           It is called on a thread, so that the process answers while its main thread loads, compiles or waits for
+           other ranks. None: as after `begin`.
 
-    Later signals change nothing: a save under way is finished (SIGKILL is there for the impatient). A hang-up that whoever
-    started us has chosen to ignore (nohup) stays ignored. The handlers found at entry are put back at exit. Only Python's main
-    thread may set handlers.
+    Later signals change nothing: a save under way is finished (SIGKILL is there for the impatient). A hang-up that
+    whoever started us has chosen to ignore (nohup) stays ignored. The handlers found at entry are put back at exit.
+    Only Python's main thread may set handlers.
     """
 
     def __init__(self, early: Callable[[str], None] | None = None) -> None:
@@ -93,7 +95,9 @@ class StopSignals:
             self._before[kind] = signal.signal(kind, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             # None: the handler was not set from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -107,7 +111,9 @@ class StopSignals:
             self._received = signal.Signals(number)
 
     def _listen(self, pipe: int) -> None:
-        """On a thread of its own: Python writes a signal's number into the pipe when it comes, and calls handlers when the main thread can."""
+        """On a thread of its own: Python writes a signal's number into the pipe when it comes, and calls handlers when
+        the main thread can.
+        """
         with os.fdopen(pipe, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] in STOPPING and not self._begun.is_set() and self._early is not None:

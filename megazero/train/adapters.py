@@ -26,17 +26,21 @@ PEFT = "peft"
 
 
 def with_base(run: Run, found: Found | None) -> Run:
-    """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint of --load says.
+    """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint
+    of --load says.
 
-    Of a folder of checkpoints it is the one that was the newest when the adapters began: another may be now, which they do not belong to.
-    Raises ConfigError where neither says, where nothing can be opened there, and where --save would overwrite it.
+    Of a folder of checkpoints it is the one that was the newest when the adapters began: another may be now, which they
+    do not belong to. Raises ConfigError where neither says, where nothing can be opened there, and where --save would
+    overwrite it.
     """
     if run.lora.lora_rank is None:
         return run
     recorded = None if found is None else found.run.get("checkpoint", {}).get("init_from")
     base = run.checkpoint.init_from or recorded
     if base is None:
-        nothing = f"--load {run.checkpoint.load} " + ("has no complete checkpoint" if found is None else "does not say it")
+        nothing = f"--load {run.checkpoint.load} " + (
+            "has no complete checkpoint" if found is None else "does not say it"
+        )
         raise ConfigError([f"--lora-rank {run.lora.lora_rank}: on which model? {nothing}; name it: --init-from DIR"])
     path = Path(base).expanduser().absolute()
     if recorded is not None and Path(recorded).parent.resolve() == path.resolve():
@@ -45,17 +49,26 @@ def with_base(run: Run, found: Found | None) -> Run:
         with open_source(path) as source:
             itself = source.path
     except (ConversionError, OSError) as error:
-        raise ConfigError([f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]) from error
+        raise ConfigError(
+            [f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]
+        ) from error
     save = run.checkpoint.save
     if save is not None and Path(save).expanduser().resolve() in (itself.resolve(), itself.resolve().parent):
-        raise ConfigError([f"--save {save} holds the model that the adapters belong to, {itself}, and would lose it: name another folder"])
+        raise ConfigError(
+            [
+                f"--save {save} holds the model that the adapters belong to, {itself}, and would lose it: name another "
+                "folder"
+            ]
+        )
     return replace(run, checkpoint=replace(run.checkpoint, init_from=str(itself)))
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:
-    """What writes the adapters of a finished checkpoint into its folder once more, as PEFT has them; None without adapters.
+    """What writes the adapters of a finished checkpoint into its folder once more, as PEFT has them; None without
+    adapters.
 
-    Where no family of Hugging Face's has this model, that is told, and nothing is written. Opens the base. Called by one rank.
+    Where no family of Hugging Face's has this model, that is told, and nothing is written. Opens the base. Called by
+    one rank.
     """
     base = run.checkpoint.init_from
     if run.lora.lora_rank is None or base is None or run.checkpoint.save is None:
@@ -78,7 +91,8 @@ def peft_files(run: Run) -> Callable[[Path], None] | None:
 def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
     """Fill this rank's frozen parameters from the checkpoint at `path`; called by all ranks.
 
-    Returns the name of its format. Travels: what `opened_alike` sends, and whether all could read. Raises as `init_from.load_weights` does.
+    Returns the name of its format. Travels: what `opened_alike` sends, and whether all could read. Raises as
+    `init_from.load_weights` does.
     """
     failure: Exception | None = None
     name = ""

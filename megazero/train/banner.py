@@ -1,4 +1,7 @@
-"""What a run tells before its first step: the layout, the model, memory, schedule, data. Text only; nothing is decided here."""
+"""What a run tells before its first step: the layout, the model, memory, schedule, data.
+
+Text only; nothing is decided here.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ def banner(
 ) -> str:
     """The banner of a run on this grid.
 
-    text: what the data is; start: from what it starts; said: what its user said otherwise than the defaults, by section; None: a program made
-    the run, and all of it was said; notes: what its user should know.
+    text: what the data is; start: from what it starts; said: what its user said otherwise than the defaults, by
+    section; None: a program made the run, and all of it was said; notes: what its user should know.
     """
     axes = grid.axes
     sections = [
@@ -63,7 +66,9 @@ def banner(
 def _ops(run: Run, device: torch.device) -> str:
     ops = compiled_ops(run, device)
     attention = choose(wanted_attention(run).case(device), attention_offer(run, device))
-    bodies = describe(device, dtype=compute_dtype(run.optimizer.precision), fp8=run.optimizer.fp8 != "off") | dict.fromkeys(ops, COMPILED)
+    bodies = describe(
+        device, dtype=compute_dtype(run.optimizer.precision), fp8=run.optimizer.fp8 != "off"
+    ) | dict.fromkeys(ops, COMPILED)
     if attention.body is not Body.KERNEL:
         bodies["attention"] = attention.body.value
     lines = [("attention", f"{attention.body.value}: {attention.reason}")]
@@ -82,7 +87,11 @@ def _model(run: Run) -> list[tuple[str, str]]:
         ("parameters", f"{count(parameters(run.model))} ({parameters(run.model):,})"),
         ("shape", f"{shape}, vocabulary {model.vocab_size}"),
         ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
-        ("precision", f"{run.optimizer.precision}; state and gradients {str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}"),
+        (
+            "precision",
+            f"{run.optimizer.precision}; state and gradients "
+            f"{str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}",
+        ),
         *_fp8(run),
         *_adapters(run),
     ]
@@ -97,7 +106,10 @@ def _adapters(run: Run) -> list[tuple[str, str]]:
         return []
     trained = trained_parameters(run)
     layers = " ".join(adapted(run.lora, run.model))
-    words = f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {alpha(run.lora):g}, on {layers}"
+    words = (
+        f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {alpha(run.lora):g}, on "
+        f"{layers}"
+    )
     return [("trained", f"{words}; all else is frozen, and has no gradients and no optimizer state")]
 
 
@@ -106,7 +118,10 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
     if o.fp8 == "off":
         return []
     scaling = "current scaling" if o.fp8 == "current" else f"delayed scaling over {o.fp8_amax_history} steps"
-    words = f"products of the blocks' linear layers in training, {scaling}; copies of weights take 2 bytes each beside the model state"
+    words = (
+        f"products of the blocks' linear layers in training, {scaling}; copies of weights take 2 "
+        "bytes each beside the model state"
+    )
     return [("fp8", words), *([(f"still {o.precision}", "; ".join(left))] if left else [])]
 
 
@@ -119,11 +134,24 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     live = max(report.peak_activations)
     lines = [("pipeline", parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
     breadth_first = is_breadth_first(name, virtual)
-    traffic = parts.traffic_sentence(run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first)
-    recompute = f"{run.parallel.recompute_granularity}, {flops_again(run) / step_flops(run):.0%} on top of the model's operations"
-    graphs = parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches) if run.parallel.cuda_graphs else ""
+    traffic = parts.traffic_sentence(
+        run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first
+    )
+    recompute = (
+        f"{run.parallel.recompute_granularity}, {flops_again(run) / step_flops(run):.0%} on top "
+        "of the model's operations"
+    )
+    graphs = (
+        parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches)
+        if run.parallel.cuda_graphs
+        else ""
+    )
     lines += [("cuda graphs", graphs)] * bool(graphs)
-    return lines + [("gradients", traffic)] * bool(traffic) + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
+    return (
+        lines
+        + [("gradients", traffic)] * bool(traffic)
+        + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
+    )
 
 
 def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
@@ -133,7 +161,11 @@ def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
     if words:
         # In shared memory nothing moves by itself: a rank carries its tensors between computations.
         overlapped = run.parallel.overlap and grid.replicas.handle is not None and grid.replicas.exchange is None
-        words += [word for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("dp overlapped", overlapped)) if on]
+        words += [
+            word
+            for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("dp overlapped", overlapped))
+            if on
+        ]
     return [("communication", ", ".join(words))] * bool(words)
 
 
@@ -142,13 +174,18 @@ def _way(group: Group, messages: bool) -> str:
 
 
 def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
-    """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands. The device is told above."""
+    """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands.
+
+    The device is told above.
+    """
     shown = [
         (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items() if name != "device"))
         for section, fields in said.items()
     ]
     save = run.checkpoint.save
-    everything = f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
+    everything = (
+        f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
+    )
     return parts.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
 
 
@@ -163,12 +200,20 @@ def _word(value: object) -> str:
 def _threads() -> str:
     number = torch.get_num_threads()
     said = f"{number} thread{'s' * (number != 1)} a rank"
-    return f"{said}, as {threads.VARIABLE} says" if threads.given() else f"{said} (the host's cores, divided among its ranks)"
+    return (
+        f"{said}, as {threads.VARIABLE} says"
+        if threads.given()
+        else f"{said} (the host's cores, divided among its ranks)"
+    )
 
 
 def _training(run: Run, text: str) -> list[tuple[str, str]]:
     schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
-    length = f"{schedule.train_iters} iterations" if schedule.train_samples is None else f"{schedule.train_samples:,} samples"
+    length = (
+        f"{schedule.train_iters} iterations"
+        if schedule.train_samples is None
+        else f"{schedule.train_samples:,} samples"
+    )
     if run.trainer.exit_duration_in_mins:
         length += f" or {run.trainer.exit_duration_in_mins:g} minutes, whichever ends first"
     batch = f"{schedule.global_batch_size} samples in micro-batches of {schedule.micro_batch_size}"
@@ -182,7 +227,11 @@ def _training(run: Run, text: str) -> list[tuple[str, str]]:
         ("length", length),
         ("global batch", batch),
         ("learning rate", rate),
-        ("optimizer", f"{run.optimizer.optimizer}{by}, weight decay {run.optimizer.weight_decay:g}, clip {run.optimizer.clip_grad:g}"),
+        (
+            "optimizer",
+            f"{run.optimizer.optimizer}{by}, weight decay {run.optimizer.weight_decay:g}, clip "
+            f"{run.optimizer.clip_grad:g}",
+        ),
         ("device", devices.name(device) + (f", {_threads()}" if device.type == "cpu" else "")),
         ("allocator", allocator.describe(device.type)),
     ]

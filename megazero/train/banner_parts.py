@@ -16,11 +16,15 @@ _MOST_ROWS = 8
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Aligned columns, the first `left` of them to the left and the others to the right, with a rule under the headings."""
+    """Aligned columns, the first `left` of them to the left and the others to the right, with a rule under the
+    headings.
+    """
     widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
 
     def show(cells: Sequence[str]) -> str:
-        return "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
+        return "  ".join(
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
 
     return "\n".join([show(headings), "  ".join("-" * w for w in widths), *(show(row) for row in rows)])
 
@@ -38,7 +42,9 @@ def pairs(entries: Sequence[tuple[str, str]], width: int = WIDTH - 2) -> str:
 
 def bullets(lines: Sequence[str], width: int = WIDTH - 2) -> str:
     """Sentences, each on a line of its own behind a dash; long ones go on under themselves."""
-    return "\n".join(f"{'- ' if i == 0 else '  '}{part}" for line in lines for i, part in enumerate(_wrap(line, width - 2)))
+    return "\n".join(
+        f"{'- ' if i == 0 else '  '}{part}" for line in lines for i, part in enumerate(_wrap(line, width - 2))
+    )
 
 
 def ranks(tp: int, pp: int, dp: int) -> str:
@@ -48,7 +54,9 @@ def ranks(tp: int, pp: int, dp: int) -> str:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """Break a long line at spaces; a word longer than the width keeps its line (a path must stay whole to be copied)."""
+    """Break a long line at spaces; a word longer than the width keeps its line (a path must stay
+    whole to be copied).
+    """
     if len(text) <= width:
         return [text]
     lines: list[str] = []
@@ -63,7 +71,10 @@ def _wrap(text: str, width: int) -> list[str]:
 def sections(parts: Sequence[tuple[str, str]]) -> str:
     """The banner: each part under its title, empty parts left out."""
     shown = [(title, body) for title, body in parts if body]
-    lines = [[title, *("  " + part for line in body.splitlines() for part in _wrap(line, WIDTH - 2))] for title, body in shown]
+    lines = [
+        [title, *("  " + part for line in body.splitlines() for part in _wrap(line, WIDTH - 2))]
+        for title, body in shown
+    ]
     return "\n\n".join("\n".join(line.rstrip() for line in block) for block in lines)
 
 
@@ -73,7 +84,9 @@ def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2)
     Ranks are numbered as the grid numbers them: ((pp_i*DP + dp_i)*CP + cp_i)*TP + tp_i. Where all of them do not fit
     into `width` columns, cells show ranges, then columns and rows in the middle are left out.
     """
-    cells = [[[((p * dp + d) * cp + c) * tp + t for t in range(tp)] for p in range(pp)] for d in range(dp) for c in range(cp)]
+    cells = [
+        [[((p * dp + d) * cp + c) * tp + t for t in range(tp)] for p in range(pp)] for d in range(dp) for c in range(cp)
+    ]
     names = [f"dp {d}" + (f" cp {c}" if cp > 1 else "") for d in range(dp) for c in range(cp)]
     kept_rows = _kept(len(cells), _MOST_ROWS)
     left = max(5, *(len(name) for name in names)) + 2
@@ -103,13 +116,22 @@ def _kept(number: int, most: int) -> list[int | None]:
 
 
 def _frame(
-    texts: Sequence[Sequence[str]], names: Sequence[str], cell: int, left: int, rows: Sequence[int | None], cols: Sequence[int | None]
+    texts: Sequence[Sequence[str]],
+    names: Sequence[str],
+    cell: int,
+    left: int,
+    rows: Sequence[int | None],
+    cols: Sequence[int | None],
 ) -> str:
     """Draw the chosen rows and columns with their headings."""
 
     def across(parts: Sequence[str], gap: str, edge: str) -> str:
         return (
-            edge + edge.join(gap if col is None else parts[col].center(cell, parts[col][:1] if edge == "+" else " ") for col in cols) + edge
+            edge
+            + edge.join(
+                gap if col is None else parts[col].center(cell, parts[col][:1] if edge == "+" else " ") for col in cols
+            )
+            + edge
         )
 
     rule = " " * left + across(["-"] * len(texts[0]), " ... ", "+")
@@ -140,9 +162,13 @@ def holds(blocks: int, *, embedding: bool, head: bool, chunks: int = 1) -> str:
 
 
 def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages: int, bubble: float, live: int) -> str:
-    """The schedule in a sentence: bubble as a fraction of the step, and the most micro-batches whose activations live."""
+    """The schedule in a sentence: bubble as a fraction of the step, and the most micro-batches whose
+    activations live.
+    """
     if stages == 1:
-        return f"one stage: {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'} one after the other, no bubble"
+        return (
+            f"one stage: {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'} one after the other, no bubble"
+        )
     chunks = f", {virtual_stages} model chunks per rank" if virtual_stages > 1 else ""
     return (
         f"{name}{chunks}: {micro_batches} micro-batches over {stages} stages, bubble {100 * bubble:.1f}% of the step, "
@@ -159,17 +185,22 @@ def traffic_factor(micro_batches: int, gradient_bytes: int, parameter_bytes: int
 def traffic_sentence(
     zero_stage: int, dp: int, micro_batches: int, gradient_bytes: int, parameter_bytes: int, *, breadth_first: bool
 ) -> str:
-    """What ZeRO-2 costs in traffic, with g and p bytes a parameter in gradients and weights; empty where it costs nothing.
+    """What ZeRO-2 costs in traffic, with g and p bytes a parameter in gradients and weights; empty where it costs
+    nothing.
 
     gpipe with virtual stages runs breadth first: a chunk's micro-batches follow each other and it is reduced once.
     """
     if zero_stage != 2 or dp == 1 or micro_batches == 1:
         return ""
     if breadth_first:
-        return "each chunk's gradients are reduced once, after its last micro-batch; at most two chunks' full gradients are held"
+        return (
+            "each chunk's gradients are reduced once, after its last micro-batch; at most two chunks' full "
+            "gradients are held"
+        )
     factor = traffic_factor(micro_batches, gradient_bytes, parameter_bytes, breadth_first=False)
     return (
-        f"gradients are reduced at each of the {micro_batches} micro-batches, so that only the own shard is kept: {factor:.2f} times "
+        f"gradients are reduced at each of the {micro_batches} micro-batches, so that only the own shard is kept: "
+        f"{factor:.2f} times "
         f"the data-parallel traffic of --zero-stage 1 (gpipe with --virtual-stages reduces once)"
     )
 
@@ -178,8 +209,8 @@ def graphs_sentence(replayed: int, micro_batches: int) -> str:
     """What --cuda-graphs does to a step: how many of its micro-batches on a rank are replayed."""
     if replayed == 0:
         return (
-            f"change nothing: with dp the first and the last of a rank's micro-batches, which gather and reduce, are never replayed, "
-            f"and there are {micro_batches}"
+            "change nothing: with dp the first and the last of a rank's micro-batches, which gather and reduce, are "
+            f"never replayed, and there are {micro_batches}"
         )
     return f"replay {replayed} of a rank's {micro_batches} micro-batches a step"
 
@@ -194,4 +225,8 @@ def fused_ops_table(chosen: Mapping[str, str]) -> str:
 
 def changes_table(changes: Sequence[tuple[str, object, object]]) -> str:
     """What a resumed run does otherwise than the one that saved: flag, old value, new value."""
-    return table(["changed", "saved", "now"], [[name, str(old), str(new)] for name, old, new in changes], left=3) if changes else ""
+    return (
+        table(["changed", "saved", "now"], [[name, str(old), str(new)] for name, old, new in changes], left=3)
+        if changes
+        else ""
+    )

@@ -20,9 +20,10 @@ NAMED = 4
 def with_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> Run:
     """The run with --epochs as the --train-samples that they are; its data are known.
 
-    Of one pair an epoch is all tokens of its training split, of instruction data all samples that its conversations are packed into. Of a
-    blend it is as many tokens as its pairs have together: the weights say which are read more often than that, and which less. Every rank
-    calls this alike. Raises DataError where the epochs are less than a global batch.
+    Of one pair an epoch is all tokens of its training split, of instruction data all samples that its conversations are
+    packed into. Of a blend it is as many tokens as its pairs have together: the weights say which are read more often
+    than that, and which less. Every rank calls this alike. Raises DataError where the epochs are less than a global
+    batch.
     """
     schedule = run.schedule
     if schedule.epochs is None:
@@ -34,7 +35,8 @@ def with_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> Run:
     first = schedule.rampup_batch_size[0] if schedule.rampup_batch_size else schedule.global_batch_size
     if samples < first:
         raise DataError(
-            f"--epochs {schedule.epochs:g} of the data are {samples:,} samples of {run.model.seq_length:,} tokens, fewer than the first global "
+            f"--epochs {schedule.epochs:g} of the data are {samples:,} samples of {run.model.seq_length:,} tokens, "
+            "fewer than the first global "
             f"batch has, {first}; take more epochs or a smaller --global-batch-size"
         )
     return replace(run, schedule=replace(schedule, epochs=None, train_samples=samples))

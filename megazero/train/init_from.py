@@ -1,7 +1,7 @@
 """`--init-from`: a run that starts with the weights of a checkpoint, whatever program wrote it, on any layout.
 
-What the checkpoint's model is, is settings beneath the user's own (`model_level`). Its weights are copied by each rank into what that rank
-owns (`load_weights`); moments, position and all else start anew.
+What the checkpoint's model is, is settings beneath the user's own (`model_level`). Its weights are copied by each rank
+into what that rank owns (`load_weights`); moments, position and all else start anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ ROWS = 4096
 
 
 def model_level(path: str) -> Level:
-    """What a checkpoint says of a run that starts from it: the model's shape and the tokenizer. What is wrong is in the level's problems."""
+    """What a checkpoint says of a run that starts from it: the model's shape and the tokenizer.
+
+    What is wrong is in the level's problems.
+    """
     level = Level(f"--init-from {path}")
     try:
         with open_source(Path(path).expanduser()) as source:
@@ -58,14 +61,17 @@ def _tokenizer(source: Source) -> dict[str, str | int | None]:
 
 
 def _two_separators(source: Source) -> dict[str, str]:
-    """Where config.json names one token as the end of a document and the tokenizer beside it another, both words on --eod-id."""
+    """Where config.json names one token as the end of a document and the tokenizer beside it another, both words on
+    --eod-id.
+    """
     named, tokenizer = source.run.data.eod_id, tokenizer_of(source) if source.format == "hf" else None
     if named is None or tokenizer is None or tokenizer.eod_id in (None, named):
         return {}
     pieces = {number: piece for piece, number in tokenizer.pieces().items() if number in (named, tokenizer.eod_id)}
     words = [f"{number} ({pieces.get(number, 'no token of the tokenizer')!r})" for number in (named, tokenizer.eod_id)]
     return {
-        "eod_id": f"--eod-id: of {source.path}, config.json names {words[0]} as eos_token_id, and the tokenizer ends a document with {words[1]}; "
+        "eod_id": f"--eod-id: of {source.path}, config.json names {words[0]} as eos_token_id, and the tokenizer ends a "
+        f"document with {words[1]}; "
         f"say which with --eod-id {named} or --eod-id {tokenizer.eod_id}"
     }
 
@@ -73,8 +79,9 @@ def _two_separators(source: Source) -> dict[str, str]:
 def opened_alike(path: str, grid: ProcessGrid) -> Source:
     """The checkpoint at `path`, the same one on all ranks; called by all.
 
-    Each rank looks for itself, and in a folder of checkpoints another may become the newest meanwhile. Then it is that of rank 0's name for
-    all who have one of this name beside their own. Travels: the name, and whether all could open it. Raises as `agree` does.
+    Each rank looks for itself, and in a folder of checkpoints another may become the newest meanwhile. Then it is that
+    of rank 0's name for all who have one of this name beside their own. Travels: the name, and whether all could open
+    it. Raises as `agree` does.
     """
     found: list[Source] = []
     together(grid.world, grid.device, lambda: found.append(open_source(Path(path).expanduser())))
@@ -95,9 +102,10 @@ def opened_alike(path: str, grid: ProcessGrid) -> Source:
 def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> str:
     """Fill this rank's weights from the checkpoint at `path`; called by all ranks.
 
-    Returns for the banner what was read, and what became of keys that were not used. Rows of tokens that the checkpoint lacks start as the
-    mean of the others. Travels: what `opened_alike` sends, whether all could read, then what `after_load` gathers. Raises ConversionError
-    (on the other ranks CheckpointError with its text) when the checkpoint cannot be read or is not of this model.
+    Returns for the banner what was read, and what became of keys that were not used. Rows of tokens that the checkpoint
+    lacks start as the mean of the others. Travels: what `opened_alike` sends, whether all could read, then what
+    `after_load` gathers. Raises ConversionError (on the other ranks CheckpointError with its text) when the checkpoint
+    cannot be read or is not of this model.
     """
     failure: Exception | None = None
     told = ""
@@ -143,7 +151,11 @@ def _misfit(source: Source, place: Place) -> str | None:
     if entry is None:
         return f"{place.name} is missing"
     longer = place.name in TABLES and entry.shape[0] < place.shape[0] and entry.shape[1:] == place.shape[1:]
-    return None if entry.shape == place.shape or longer else f"{place.name} is {list(entry.shape)}, not {list(place.shape)}"
+    return (
+        None
+        if entry.shape == place.shape or longer
+        else f"{place.name} is {list(entry.shape)}, not {list(place.shape)}"
+    )
 
 
 @torch.no_grad()
@@ -159,7 +171,9 @@ def _copy(source: Source, fragment: Fragment) -> None:
 
 
 def _rows(source: Source, name: str, box: Box) -> Tensor:
-    """This box of a tensor that may have fewer rows than ours; those missing are the mean of the rows that are there."""
+    """This box of a tensor that may have fewer rows than ours; those missing are the mean of the rows
+    that are there.
+    """
     (first, last), *columns = box
     known = max(first, min(last, source.entries[name].shape[0]))
     if known == last:

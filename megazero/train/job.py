@@ -98,7 +98,9 @@ class Job:
         if self.run.checkpoint.finetune:
             return "; ".join([f"weights of {found.path} (--finetune: everything else anew)", read, *beneath])
         progress = found.progress
-        self.trainer.position = Position(*(int(progress[key]) for key in ("iteration", "consumed_samples", "consumed_tokens")))
+        self.trainer.position = Position(
+            *(int(progress[key]) for key in ("iteration", "consumed_samples", "consumed_tokens"))
+        )
         if self.trainer.saves is not None and load == self.run.checkpoint.save:
             self.trainer.saves.saved_at = self.trainer.position.iteration
         if not self.run.checkpoint.no_load_optim:
@@ -107,10 +109,14 @@ class Job:
             if self.trainer.fp8 is not None:
                 self.trainer.fp8.load_state_dict(progress.get("fp8"))
         unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
-        return "; ".join([f"{found.path}, iteration {self.trainer.position.iteration}", read, *([told] if told else []), *unused])
+        return "; ".join(
+            [f"{found.path}, iteration {self.trainer.position.iteration}", read, *([told] if told else []), *unused]
+        )
 
     def load_base(self) -> list[str]:
-        """The frozen weights beneath adapters, which no checkpoint of the run holds; where they are from, in words, if there are any."""
+        """The frozen weights beneath adapters, which no checkpoint of the run holds; where they are from, in words, if
+        there are any.
+        """
         base = self.run.checkpoint.init_from
         if self.run.lora.lora_rank is None or base is None:
             return []
@@ -145,7 +151,10 @@ class Job:
         print(pairs([(name, place) for name, place in places.items() if place]), flush=True)
 
     def sample(self) -> str | None:
-        """How the model continues the prompt, with the prompt; None without a tokenizer or a prompt. Called by all ranks."""
+        """How the model continues the prompt, with the prompt; None without a tokenizer or a prompt.
+
+        Called by all ranks.
+        """
         prompt, tokenizer = self.run.trainer.sample_prompt, self.prepared.tokenizer
         if prompt is None or tokenizer is None:
             return None
@@ -166,14 +175,21 @@ class Job:
         return tokenizer.decode([*ids, *new])
 
 
-def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None, asked: Asked | None = None) -> Job:
+def build_job(
+    prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None, asked: Asked | None = None
+) -> Job:
     """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner.
 
-    signals: what asks the run to stop. asked: what its user said, and should know before it starts; None for a run that a program made.
+    signals: what asks the run to stop. asked: what its user said, and should know before it starts; None for a run that
+    a program made.
     """
     run = _with_device(prepared.run, grid)
     if grid.rank == 0 and grid.device.type == "cuda":
-        print("megazero: kernels for this card are loaded and tried; what is not compiled yet is now, which can take a minute", flush=True)
+        print(
+            "megazero: kernels for this card are loaded and tried; what is not compiled yet is now, which can take a "
+            "minute",
+            flush=True,
+        )
     stages = build_stages(run, grid)
     state = ModelState(stages, grid, run.optimizer, run.parallel)
     optimizer = ShardedOptimizer(state, run.optimizer, grid)
@@ -183,7 +199,9 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
     token = new_token(grid.world, grid.device)
     aside = background_group(grid.world) if run.checkpoint.async_save else None
     beside = (peft_files(run), model_files(run, prepared.found)) if grid.rank == 0 and run.checkpoint.save else ()
-    checkpoints = Checkpoints(run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, _each(beside))
+    checkpoints = Checkpoints(
+        run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, _each(beside)
+    )
     with refused(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
     scaler = LossScaler(run.optimizer, grid.device)
@@ -197,7 +215,9 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
         scaler,
         train_batches=_loader(run, grid, prepared.datasets.train),
         valid_batches=_validation(run, grid, prepared),
-        test_batches={"test_loss": _loader(run, grid, prepared.datasets.test, workers=0)} if run.trainer.test_iters else {},
+        test_batches={"test_loss": _loader(run, grid, prepared.datasets.test, workers=0)}
+        if run.trainer.test_iters
+        else {},
         log=step_log(run, grid, []),
         saves=None,
         position=Position(),
@@ -207,14 +227,18 @@ def build_job(prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None
     )
     job = Job(run, prepared, grid, stages, state, optimizer, scaler, checkpoints, probe_engine, trainer)
     if run.checkpoint.save:
-        saves = Saves(checkpoints, job.record, lambda text: trainer.log.note(text), in_background=run.checkpoint.async_save)
+        saves = Saves(
+            checkpoints, job.record, lambda text: trainer.log.note(text), in_background=run.checkpoint.async_save
+        )
         trainer.saves = saves
     start = job.resume()
     if grid.rank == 0:
         _introduce(job, start, asked)
     trainer.log = step_log(run, grid, sinks_of(run, grid, trainer.position, checkpoints.fence))
     if run.checkpoint.async_save:
-        trainer.log.note(f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written")
+        trainer.log.note(
+            f"--async-save: {size(checkpoints.reserve())} of host memory on this rank hold the copy that is written"
+        )
     return job
 
 
@@ -280,4 +304,8 @@ def _validation(run: Run, grid: ProcessGrid, prepared: Prepared) -> dict[str, Tr
         return {}
     sets = {"valid_loss": prepared.datasets.valid}
     sets |= {f"valid_loss/{name}": dataset for name, dataset in prepared.datasets.named_valid.items()}
-    return {name: _loader(run, grid, dataset, workers=0) for name, dataset in sets.items() if len(dataset) >= validation_samples(run)}
+    return {
+        name: _loader(run, grid, dataset, workers=0)
+        for name, dataset in sets.items()
+        if len(dataset) >= validation_samples(run)
+    }

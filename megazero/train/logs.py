@@ -27,7 +27,9 @@ from megazero.train.trainer import Position
 
 @contextmanager
 def refused(flag: str) -> Iterator[None]:
-    """What a folder or file answers to the first writing turns out to be: on every rank a mistake in the configuration, not a fault."""
+    """What a folder or file answers to the first writing turns out to be: on every rank a mistake in the configuration,
+    not a fault.
+    """
     try:
         yield
     except (OSError, CheckpointError) as error:
@@ -53,7 +55,11 @@ def sinks_of(run: Run, grid: ProcessGrid, position: Position, fence: Fence | Non
     places = _told_in(run)
     if places:
         with refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
-            together(grid.world, grid.device, (lambda: files.extend(_files(run, position, fence, lines.note))) if grid.rank == 0 else None)
+            together(
+                grid.world,
+                grid.device,
+                (lambda: files.extend(_files(run, position, fence, lines.note))) if grid.rank == 0 else None,
+            )
     # Lines for people last: where their terminal is lost, programs still have their numbers.
     return [*files, lines] if grid.rank == 0 else []
 

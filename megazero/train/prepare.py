@@ -50,7 +50,9 @@ class Prepared:
 
 
 def prepare(run: Run, world_size: int, report: Report) -> Prepared:
-    """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another run."""
+    """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another
+    run.
+    """
     if run.trainer.deterministic:
         devices.use_deterministic_algorithms()
     present = look(run, world_size)
@@ -77,15 +79,20 @@ def prepare(run: Run, world_size: int, report: Report) -> Prepared:
 def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:
     """The run with the default corpus and its tokenizer, which are made where they are not there yet."""
     corpus = default_corpus(cache_root(run.data), report)
-    data = replace(run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path)
-    trainer = run.trainer if run.trainer.sample_prompt is not None else replace(run.trainer, sample_prompt=DEFAULT_PROMPT)
+    data = replace(
+        run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path
+    )
+    trainer = (
+        run.trainer if run.trainer.sample_prompt is not None else replace(run.trainer, sample_prompt=DEFAULT_PROMPT)
+    )
     tokenizer = build_tokenizer(DEFAULT_TOKENIZER, corpus.tokenizer_path)
     run = with_vocabulary(replace(run, data=data, trainer=trainer), tokenizer.vocab_size, tokenizer.eod_id)
     return run, tokenizer, corpus.description
 
 
 def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Datasets, str]]) -> tuple[Datasets, str]:
-    """Datasets for the samples asked for; for those used where a checkpoint's order is theirs, as that of earlier versions is.
+    """Datasets for the samples asked for; for those used where a checkpoint's order is theirs, as that of earlier
+    versions is.
 
     build: datasets of at least so many training samples, and what they are.
     """
@@ -98,8 +105,13 @@ def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Data
     return made
 
 
-def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
-    """At least `needed` training samples and those of validation, and what they are. That pairs are of this tokenizer `look` has seen."""
+def _datasets(
+    run: Run, needed: int, tokenizer: ListedTokenizer | None, text: str, report: Report
+) -> tuple[Datasets, str]:
+    """At least `needed` training samples and those of validation, and what they are.
+
+    That pairs are of this tokenizer `look` has seen.
+    """
     assert run.model.vocab_size is not None
     valid = validation_samples(run)
     if run.data.instruction_data:
@@ -109,7 +121,11 @@ def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: st
     datasets = build_datasets(
         run.data,
         seq_length=run.model.seq_length,
-        samples=(needed, 0 if _validates_elsewhere(run) else valid, run.trainer.test_iters * run.schedule.global_batch_size),
+        samples=(
+            needed,
+            0 if _validates_elsewhere(run) else valid,
+            run.trainer.test_iters * run.schedule.global_batch_size,
+        ),
         vocab_size=run.model.vocab_size,
         named_samples=valid or None,
         report=report,
@@ -122,13 +138,17 @@ def _datasets(run: Run, needed: int, tokenizer: ListedTokenizer | None, text: st
 
 
 def samples_asked(run: Run, found: Found | None) -> int:
-    """Training samples that the datasets are built for, as Megatron-LM does: --train-samples as given, though what is left of them for
-    no whole batch is never used. Epochs, shares of a blend and with these the order from the first sample on follow from it."""
+    """Training samples that the datasets are built for, as Megatron-LM does: --train-samples as given, though what is
+    left of them for no whole batch is never used. Epochs, shares of a blend and with these the order from the first
+    sample on follow from it.
+    """
     return samples_used(run, found) if run.schedule.train_samples is None else run.schedule.train_samples
 
 
 def samples_used(run: Run, found: Found | None) -> int:
-    """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been others, and its own."""
+    """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been
+    others, and its own.
+    """
     return Progress(run.schedule).consumed_at_end(*starts_at(run, found))
 
 
@@ -154,14 +174,17 @@ def _changes(found: Found | None, run: Run, world_size: int, datasets: Datasets)
 
 
 def _same_order(found: Found, datasets: Datasets) -> bool:
-    """Whether samples come as they did for the checkpoint; true where it does not say (conversations, before they were counted)."""
+    """Whether samples come as they did for the checkpoint; true where it does not say (conversations, before they were
+    counted).
+    """
     then = found.progress.get("data_plans")
     return not then or then == [list(plan) for plan in datasets.train.plans]
 
 
 def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
-    """A run of another length may need other epochs, and these are shuffled together: the order changes from the first sample on. That of
-    conversations changes when there are others in the files."""
+    """A run of another length may need other epochs, and these are shuffled together: the order changes from the first
+    sample on. That of conversations changes when there are others in the files.
+    """
     then, now = found.progress.get("data_plans") or [], [list(plan) for plan in datasets.train.plans]
     if run.checkpoint.finetune or run.checkpoint.override_data or _same_order(found, datasets):
         return []
@@ -169,11 +192,15 @@ def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
         return []  # which is an error of its own
     if run.data.instruction_data:
         return [
-            f"--instruction-data {' '.join(run.data.instruction_data)} holds other conversations than when the checkpoint was written ({then[0][0]:,}"
-            f" samples an epoch then, {now[0][0]:,} now), so samples would be repeated and left out; to go on all the same: --override-data"
+            f"--instruction-data {' '.join(run.data.instruction_data)} holds other conversations than when the "
+            f"checkpoint was written ({then[0][0]:,}"
+            f" samples an epoch then, {now[0][0]:,} now), so samples would be repeated and left out; to go on all the "
+            "same: --override-data"
         ]
     epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
     return [
-        f"--train-iters, --train-samples or other batches: {samples_asked(run, found):,} samples take {epochs[1]} epochs of the data in another"
-        f" order than the checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: --override-data"
+        f"--train-iters, --train-samples or other batches: {samples_asked(run, found):,} samples take {epochs[1]} "
+        "epochs of the data in another"
+        f" order than the checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: "
+        "--override-data"
     ]

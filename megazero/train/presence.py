@@ -1,4 +1,5 @@
-"""Whether what a run names is there: places to write into, data, tokenizer and checkpoint. All of it is looked at, and told together.
+"""Whether what a run names is there: places to write into, data, tokenizer and checkpoint. All of it is looked at, and
+told together.
 
 Nothing is written, tokenized or read through: that is for the start of the run (`prepare`).
 """
@@ -47,7 +48,8 @@ class Present:
 def look(run: Run, world_size: int | None) -> Present:
     """Look at everything that the run names. Communicates nothing; files are opened and their headers read.
 
-    world_size None: something else is wrong with the run. Each thing is then looked at by itself, and no checkpoint is compared with the run.
+    world_size None: something else is wrong with the run. Each thing is then looked at by itself, and no checkpoint is
+    compared with the run.
     """
     problems: list[str] = [*_unusable_places(run), *_missing_data(run)]
     tokenizer: ListedTokenizer | None = None
@@ -63,7 +65,13 @@ def look(run: Run, world_size: int | None) -> Present:
         problems += _other_format(Path(run.checkpoint.load))
     opened = tokenizer is not None or run.data.tokenizer is None
     resolved = run.schedule.epochs is None  # else the length, and with it the rates, are not known before the data are
-    if world_size is not None and found is not None and opened and resolved and (run.data.data_path or run.data.instruction_data):
+    if (
+        world_size is not None
+        and found is not None
+        and opened
+        and resolved
+        and (run.data.data_path or run.data.instruction_data)
+    ):
         problems += other_run(run, found, world_size)
     return Present(run, tokenizer, found, tuple(problems))
 
@@ -87,13 +95,16 @@ def starts_at(run: Run, found: Found | None) -> tuple[int, int]:
 
 
 def in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
-    """That a run which starts at this iteration will come to checkpoints that are there already: another run's, or its own from before it went back."""
+    """That a run which starts at this iteration will come to checkpoints that are there already: another run's, or its
+    own from before it went back.
+    """
     later = [] if cfg.save is None else [path for number, path in listing(Path(cfg.save)) if number > iteration]
     if not later:
         return []
     pruned = f", and --keep-last-k {cfg.keep_last} deletes those it has passed" if cfg.keep_last else ""
     return [
-        f"--save {cfg.save} holds checkpoints up to {later[-1].name}, which this run does not start from: its own take the place of those of "
+        f"--save {cfg.save} holds checkpoints up to {later[-1].name}, which this run does not start from: its own take "
+        "the place of those of "
         f"the same iteration{pruned}; --load {later[-1]} goes on from there"
     ]
 
@@ -105,7 +116,10 @@ def _other_format(load: Path) -> Iterator[str]:
     except ConversionError:
         return  # nothing is there that anybody knows
     if format != "megazero":
-        yield f"--load {load}: is a checkpoint of the format {format}, from which no run can go on; --init-from {load} starts with its weights"
+        yield (
+            f"--load {load}: is a checkpoint of the format {format}, from which no run can go on; --init-from {load} "
+            "starts with its weights"
+        )
 
 
 @contextmanager
@@ -120,7 +134,9 @@ def _collected(problems: list[str], before: str = "") -> Iterator[None]:
 
 
 def _tokenizer(run: Run) -> ListedTokenizer | None:
-    """The one that the run names, if it says which kind it is and where it lies: that something of this lacks, the configuration's checks tell."""
+    """The one that the run names, if it says which kind it is and where it lies: that something of this lacks, the
+    configuration's checks tell.
+    """
     kind, path = run.data.tokenizer, run.data.tokenizer_path
     if kind is None and path is not None and not os.path.exists(os.path.expanduser(path)):
         raise DataError(f"--tokenizer-path {path} is missing")
@@ -128,7 +144,9 @@ def _tokenizer(run: Run) -> ListedTokenizer | None:
 
 
 def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
-    """Prefixes by the flag that names them; none of words that are no list of them, which the configuration's checks tell."""
+    """Prefixes by the flag that names them; none of words that are no list of them, which the configuration's checks
+    tell.
+    """
     found: dict[str, tuple[str, ...]] = {}
     with suppress(DataError):
         found["--data-path"] = parse_data_path(run.data.data_path).prefixes
@@ -140,7 +158,9 @@ def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
 def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
     """Pairs whose ids are another tokenizer's, as far as they say."""
     problems: list[str] = []
-    named = [(flag, prefix) for flag, prefixes in _pairs(run).items() for prefix in prefixes if path_of(prefix).exists()]
+    named = [
+        (flag, prefix) for flag, prefixes in _pairs(run).items() for prefix in prefixes if path_of(prefix).exists()
+    ]
     now = made_with(tokenizer, run.data.tokenizer or "tokenizer") if named else None
     for flag, prefix in named:
         assert now is not None
@@ -156,7 +176,10 @@ def _missing_data(run: Run) -> list[str]:
         for prefix in prefixes:
             with _collected(problems, f"{flag}: "):
                 IndexedDataset(prefix)
-    for flag, names in (("--instruction-data", data.instruction_data), ("--valid-instruction-data", data.valid_instruction_data)):
+    for flag, names in (
+        ("--instruction-data", data.instruction_data),
+        ("--valid-instruction-data", data.valid_instruction_data),
+    ):
         for name in names:
             with _collected(problems, f"{flag}: "):
                 find_files([name])
@@ -181,7 +204,9 @@ def _unusable_places(run: Run) -> list[str]:
         problems.append(f"--metrics-file {metrics}: is a link, and nothing is where it leads")
     elif metrics:
         folders["--metrics-file"] = os.path.dirname(metrics) or "."
-    problems += [f"{flag} {about(folder, wrong)}" for flag, folder in folders.items() if folder and (wrong := _closed(folder))]
+    problems += [
+        f"{flag} {about(folder, wrong)}" for flag, folder in folders.items() if folder and (wrong := _closed(folder))
+    ]
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
     return problems

@@ -19,7 +19,8 @@ from megazero.pipeline.engine import PipelineEngine
 SAMPLES, SAMPLES_ASYNC = 2, 1
 """In a probe; fewer where a step waits for little else of a save than this."""
 TOLERANCE = {"fp64": 1e-8, "fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
-"""Largest relative difference, by the narrower of the precisions that saved and loaded: rounding, by other layouts too."""
+"""Largest relative difference, by the narrower of the precisions that saved and loaded: rounding, by other layouts too.
+"""
 
 
 def probe_batches(run: Run, device: torch.device, samples: int = SAMPLES) -> list[MicroBatch]:
@@ -29,7 +30,12 @@ def probe_batches(run: Run, device: torch.device, samples: int = SAMPLES) -> lis
     batches = []
     for sample in range(samples):
         positions = torch.arange(length + 1, dtype=torch.int64) + sample * (length + 1)
-        text = (positions * 1_103_515_245 + 12_345).remainder(1 << 31).div(1 << 8, rounding_mode="floor").remainder(vocabulary)
+        text = (
+            (positions * 1_103_515_245 + 12_345)
+            .remainder(1 << 31)
+            .div(1 << 8, rounding_mode="floor")
+            .remainder(vocabulary)
+        )
         text = text.unsqueeze(0).to(device)
         number = torch.tensor([sample], dtype=torch.int64).to(device)
         batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), None, number))
@@ -37,7 +43,8 @@ def probe_batches(run: Run, device: torch.device, samples: int = SAMPLES) -> lis
 
 
 def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid, samples: int = SAMPLES) -> float:
-    """Mean loss of the probe on this grid, the same number on every rank: every replica computes it, and the mean is taken.
+    """Mean loss of the probe on this grid, the same number on every rank: every replica computes it, and the mean is
+    taken.
 
     engine: for micro-batches of one sample. Travels: one float64 over the world.
     """
@@ -51,7 +58,10 @@ def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid, samples: int
 
 
 def check_probe(stored: dict[str, Any] | None, run: Run, engine: PipelineEngine, grid: ProcessGrid) -> str:
-    """Compare with what was stored; a sentence for the banner. Raises RuntimeError with both numbers where they differ."""
+    """Compare with what was stored; a sentence for the banner.
+
+    Raises RuntimeError with both numbers where they differ.
+    """
     if not stored or not run.checkpoint.ckpt_probe or stored["seq_length"] != run.model.seq_length:
         return ""
     now, then = probe_loss(run, engine, grid, stored.get("samples", SAMPLES)), float(stored["loss"])
@@ -59,7 +69,8 @@ def check_probe(stored: dict[str, Any] | None, run: Run, engine: PipelineEngine,
     difference = abs(now - then) / max(abs(then), 1e-12)
     if not difference <= allowed:
         raise RuntimeError(
-            f"the model loaded is not the model saved: the probe's loss was {then:.10g}, is {now:.10g} (relative difference {difference:.2g},"
+            f"the model loaded is not the model saved: the probe's loss was {then:.10g}, is {now:.10g} (relative "
+            f"difference {difference:.2g},"
             f" allowed {allowed:.0e} at {run.optimizer.precision}); --no-ckpt-probe loads it all the same"
         )
     return f"probe loss {now:.6f}, {then:.6f} when saved"

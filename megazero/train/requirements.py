@@ -33,7 +33,9 @@ class Package(NamedTuple):
 PACKAGES = (
     Package("tensorboard", "--tensorboard-dir", lambda run: bool(run.trainer.tensorboard_dir)),
     Package("sentencepiece", "--tokenizer sentencepiece", lambda run: run.data.tokenizer == "sentencepiece"),
-    Package("zstandard", "data in .zst files", lambda run: any(name.endswith(".zst") for name in _instruction_files(run))),
+    Package(
+        "zstandard", "data in .zst files", lambda run: any(name.endswith(".zst") for name in _instruction_files(run))
+    ),
     Package("jinja2", "chats, which a template writes"),
     Package("transformers", "logits compared when a checkpoint is converted with --verify"),
 )
@@ -64,7 +66,11 @@ def unmet(run: Run) -> list[str]:
         problems += [] if missing is None else [f"--optimizer-impl apex: {missing}"]
     if run.optimizer.fp8 != "off":
         missing = fp8.why_not(kind)
-        problems += [] if missing is None else [f"--fp8 {run.optimizer.fp8}: {missing}; the same run without it computes in bf16"]
+        problems += (
+            []
+            if missing is None
+            else [f"--fp8 {run.optimizer.fp8}: {missing}; the same run without it computes in bf16"]
+        )
     if run.trainer.deterministic and on_cuda:
         wrong = devices.why_not_deterministic()
         problems += [] if wrong is None else [f"--deterministic: {wrong}"]
@@ -77,19 +83,28 @@ def unfit(run: Run) -> list[str]:
 
 
 def _uncompilable(run: Run) -> list[str]:
-    """What --compile would fail with in the middle of the first step. Where every op has a kernel, nothing is compiled."""
+    """What --compile would fail with in the middle of the first step.
+
+    Where every op has a kernel, nothing is compiled.
+    """
     kind = devices.kind(run.parallel.device)
     reason = try_compiler(kind) if compiled_ops(run, kind) else None
     return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
 
 
 def _impossible_attention(run: Run) -> list[str]:
-    """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model tries."""
+    """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model
+    tries.
+    """
     device = torch.device(devices.kind(run.parallel.device))
     if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
         return []
     against = problem(run.parallel.attention, wanted_attention(run), device)
-    return [] if against is None else [f"--attention {run.parallel.attention} on {device.type}: {against}; nearest: --attention auto"]
+    return (
+        []
+        if against is None
+        else [f"--attention {run.parallel.attention} on {device.type}: {against}; nearest: --attention auto"]
+    )
 
 
 def _unknown_kernels() -> list[str]:

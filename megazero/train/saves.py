@@ -14,7 +14,10 @@ from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.units import transfer
 
 PAUSES = (0.0, 1.0, 5.0, 15.0)
-"""Seconds before each try of a run's last save. Together less than the 30 s that a cluster gives a job between SIGTERM and SIGKILL."""
+"""Seconds before each try of a run's last save.
+
+Together less than the 30 s that a cluster gives a job between SIGTERM and SIGKILL.
+"""
 _ENDS_THE_RUN = (FenceLost, PeerError)
 """Failures after which another try cannot help: the folder is another job's, or a rank is gone."""
 
@@ -33,9 +36,9 @@ class Saves:
     note    tells the person who reads along
     pauses  seconds before each try of the last save
 
-    A save that fails, on a full disk say, is told, and training goes on; what was there is as it was, and the next save tries again.
-    The last save of a run is tried as often as there are pauses; if all fail, so does the run. Where another job has taken the folder
-    over no try can help, and the run stops (`superseded`).
+    A save that fails, on a full disk say, is told, and training goes on; what was there is as it was, and the next save
+    tries again. The last save of a run is tried as often as there are pauses; if all fail, so does the run. Where
+    another job has taken the folder over no try can help, and the run stops (`superseded`).
     """
 
     def __init__(
@@ -129,8 +132,8 @@ class Saves:
 
     def _warn(self, outcome: Outcome, then: str) -> None:
         self._note(
-            f"WARNING: the checkpoint of iteration {outcome.iteration} could not be written: {outcome.error}. What was there"
-            f" before is as it was; {then}"
+            f"WARNING: the checkpoint of iteration {outcome.iteration} could not be written: {outcome.error}. What "
+            f"was there before is as it was; {then}"
         )
 
 

@@ -9,11 +9,14 @@ from megazero.telemetry.console import outlive_the_console
 from megazero.telemetry.watchdog import StopSignals
 
 CHECKS = frozenset({"--validate-only", "--print-config", "--help", "-h"})
-"""With one of these nothing is trained; a check that was broken off has found nothing right, so signals do what they do to any program."""
+"""With one of these nothing is trained; a check that was broken off has found nothing right, so signals do what they do
+to any program.
+"""
 
 
 def start_process(arguments: Sequence[str]) -> StopSignals:
-    """To be called before anything is opened: settings of the allocator, stdout and stderr that may be lost, and the signals that stop a run.
+    """To be called before anything is opened: settings of the allocator, stdout and stderr that may be lost, and the
+    signals that stop a run.
 
     Until the first step they end the process at once.
     """

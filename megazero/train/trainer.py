@@ -28,7 +28,9 @@ from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 
 GROWTH = 1.25
-"""Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step, or little is left."""
+"""Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step, or
+little is left.
+"""
 
 
 class Batches(Protocol):
@@ -134,7 +136,9 @@ class Trainer:
         self.optimizer.finish_reduction()
         late = self.deadline is not None and time.monotonic() >= self.deadline
         loss = loss_sum if self.reports_loss else 0.0
-        squares, loss_sum, tokens, asked = self.reduce(self.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late))
+        squares, loss_sum, tokens, asked = self.reduce(
+            self.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late)
+        )
         self.signals.begin()  # not earlier: until ranks have met here, each may leave by itself and loses nothing
         unscale = positions / (tokens * scale)
         norm = squares.sqrt() * unscale
@@ -164,7 +168,10 @@ class Trainer:
         self.tell_compilation(seconds)
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
-        """Each value's sum over all ranks, in one message, in float64. The host waits for no device: numbers are filled in, not copied."""
+        """Each value's sum over all ranks, in one message, in float64.
+
+        The host waits for no device: numbers are filled in, not copied.
+        """
         packed = torch.stack([self.wide(value) for value in values])
         collectives.all_reduce(packed, self.grid.world).wait()
         return list(packed.unbind())
@@ -200,7 +207,9 @@ class Trainer:
             self.save(last=False)
 
     def limit_memory(self) -> None:
-        """Keep the host's heap from growing without end; what a step frees stays for the next, for fresh pages are slow."""
+        """Keep the host's heap from growing without end; what a step frees stays for the next, for fresh pages are
+        slow.
+        """
         self.steps_here += 1
         if self.grid.device.type != "cpu":
             return
@@ -211,11 +220,16 @@ class Trainer:
             devices.return_free_memory(self.grid.device)
 
     def tell_compilation(self, seconds: float) -> None:
-        """Where --compile compiles something, once: what the first step took with compilation, and the second without."""
+        """Where --compile compiles something, once: what the first step took with compilation, and
+        the second without.
+        """
         if self.steps_here == 0:
             self.first_seconds = seconds
         elif self.steps_here == 1 and compiled_ops(self.run, self.grid.device):
-            self.log.note(f"--compile: the first step took {self.first_seconds:.1f} s with compilation, the second {seconds:.1f} s")
+            self.log.note(
+                f"--compile: the first step took {self.first_seconds:.1f} s with compilation, the second "
+                f"{seconds:.1f} s"
+            )
 
     def should_stop(self) -> bool:
         """Whether all ranks stop after this step: what one of them learned travelled with the step's scalars."""

@@ -19,7 +19,10 @@ from megazero.train.requirements import unfit
 
 
 def answer(asked: Asked, ranks_here: int) -> str:
-    """The text for standard output. ranks_here: how many there are, which --world-size overrides. Raises ConfigError, as a start would."""
+    """The text for standard output. ranks_here: how many there are, which --world-size overrides.
+
+    Raises ConfigError, as a start would.
+    """
     told = [dump(asked.run).rstrip()] if asked.command.print_config else []
     if asked.command.validate_only:
         told.append(_verdict(asked, asked.command.world_size or ranks_here))

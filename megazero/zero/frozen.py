@@ -20,13 +20,17 @@ def parameters_by_name(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) 
     by_name: dict[str, Parameter] = {}
     for parameter in (p for units in chunks for unit in units for p in unit.parameters() if p.requires_grad == trained):
         place = place_of(parameter)
-        assert by_name.setdefault(place.name, cast(Parameter, parameter)) is parameter, f"two parameters are called {place.name}"
+        assert by_name.setdefault(place.name, cast(Parameter, parameter)) is parameter, (
+            f"two parameters are called {place.name}"
+        )
     return by_name
 
 
 def places_by_unit(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> list[list[list[Place]]]:
     """Their places by chunk and unit, as `layout.pack` takes them."""
-    return [[[place_of(p) for p in unit.parameters() if p.requires_grad == trained] for unit in units] for units in chunks]
+    return [
+        [[place_of(p) for p in unit.parameters() if p.requires_grad == trained] for unit in units] for units in chunks
+    ]
 
 
 class FrozenParameters:

@@ -23,7 +23,13 @@ class ParameterGatherer:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], column: StoredColumn, state: StoredColumn, units: Sequence[nn.Module], *, overlap: bool
+        self,
+        buckets: Sequence[Bucket],
+        column: StoredColumn,
+        state: StoredColumn,
+        units: Sequence[nn.Module],
+        *,
+        overlap: bool,
     ) -> None:
         self.buckets, self.column, self.state, self.overlap = buckets, column, state, overlap
         self._pending: dict[int, Pending] = {}
@@ -33,11 +39,16 @@ class ParameterGatherer:
             unit.register_forward_pre_hook(partial(self._before_forward, needed))
 
     def launch(self, index: int) -> None:
-        """Start gathering bucket `index`, whose owned range has been updated. One all-gather over the bucket's group."""
+        """Start gathering bucket `index`, whose owned range has been updated.
+
+        One all-gather over the bucket's group.
+        """
         assert index not in self._pending
         if self.state.is_sharded:
             bucket = self.buckets[index]
-            self._pending[index] = collectives.all_gather(self.column.held(index), self.column.shard(index), bucket.group)
+            self._pending[index] = collectives.all_gather(
+                self.column.held(index), self.column.shard(index), bucket.group
+            )
 
     def launched_all(self) -> None:
         """Every bucket has been launched."""

@@ -66,7 +66,9 @@ class BucketLayout:
         return index * part, (index + 1) * part
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """What of each parameter lies in [start, stop) of the bucket, without vocabulary padding and the unused tail."""
+        """What of each parameter lies in [start, stop) of the bucket, without vocabulary padding and
+        the unused tail.
+        """
         for entry in self.entries:
             first, last = max(start, entry.offset), min(stop, entry.offset + entry.place.stored_numel)
             if first < last:
@@ -123,7 +125,9 @@ def _inseparable(places: Iterable[Place]) -> list[list[Place]]:
     matrix: Place | None = None
     for place in places:
         apart = place.tied or not runs or runs[-1][0].tied
-        follows = not place.kind.decays or (place.kind is Kind.MATRIX and matrix is not None and matrix.shape == place.shape)
+        follows = not place.kind.decays or (
+            place.kind is Kind.MATRIX and matrix is not None and matrix.shape == place.shape
+        )
         if follows and not apart:
             runs[-1].append(place)
         else:
@@ -147,15 +151,17 @@ def _bucket(chunk: int, places: Sequence[Place], size: int, *, tied: bool) -> Bu
 def _padded(used: int, size: int) -> int:
     """Elements of a bucket that `size` members share equally.
 
-    Shards of whole groups of 8 begin where 16 bytes do, of 16-bit and of wider columns: kernels read and write so much at once, and messages
-    are aligned. Buckets that this would lengthen by more than a 64th do without.
+    Shards of whole groups of 8 begin where 16 bytes do, of 16-bit and of wider columns: kernels read and write so much
+    at once, and messages are aligned. Buckets that this would lengthen by more than a 64th do without.
     """
     unit = 8 * size if used >= 512 * size else size
     return math.ceil(used / unit) * unit
 
 
 def group_of(layout: BucketLayout, axes: Axes, at: Coordinates) -> tuple[int, int]:
-    """Index and size of the group over which a rank's bucket is reduced and sharded, as `Axes.replica_ranks` and `tied_ranks` order it."""
+    """Index and size of the group over which a rank's bucket is reduced and sharded, as `Axes.replica_ranks` and
+    `tied_ranks` order it.
+    """
     size, index = axes.dp * axes.cp, at.dp * axes.cp + at.cp
     if not layout.tied:
         return index, size
@@ -163,8 +169,11 @@ def group_of(layout: BucketLayout, axes: Axes, at: Coordinates) -> tuple[int, in
     return ends.index(at.pp) * size + index, len(ends) * size
 
 
-def owned_pieces(chunks: Sequence[Sequence[Sequence[Place]]], axes: Axes, at: Coordinates, bucket_size: int) -> Iterator[tuple[int, Piece]]:
-    """(bucket number, piece) for all that the rank at `at` owns, whatever the ZeRO stage: what `ShardedOptimizer.fragments` covers there.
+def owned_pieces(
+    chunks: Sequence[Sequence[Sequence[Place]]], axes: Axes, at: Coordinates, bucket_size: int
+) -> Iterator[tuple[int, Piece]]:
+    """(bucket number, piece) for all that the rank at `at` owns, whatever the ZeRO stage: what
+    `ShardedOptimizer.fragments` covers there.
 
     Over all ranks that is every element once, but for parameters replicated over tp, which every tp rank owns.
     """

@@ -62,8 +62,8 @@ class ShardedOptimizer:
 
         Over all ranks of the world the shares add up to the squared norm of the global model's gradient, each element
         counted once: the owner of a range counts it, parameters replicated over tp count on tp rank 0, a tied embedding
-        is owned once by the group of both its stages, padding is left out. A replica that does not count makes the sum NaN
-        where it is not finite: a fault on one tp rank must not be applied there and nowhere else.
+        is owned once by the group of both its stages, padding is left out. A replica that does not count makes the sum
+        NaN where it is not finite: a fault on one tp rank must not be applied there and nowhere else.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for view in self._counted:
@@ -91,7 +91,8 @@ class ShardedOptimizer:
         self.state.reducer.reset()
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank owns, whatever the ZeRO stage (`layout.owned_pieces` is the same list for any rank, without values).
+        """What this rank owns, whatever the ZeRO stage (`layout.owned_pieces` is the same list for any rank, without
+        values).
 
         Parameters replicated over tp come on every tp rank; one of them is enough to write, each is needed to load.
         To load, write into the tensors, set `step_count`, and call `after_load`.
@@ -102,7 +103,9 @@ class ShardedOptimizer:
             for piece in bucket.layout.pieces(*bucket.shard):
                 at = index, piece.offset, piece.offset + piece.numel
                 second = table[Column.EXP_AVG_SQ].view(*at) if Column.EXP_AVG_SQ in table else None
-                yield Fragment(piece.place, piece.start, piece.stop, weights.view(*at), table[Column.EXP_AVG].view(*at), second)
+                yield Fragment(
+                    piece.place, piece.start, piece.stop, weights.view(*at), table[Column.EXP_AVG].view(*at), second
+                )
 
     @torch.no_grad()
     def after_load(self) -> None:
@@ -122,7 +125,9 @@ class ShardedOptimizer:
         self.state.wait_parameters()
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
-        """Parts of this rank's shard of the gradient that count in the norm here, or that do not; neighbours are one view."""
+        """Parts of this rank's shard of the gradient that count in the norm here, or that do not; neighbours are one
+        view.
+        """
         bucket = self.state.buckets[index]
         runs: list[tuple[int, int]] = []
         for piece in bucket.layout.pieces(*bucket.shard):
@@ -135,14 +140,26 @@ class ShardedOptimizer:
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
 
     def _decay_ranges(self, index: int) -> Iterator[tuple[int, int, float]]:
-        """What this rank updates of a bucket, as (start, stop, weight decay): at most two ranges, the unused tail left out."""
+        """What this rank updates of a bucket, as (start, stop, weight decay): at most two ranges, the unused tail left
+        out.
+        """
         layout = self.state.buckets[index].layout
         first, last = self.state.columns[Column.EXP_AVG].range_of(index)
         for start, stop, decay in ((0, layout.decayed, self.cfg.weight_decay), (layout.decayed, layout.used, 0.0)):
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop), decay
 
-    def _update(self, index: int, start: int, stop: int, decay: float, lr: float, number: Tensor, multiplier: Tensor, skip: Tensor) -> None:
+    def _update(
+        self,
+        index: int,
+        start: int,
+        stop: int,
+        decay: float,
+        lr: float,
+        number: Tensor,
+        multiplier: Tensor,
+        skip: Tensor,
+    ) -> None:
         cfg, table = self.cfg, self.state.columns
         rounded = table[Column.PARAMETER].view(index, start, stop) if self.state.has_master else None
         weights, gradient = self.state.weights.view(index, start, stop), table[Column.GRADIENT].view(index, start, stop)

@@ -1,9 +1,10 @@
 """Gradients from backward to their owners.
 
-Gradients are summed in the bucket's flat buffer (fp32 for 16-bit parameters). A layer's backward writes or adds its part
-there itself (`mpu.gradient`); what autograd accumulates is added when it has finished, and freed. When a bucket of the armed chunk is complete it is reduced over its group while backward goes on. All ranks of
-a group launch the same buckets in the same order: last bucket of the chunk first, each once those before it have been
-launched, whatever arrives when.
+Gradients are summed in the bucket's flat buffer (fp32 for 16-bit parameters). A layer's backward writes or adds its
+part there itself (`mpu.gradient`); what autograd accumulates is added when it has finished, and freed. When a bucket of
+the armed chunk is complete it is reduced over its group while backward goes on. All ranks of a group launch the same
+buckets in the same order: last bucket of the chunk first, each once those before it have been launched, whatever
+arrives when.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class _Flight:
 class _Target:
     """The gradient target of one parameter.
 
-    It does not keep the reducer alive: torch's hooks are invisible to the garbage collector, so the ring of parameter, hook,
-    reducer, bucket and parameter would never be freed, nor the process groups in it.
+    It does not keep the reducer alive: torch's hooks are invisible to the garbage collector, so the ring of parameter,
+    hook, reducer, bucket and parameter would never be freed, nor the process groups in it.
     """
 
     def __init__(self, reducer: GradientReducer, index: int, entry: int) -> None:
@@ -71,21 +72,35 @@ class GradientReducer:
     buckets   in forward order
     column    the gradient column. Sharded (ZeRO-2): a bucket's whole gradient lives in a buffer of the pool from its
               first arrival to its reduction, whose result is added to the shard
-    state     an optimizer column: what it holds of a bucket is what a reduction has to deliver. Sharded: reduce-scatter,
-              else all-reduce
+    state     an optimizer column: what it holds of a bucket is what a reduction has to deliver. Sharded:
+              reduce-scatter, else all-reduce
     dtype     dtype that travels
     overlap   reduce during backward, else when it is over; the results are the same bits
     tp        group over which tp_partial gradients are summed
 
-    Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its group; per step: one all-reduce
-    over tp of this rank's share of all tp_partial gradients together. Sums over dp and tp commute, so tp goes last: once
-    per step, and only over what this rank updates.
+    Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its group; per step: one
+    all-reduce over tp of this rank's share of all tp_partial gradients together. Sums over dp and tp commute, so tp
+    goes last: once per step, and only over what this rank updates.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], column: StoredColumn, state: StoredColumn, *, dtype: torch.dtype, overlap: bool, tp: Group
+        self,
+        buckets: Sequence[Bucket],
+        column: StoredColumn,
+        state: StoredColumn,
+        *,
+        dtype: torch.dtype,
+        overlap: bool,
+        tp: Group,
     ) -> None:
-        self.buckets, self.column, self.state, self.dtype, self.overlap, self.tp = buckets, column, state, dtype, overlap, tp
+        self.buckets, self.column, self.state, self.dtype, self.overlap, self.tp = (
+            buckets,
+            column,
+            state,
+            dtype,
+            overlap,
+            tp,
+        )
         self.pool = BufferPool(column.dtype, column.device)
         self._borrowed: dict[int, Tensor] = {}
         self._arrived: list[set[int]] = [set() for _ in buckets]
@@ -93,7 +108,9 @@ class GradientReducer:
         self._landed = [False] * len(buckets)
         self._armed: int | None = None
         self._deferred: dict[tuple[int, int], list[tuple[int, int, Write]]] = {}
-        """What backwards of (chunk, micro-batch) left for `run_deferred`: (bucket, entry, write), in the order of arrival."""
+        """What backwards of (chunk, micro-batch) left for `run_deferred`: (bucket, entry, write), in the order of
+        arrival.
+        """
         self._holding: list[tuple[int, int, Write]] | None = None
         self._missing: dict[int, Counter[int]] = {}
         self._queue: list[int] = []
@@ -115,8 +132,8 @@ class GradientReducer:
         """A backward of model chunk `chunk` begins. reduce: its buckets are reduced with what has arrived by its end.
         defer: number of its micro-batch; what can wait does, for `run_deferred`.
 
-        A bucket of the tied embedding that two stages hold is left for `finish`: the first stage's part is complete only
-        with the step's last backward, and the last stage would hold one buffer per micro-batch that is under way.
+        A bucket of the tied embedding that two stages hold is left for `finish`: the first stage's part is complete
+        only with the step's last backward, and the last stage would hold one buffer per micro-batch that is under way.
         """
         assert self._armed is None and self._holding is None, "one backward at a time"
         if defer is not None:
@@ -137,7 +154,9 @@ class GradientReducer:
 
     @torch.no_grad()
     def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
-        """Make and add the gradients that this backward left; each frees what it was made from. reduce: as in `before_backward`."""
+        """Make and add the gradients that this backward left; each frees what it was made from. reduce: as in
+        `before_backward`.
+        """
         held = self._deferred.pop((chunk, micro_batch))
         self.before_backward(chunk, reduce)
         if reduce:  # nothing else comes any more
@@ -148,7 +167,9 @@ class GradientReducer:
         self.after_backward(chunk)
 
     def finish(self) -> None:
-        """Wait until every gradient is reduced: the column's shards (or the replicated column) hold the sum over dp and tp."""
+        """Wait until every gradient is reduced: the column's shards (or the replicated column) hold the sum over dp and
+        tp.
+        """
         assert self._armed is None and not self._deferred, "a backward is still under way"
         for index in reversed(range(len(self.buckets))):
             if self._arrived[index] or not self._launched[index]:
@@ -167,7 +188,9 @@ class GradientReducer:
         return tuple(map(frozenset, self._arrived))
 
     def say_arrived(self, arrived: Arrived) -> None:
-        """Gradients have been written or added without `take`, by a graph that was captured when they came through it."""
+        """Gradients have been written or added without `take`, by a graph that was captured when they
+        came through it.
+        """
         self._arrived = [set(entries) for entries in arrived]
 
     # --- one gradient ----------------------------------------------------------------------------------------------
@@ -175,8 +198,9 @@ class GradientReducer:
     def take(self, index: int, entry: int, write: Write) -> None:
         """A gradient can be made: it is made and added now, unless the backward defers and it can wait.
 
-        Those of an embedding or head cannot: they would hold a whole table, or the logits, of every micro-batch that waits.
-        Vectors could be added now, but they wait for the matrices of their bucket, whose buffer they would hold (ZeRO-2).
+        Those of an embedding or head cannot: they would hold a whole table, or the logits, of every micro-batch that
+        waits. Vectors could be added now, but they wait for the matrices of their bucket, whose buffer they would hold
+        (ZeRO-2).
         """
         if self._holding is None or self.buckets[index].layout.entries[entry].place.kind is Kind.EMBEDDING:
             self.accumulate(index, entry, write)

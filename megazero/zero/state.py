@@ -30,16 +30,21 @@ class ModelState:
     """Parameters, gradients and optimizer state of this rank's stages, in flat buckets placed as the ZeRO stage says.
 
     stages  model chunks of this rank in order; their parameters (`mpu.place.Parameter`) are moved into the buckets and
-            stay views of them. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False) are no part of
-            the table: they have a flat memory of their own (`frozen`), and neither gradient nor optimizer state
+            stay views of them. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False)
+            are no part of the table: they have a flat memory of their own (`frozen`), and neither gradient nor
+            optimizer state
     grid    buckets are shared over `grid.replicas`, the embedding that first and last stage tie over `grid.tied`
 
-    It is the engine's gradient sink (`before_backward`, `after_backward`, `run_deferred`). After construction all values are zero:
-    `initialise` or a checkpoint gives them theirs. Communicates nothing at construction.
+    It is the engine's gradient sink (`before_backward`, `after_backward`, `run_deferred`). After construction all
+    values are zero: `initialise` or a checkpoint gives them theirs. Communicates nothing at construction.
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module | HasUnits], grid: ProcessGrid, optimizer: OptimizerConfig, parallel: ParallelConfig
+        self,
+        stages: Sequence[nn.Module | HasUnits],
+        grid: ProcessGrid,
+        optimizer: OptimizerConfig,
+        parallel: ParallelConfig,
     ) -> None:
         self.grid = grid
         chunks = [cast(HasUnits, stage).units() for stage in stages]
@@ -86,7 +91,10 @@ class ModelState:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """The values that every layout starts from: drawn into the master weight, rounded into the parameter. Frozen ones stay as they are."""
+        """The values that every layout starts from: drawn into the master weight, rounded into the parameter.
+
+        Frozen ones stay as they are.
+        """
         self.wait_parameters()
         master = self.columns.get(Column.MASTER)
         for index, bucket in enumerate(self.buckets):
@@ -103,8 +111,9 @@ class ModelState:
                     master.view(index, start, stop).copy_(values.view(-1)[start - entry.offset : stop - entry.offset])
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of each column on this rank, read from its memory, and of frozen parameters where there are any; buffers that live
-        for part of a step are not in it."""
+        """Bytes of each column on this rank, read from its memory, and of frozen parameters where there are any;
+        buffers that live for part of a step are not in it.
+        """
         held = {column.value: stored.nbytes for column, stored in self.columns.items()}
         return held | ({FROZEN: self.frozen.nbytes} if self.frozen.nbytes else {})
 
@@ -129,7 +138,10 @@ class ModelState:
         self.reducer.say_arrived(arrived)
 
     def wait_parameters(self) -> None:
-        """Until all parameters are those of the last step. The units' forward does it by itself; reading them otherwise needs it."""
+        """Until all parameters are those of the last step.
+
+        The units' forward does it by itself; reading them otherwise needs it.
+        """
         self.gatherer.wait()
 
 

@@ -50,7 +50,10 @@ class StoredColumn:
     ) -> None:
         self.placement, self.dtype, self.device = placement, dtype, device
         self._buckets = buckets
-        self._held = [allocate(stop - start, dtype=dtype, device=device) for start, stop in map(self.range_of, range(len(buckets)))]
+        self._held = [
+            allocate(stop - start, dtype=dtype, device=device)
+            for start, stop in map(self.range_of, range(len(buckets)))
+        ]
 
     @property
     def is_sharded(self) -> bool:
@@ -82,7 +85,8 @@ class StoredColumn:
 
 
 class BufferPool:
-    """Spare flat buffers, so that whole gradients which live for part of a step do not go through the allocator each time.
+    """Spare flat buffers, so that whole gradients which live for part of a step do not go through the allocator each
+    time.
 
     A buffer's content is whatever was in it before.
     """

@@ -53,21 +53,32 @@ def train(tmp_path: Path) -> None:
     layout = found["layouts"]["pp"]
     assert "skipped" not in layout, layout
     assert len(layout["parts_by_rank"]) == 2
-    assert all(parts["forward"] > 0 and parts["backward"] > 0 and parts["optimizer"] > 0 for parts in layout["parts_by_rank"])
+    assert all(
+        parts["forward"] > 0 and parts["backward"] > 0 and parts["optimizer"] > 0 for parts in layout["parts_by_rank"]
+    )
     assert layout["parts_by_rank"][-1]["loss"] > 0, "the head is on the last rank"
     (own,), (other,) = layout["seconds"], layout["before"]["seconds"]
-    assert layout["ratio"] == pytest.approx(other[0] / own[0]) and layout["before"]["commit"] == found["versions"]["commit"]
+    assert (
+        layout["ratio"] == pytest.approx(other[0] / own[0])
+        and layout["before"]["commit"] == found["versions"]["commit"]
+    )
 
 
 def memory(tmp_path: Path) -> None:
-    """The account adds up to the peak that the kernel tells of the process, on one process and on two that share memory."""
+    """The account adds up to the peak that the kernel tells of the process, on one process and on two that share
+    memory.
+    """
     found = run_quick("memory.py", tmp_path, "--layouts", "W1,tp")
     for name in ("W1", "tp"):
         layout = found["layouts"][name]
         parts, tensors = layout["parts"], layout["tensors"]
         assert sum(parts.values()) == pytest.approx(layout["peak_mib_above_imports"], rel=0.03)
         assert sum(tensors.values()) == pytest.approx(parts["tensors of a step at their largest"])
-        assert tensors and all(size > 0 for size in tensors.values()) and any("activation" in function for function in tensors)
+        assert (
+            tensors
+            and all(size > 0 for size in tensors.values())
+            and any("activation" in function for function in tensors)
+        )
         assert parts["model state: master"] == 2 * parts["model state: parameter"] > 0, "fp32 beside bf16"
         assert (parts["shared memory"] > 0) == (name == "tp")
 
@@ -95,7 +106,9 @@ def generate(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = run_quick("generate.py", tmp_path)
     rows = found["generation"]
-    assert [(row["dtype"], row["batch"]) for row in rows] == [(dtype, batch) for dtype in ("fp32", "bf16") for batch in (1, 8)]
+    assert [(row["dtype"], row["batch"]) for row in rows] == [
+        (dtype, batch) for dtype in ("fp32", "bf16") for batch in (1, 8)
+    ]
     assert all(row["ratio"] > 0 and len(row["ours"]) == len(row["theirs"]) == 1 for row in rows)
     assert all(row["same"] == row["batch"] for row in rows if row["dtype"] == "fp32"), "both sides generate the same"
 
@@ -111,7 +124,9 @@ def test_a_script_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_what_was_alive_when_that_was_most() -> None:
-    """Of a trace: what is freed before the peak, made after it, or freed without having been made in it does not count."""
+    """Of a trace: what is freed before the peak, made after it, or freed without having been made in
+    it does not count.
+    """
 
     def change(ts: int, address: int, size: int) -> dict[str, Any]:
         return {"name": "[memory]", "tid": 1, "ts": ts, "args": {"Addr": address, "Bytes": size}}
@@ -119,8 +134,20 @@ def test_what_was_alive_when_that_was_most() -> None:
     def call(name: str, ts: int, dur: int, tid: int = 1) -> dict[str, Any]:
         return {"cat": "python_function", "name": name, "tid": tid, "ts": ts, "dur": dur}
 
-    calls = [call("megazero/a.py", 0, 100), call("fused_ops/b.py", 10, 15), call("torch/c.py", 12, 1), call("megazero/d.py", 0, 50, tid=2)]
-    changes = [change(5, 1, 40), change(6, 9, -70), change(11, 2, 30), change(12, 1, -40), change(20, 3, 50), change(30, 2, -30)]
+    calls = [
+        call("megazero/a.py", 0, 100),
+        call("fused_ops/b.py", 10, 15),
+        call("torch/c.py", 12, 1),
+        call("megazero/d.py", 0, 50, tid=2),
+    ]
+    changes = [
+        change(5, 1, 40),
+        change(6, 9, -70),
+        change(11, 2, 30),
+        change(12, 1, -40),
+        change(20, 3, 50),
+        change(30, 2, -30),
+    ]
     changes += [change(31, 4, 10), change(120, 5, 25), change(121, 4, -10), change(122, 6, 20)]
     assert largest([*reversed(changes), *calls]) == {"fused_ops/b.py": 50, "elsewhere": 45}
 

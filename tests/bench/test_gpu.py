@@ -1,4 +1,6 @@
-"""The benchmark of a card, rehearsed on the CPU: all of its code that needs no card runs, and what it concludes from numbers is right."""
+"""The benchmark of a card, rehearsed on the CPU: all of its code that needs no card runs, and what it concludes from
+numbers is right.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_ops_are_rehearsed(tmp_path: Path) -> None:
     assert all(set(item["seconds"]) == {"forward", "backward"} for item in found["ops"])
     assert found["facts"]["copy_bytes_per_second"] > 0 and "rehearsal" in found["note"]
     text = path.with_suffix(".md").read_text()
-    assert "rehearsal" in text.splitlines()[0] and "| residual + layernorm" in text and "rehearsal" in said.splitlines()[0]
+    assert (
+        "rehearsal" in text.splitlines()[0] and "| residual + layernorm" in text and "rehearsal" in said.splitlines()[0]
+    )
 
 
 @pytest.mark.slow
@@ -52,7 +56,12 @@ def test_training_is_rehearsed(tmp_path: Path) -> None:
     assert "ConfigError" in runs["megazero --cuda-graphs"]["skipped"]
     for name in ("megazero", "megazero --fp8"):
         run = runs[name]
-        assert len(run["step_seconds"]) == 2 and run["tokens_per_second"] > 0 and run["peak_gib"] > 0 and 4 < run["loss"] < 6
+        assert (
+            len(run["step_seconds"]) == 2
+            and run["tokens_per_second"] > 0
+            and run["peak_gib"] > 0
+            and 4 < run["loss"] < 6
+        )
 
 
 @pytest.mark.slow
@@ -83,7 +92,9 @@ def test_an_item_that_ends_its_process_is_left_out_alone(tmp_path: Path, monkeyp
         "    print(json.dumps({'item': item, 'seconds': {'whole': [1.0]}}), flush=True)\n"
     )
     lines_of = gpu.lines_of
-    monkeypatch.setattr(gpu, "lines_of", lambda command, patience: lines_of([command[0], str(program), command[2]], patience))
+    monkeypatch.setattr(
+        gpu, "lines_of", lambda command, patience: lines_of([command[0], str(program), command[2]], patience)
+    )
     monkeypatch.setattr(gpu_ops, "items", lambda: items)
     monkeypatch.setattr(gpu, "ITEM_SECONDS", 3.0)
     found = report()
@@ -134,7 +145,9 @@ def test_flops_are_those_of_the_formula() -> None:
 
 def test_micro_batches_divide_the_global_batch() -> None:
     assert all(gpu_train.GLOBAL_BATCH % runner.micro_batch == 0 for runner in gpu_train.RUNNERS)
-    assert sum(runner.need for runner in gpu_train.RUNNERS) < gpu.SECONDS - gpu.OPS_SECONDS + 100, "what comes last would never run"
+    assert sum(runner.need for runner in gpu_train.RUNNERS) < gpu.SECONDS - gpu.OPS_SECONDS + 100, (
+        "what comes last would never run"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in gpu_ops.TIMED if "apex" not in name])
@@ -152,24 +165,46 @@ def found_numbers() -> dict[str, Any]:
 
     def item(who: str, milliseconds: float) -> dict[str, Any]:
         seconds = {"forward": [1e-3 * milliseconds] * 3, "backward": [2e-3 * milliseconds] * 3}
-        return {"item": ["layernorm", "bfloat16", who], "shape": "x", "bytes": {"forward": 2.7e9, "backward": 4.5e9}, "seconds": seconds}
+        return {
+            "item": ["layernorm", "bfloat16", who],
+            "shape": "x",
+            "bytes": {"forward": 2.7e9, "backward": 4.5e9},
+            "seconds": seconds,
+        }
 
     def run(name: str, kind: str, tokens: float, gib: float, share: float) -> dict[str, Any]:
-        numbers = {"tokens_per_second": tokens, "peak_gib": gib, "flops_per_second": share * 989e12, "seconds": 1.0, "micro_batch": 8}
+        numbers = {
+            "tokens_per_second": tokens,
+            "peak_gib": gib,
+            "flops_per_second": share * 989e12,
+            "seconds": 1.0,
+            "micro_batch": 8,
+        }
         return {"model": "GPT", "name": name, "kind": kind, "note": "", "first_step_seconds": 3.0, **numbers}
 
     runs = [run("ours", "ours", 100, 40, 0.4), run("graphs", "ours", 120, 40, 0.48), run("hf", "eager", 60, 50, 0.2)]
-    runs += [run("slow", "compiled", 80, 30, 0.3), run("hf compiled", "compiled", 110, 30, 0.4), run("8 bits", "fp8", 150, 40, 0.6)]
+    runs += [
+        run("slow", "compiled", 80, 30, 0.3),
+        run("hf compiled", "compiled", 110, 30, 0.4),
+        run("8 bits", "fp8", 150, 40, 0.6),
+    ]
     runs.append({"model": "GPT", "name": "lost", "kind": "ours", "note": "", "skipped": "build: it broke\nlines"})
     facts = {"copy_bytes_per_second": 3e12, "matmul_flops_per_second": 8e14, "matmul_width": 8192}
-    ops = [item("ours", 1.0), item("torch", 2.0), item("compiled", 0.8), {"item": ["softmax", "bfloat16", "ours"], "skipped": "why"}]
+    ops = [
+        item("ours", 1.0),
+        item("torch", 2.0),
+        item("compiled", 0.8),
+        {"item": ["softmax", "bfloat16", "ours"], "skipped": "why"},
+    ]
     return {"card": {"card": "NVIDIA H100 80GB HBM3"}, "note": "", "facts": facts, "ops": ops, "training": runs}
 
 
 def test_verdicts() -> None:
     lines = list(gpu_report.op_verdicts(found_numbers())) + list(gpu_report.training_verdicts(found_numbers()))
     assert "layernorm, bfloat16, forward: of the copy's bandwidth: 90.0% (target 85%): reached" in lines
-    assert "layernorm, bfloat16, backward: of the copy's bandwidth: 75.0% (target 85%): not reached, 0.88 of it" in lines
+    assert (
+        "layernorm, bfloat16, backward: of the copy's bandwidth: 75.0% (target 85%): not reached, 0.88 of it" in lines
+    )
     assert "layernorm, bfloat16, forward: speed beside torch eager: 2.00 (target 1): reached" in lines
     assert "layernorm, bfloat16, forward: speed beside torch.compile: 0.80 (target 1): not reached, 0.80 of it" in lines
     assert "GPT: MFU of graphs: 48.0% (target 50%): not reached, 0.96 of it" in lines

@@ -1,4 +1,6 @@
-"""A model state without a model: places as the layers make them, fragments as ZeRO cuts them, values from global tensors."""
+"""A model state without a model: places as the layers make them, fragments as ZeRO cuts them, values from global
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,18 @@ class Layout:
         padded = -(-VOCAB // (self.divisor * self.tp)) * self.divisor * self.tp
 
         def split(
-            name: str, shape: tuple[int, ...], dim: int | None, kind: Kind = Kind.MATRIX, padded: int | None = None, tied: bool = False
+            name: str,
+            shape: tuple[int, ...],
+            dim: int | None,
+            kind: Kind = Kind.MATRIX,
+            padded: int | None = None,
+            tied: bool = False,
         ) -> Place:
             return shard(name, shape, kind, dim=dim, rank=at.tp, size=self.tp, padded=padded, tied=tied)
 
-        word = split("embedding.word.weight", (VOCAB, HIDDEN), 0, Kind.EMBEDDING, padded, tied=self.tied and self.pp > 1)
+        word = split(
+            "embedding.word.weight", (VOCAB, HIDDEN), 0, Kind.EMBEDDING, padded, tied=self.tied and self.pp > 1
+        )
         units: list[list[Place]] = []
         if at.pp == 0:
             units.append([word, split("embedding.norm.weight", (HIDDEN,), None, Kind.NORM)])
@@ -113,7 +122,9 @@ def fragments_of(
             return None
         if values is None:
             return torch.full((piece.numel,), math.nan, dtype=dtype)
-        return box_of(values[piece.place.name, name], piece.place).reshape(-1)[piece.start : piece.stop].to(dtype).clone()
+        return (
+            box_of(values[piece.place.name, name], piece.place).reshape(-1)[piece.start : piece.stop].to(dtype).clone()
+        )
 
     def weight(piece: Piece) -> Tensor:
         found = column(piece, "weight")
@@ -121,7 +132,9 @@ def fragments_of(
         return found
 
     return [
-        FakeFragment(piece.place, piece.start, piece.stop, weight(piece), column(piece, "exp_avg"), column(piece, "exp_avg_sq"))
+        FakeFragment(
+            piece.place, piece.start, piece.stop, weight(piece), column(piece, "exp_avg"), column(piece, "exp_avg_sq")
+        )
         for piece in layout.pieces(rank)
     ]
 
@@ -139,14 +152,21 @@ def save(
     folder.mkdir(parents=True)
     world = layout.axes.world_size
     for rank in range(world):
-        mine = shares_of_values(fragments_of(layout, rank, values, dtype, columns), layout.axes.coordinates(rank).tp, layout.tp)
+        mine = shares_of_values(
+            fragments_of(layout, rank, values, dtype, columns), layout.axes.coordinates(rank).tp, layout.tp
+        )
         write_fragments(folder, rank, world, mine, block_bytes)
-    writers = [shares(pieces, layout.axes.coordinates(rank).tp, layout.tp) for rank, pieces in enumerate(layout.all_fragments())]
+    writers = [
+        shares(pieces, layout.axes.coordinates(rank).tp, layout.tp)
+        for rank, pieces in enumerate(layout.all_fragments())
+    ]
     axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": 1}
     write_manifest(folder, writers, run={}, progress=dict(progress or {}), layout=axes)
 
 
-def load(folder: Path, layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS) -> Iterator[list[FakeFragment]]:
+def load(
+    folder: Path, layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS
+) -> Iterator[list[FakeFragment]]:
     """What each rank of the layout reads, one after the other."""
     manifest: Manifest = read_manifest(folder)
     check_files(folder, manifest)
@@ -162,4 +182,9 @@ def expect(folder: Path, layout: Layout, values: Values, dtype: torch.dtype, col
     for rank, found in enumerate(load(folder, layout, dtype, columns)):
         for got, wanted in zip(found, fragments_of(layout, rank, values, dtype, COLUMNS), strict=True):
             for column in columns:
-                assert torch.equal(getattr(got, column), getattr(wanted, column)), (layout, rank, got.place.name, column)
+                assert torch.equal(getattr(got, column), getattr(wanted, column)), (
+                    layout,
+                    rank,
+                    got.place.name,
+                    column,
+                )

@@ -34,7 +34,9 @@ class FakeState:
     def equals(self, values: Values) -> bool:
         wanted = fragments_of(self.layout, self.rank, values, self.dtype)
         return all(
-            torch.equal(mine.weight, other.weight) and _same(mine.exp_avg, other.exp_avg) and _same(mine.exp_avg_sq, other.exp_avg_sq)
+            torch.equal(mine.weight, other.weight)
+            and _same(mine.exp_avg, other.exp_avg)
+            and _same(mine.exp_avg_sq, other.exp_avg_sq)
             for mine, other in zip(self.held, wanted, strict=True)
         )
 
@@ -56,7 +58,9 @@ def open_run(
     aside: Group | None = None,
     **config: object,
 ) -> tuple[Checkpoints, FakeState]:
-    """A run that saves and loads in `folder`; `claim` is left to the caller. aside: for saves beside the run (default: of one process)."""
+    """A run that saves and loads in `folder`; `claim` is left to the caller. aside: for saves beside the run (default:
+    of one process).
+    """
     layout, grid = layout or Layout(), grid or single_process_grid()
     state = FakeState(layout, grid.rank, dtype)
     cfg = replace(CheckpointConfig(save=str(folder), load=str(folder)), **config)  # type: ignore[arg-type]

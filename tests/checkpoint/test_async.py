@@ -1,4 +1,6 @@
-"""Saves beside the run: what is saved is that of the moment, failures are told, and the last good checkpoint is left alone."""
+"""Saves beside the run: what is saved is that of the moment, failures are told, and the last good checkpoint is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def run_in(folder: Path) -> tuple[Checkpoints, FakeState, Saves, list[str]]:
     checkpoints, state = open_run(folder, "t")
     checkpoints.claim()
     told: list[str] = []
-    saves = Saves(checkpoints, lambda at: {"iteration": at.iteration}, told.append, in_background=True, pauses=(0.0, 0.0))
+    saves = Saves(
+        checkpoints, lambda at: {"iteration": at.iteration}, told.append, in_background=True, pauses=(0.0, 0.0)
+    )
     return checkpoints, state, saves, told
 
 
@@ -77,7 +81,11 @@ def test_what_is_saved_is_that_of_the_moment(tmp_path: Path, gate: threading.Eve
     gate.set()
     saves.finish(At(1))
     assert resumed_at(tmp_path) == 1
-    assert len(told) == 1 and told[0].startswith(f"saved {tmp_path / 'iter_0000001'}: ") and "; the step waited 0." in told[0]
+    assert (
+        len(told) == 1
+        and told[0].startswith(f"saved {tmp_path / 'iter_0000001'}: ")
+        and "; the step waited 0." in told[0]
+    )
 
 
 def test_a_save_that_meets_another_waits_for_it(tmp_path: Path, gate: threading.Event) -> None:
@@ -102,7 +110,9 @@ def test_a_full_disk_is_told_and_the_next_save_tries_again(tmp_path: Path) -> No
     checkpoints._background._thread.join()  # type: ignore[union-attr]
     saves.look()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # what a full disk does, this kernel does: a write fails
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000, limits[1])
+    )  # what a full disk does, this kernel does: a write fails
     try:
         begin(saves, state, 2)
         checkpoints._background._thread.join()  # type: ignore[union-attr]
@@ -154,7 +164,9 @@ def test_a_run_that_lost_its_folder_learns_it(tmp_path: Path, gate: threading.Ev
 
 
 def test_what_a_run_begins_as_it_loses_its_folder_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder changes hands behind the check, and the newer run has swept before the older one makes what it writes to."""
+    """The folder changes hands behind the check, and the newer run has swept before the older one makes what it writes
+    to.
+    """
     checkpoints, state, saves, told = run_in(tmp_path)
     newer, _ = open_run(tmp_path, "newer")
     original = folders.discard
@@ -189,7 +201,9 @@ def test_two_runs_may_delete_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == []
 
 
-def test_a_run_that_lost_its_folder_learns_it_at_the_latest_from_the_next_save(tmp_path: Path, gate: threading.Event) -> None:
+def test_a_run_that_lost_its_folder_learns_it_at_the_latest_from_the_next_save(
+    tmp_path: Path, gate: threading.Event
+) -> None:
     _, state, saves, _ = run_in(tmp_path)
     begin(saves, state, 1)
     newer, _ = open_run(tmp_path, "newer")

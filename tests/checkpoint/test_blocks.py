@@ -13,7 +13,10 @@ from megazero.checkpoint.format import Damaged
 def tensors() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     dtypes = {"a": torch.float64, "b": torch.float32, "c": torch.bfloat16, "d": torch.float16}
-    return [(key, torch.randn(50 + i, generator=generator, dtype=torch.float64).to(dtype)) for i, (key, dtype) in enumerate(dtypes.items())]
+    return [
+        (key, torch.randn(50 + i, generator=generator, dtype=torch.float64).to(dtype))
+        for i, (key, dtype) in enumerate(dtypes.items())
+    ]
 
 
 def test_the_library_opens_what_is_written(tmp_path):
@@ -55,7 +58,15 @@ def test_an_empty_tensor_has_no_blocks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x01", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]", (7).to_bytes(8, "little") + b"garbage"]
+    "content",
+    [
+        b"",
+        b"\x01",
+        b"\xff" * 40,
+        b"\x02\0\0\0\0\0\0\0{}",
+        b"\x02\0\0\0\0\0\0\0[]",
+        (7).to_bytes(8, "little") + b"garbage",
+    ],
 )
 def test_what_is_no_such_file_is_named(tmp_path, content):
     (tmp_path / "f.safetensors").write_bytes(content)

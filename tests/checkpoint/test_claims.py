@@ -21,13 +21,21 @@ from megazero.config.schema import Run
 
 GOOD: dict[str, Any] = {
     "version": 1,
-    "progress": {"iteration": 3, "consumed_samples": 6, "consumed_tokens": 48, "optimizer_steps": 3.0, "loss_scale": {}, "fp8": None,
-                 "data_plans": [[1, 2]], "probe": {"loss": 2.5, "precision": "fp32", "seq_length": 8}},
+    "progress": {
+        "iteration": 3,
+        "consumed_samples": 6,
+        "consumed_tokens": 48,
+        "optimizer_steps": 3.0,
+        "loss_scale": {},
+        "fp8": None,
+        "data_plans": [[1, 2]],
+        "probe": {"loss": 2.5, "precision": "fp32", "seq_length": 8},
+    },
     "layout": {"tp": 1},
     "run": {},
     "files": [{"name": "fragments-00001-of-00001.safetensors", "bytes": 100, "header_sha256": "0"}],
     "tensors": {"a": {"shape": [2, 3], "columns": {"weight": "F32"}, "fragments": [[0, [[0, 2], [0, 3]], 0, 6]]}},
-}  # fmt: skip
+}
 
 
 def sealed(document: Any) -> bytes:
@@ -84,9 +92,17 @@ def test_a_manifest_of_wrong_types(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("record", "message"),
-    [({"model": {"num_layers": "three"}}, "num_layers: 'three' is not a whole number"), ({"model": []}, r"model: \[\] is no section"),
-     ({"model": {"num_layers": 3_000_000}}, "num_layers 3000000: must be at most"), ({"data": {"data_path": 7.5, "split": None}}, "split")],
-)  # fmt: skip
+    [
+        ({"model": {"num_layers": "three"}}, "num_layers: 'three' is not a whole number"),
+        (
+            {"model": []},
+            r"model: \[\] "
+            r"is no section",
+        ),
+        ({"model": {"num_layers": 3_000_000}}, "num_layers 3000000: must be at most"),
+        ({"data": {"data_path": 7.5, "split": None}}, "split"),
+    ],
+)
 def test_a_run_of_wrong_types(record: dict[str, Any], message: str) -> None:
     with pytest.raises(Damaged, match=f"manifest.json holds a run that none is: .*{message}"):
         run_from(record)
@@ -113,7 +129,14 @@ def test_a_fragment_that_claims_more_than_it_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("dtype", "F8"), ("shape", [3]), ("shape", "x"), ("data_offsets", [0, "x"]), ("data_offsets", [8, 0]), ("data_offsets", None)],
+    [
+        ("dtype", "F8"),
+        ("shape", [3]),
+        ("shape", "x"),
+        ("data_offsets", [0, "x"]),
+        ("data_offsets", [8, 0]),
+        ("data_offsets", None),
+    ],
 )
 def test_a_header_of_wrong_types(key: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"

@@ -26,7 +26,11 @@ def test_every_field_is_in_one_group():
     tables = (compat._SHAPE, compat._ADAPTERS, compat._RATES, compat._BATCH, compat._DATA, compat._FREE)
     listed = [path for table in tables for path in table] + list(compat._SILENT)
     assert len(listed) == len(set(listed))
-    lengths = {f.name for f in fields(ScheduleConfig) if f.name.startswith(("lr_warmup_", "lr_decay_i", "lr_decay_samples", "lr_wsd_"))}
+    lengths = {
+        f.name
+        for f in fields(ScheduleConfig)
+        if f.name.startswith(("lr_warmup_", "lr_decay_i", "lr_decay_samples", "lr_wsd_"))
+    }
     resolved = {f"schedule.{name}" for name in ("lr_warmup", "lr_decay", "lr_wsd_decay")}
     every = {
         f"{section}.{f.name}"
@@ -38,7 +42,11 @@ def test_every_field_is_in_one_group():
 
 def test_a_record_survives_json():
     run = changed(
-        BASE, schedule__rampup_batch_size=(8, 8, 100), data__data_path=("a", "b"), parallel__partition=(6, 6), optimizer__adam_eps=1e-17
+        BASE,
+        schedule__rampup_batch_size=(8, 8, 100),
+        data__data_path=("a", "b"),
+        parallel__partition=(6, 6),
+        optimizer__adam_eps=1e-17,
     )
     record = json.loads(json.dumps(record_of(run)))
     assert run_from(record) == run
@@ -104,7 +112,9 @@ def test_what_decides_training_needs_its_override(change, override):
     assert len(found.problems) == 1 and found.problems[0].endswith(f"to change it on resume: {flag}")
     if not name.startswith("lr_warmup"):
         old = getattr(getattr(BASE, section), name)
-        assert found.problems[0].startswith(f"--{name.replace('_', '-')}: {compat._shown(old)} in the checkpoint, {compat._shown(new)} now")
+        assert found.problems[0].startswith(
+            f"--{name.replace('_', '-')}: {compat._shown(old)} in the checkpoint, {compat._shown(new)} now"
+        )
     allowed = compare(BASE, changed(now, **{f"checkpoint__{override}": True}))
     assert allowed.problems == () and [change.allowed_by for change in allowed.changes] == [flag]
     others = {"override_opt_param_scheduler", "override_batch", "override_data"} - {override}
@@ -112,15 +122,25 @@ def test_what_decides_training_needs_its_override(change, override):
 
 
 def test_the_shape_never_changes_and_every_field_is_named():
-    now = changed(BASE, model__hidden_size=256, model__num_layers=2, checkpoint__override_data=True, checkpoint__finetune=True)
+    now = changed(
+        BASE, model__hidden_size=256, model__num_layers=2, checkpoint__override_data=True, checkpoint__finetune=True
+    )
     problems = compare(BASE, now).problems
-    assert sorted(problem.split(":")[0] for problem in problems) == ["--ffn-hidden-size", "--hidden-size", "--num-layers"]
+    assert sorted(problem.split(":")[0] for problem in problems) == [
+        "--ffn-hidden-size",
+        "--hidden-size",
+        "--num-layers",
+    ]
     assert "--hidden-size: 240 in the checkpoint, 256 now; the model's shape cannot change on resume" in problems
 
 
 def test_a_number_given_or_derived_is_the_same():
     now = changed(
-        BASE, model__ffn_hidden_size=960, model__num_query_groups=12, parallel__pipeline_schedule="1f1b", model__max_position_embeddings=7
+        BASE,
+        model__ffn_hidden_size=960,
+        model__num_query_groups=12,
+        parallel__pipeline_schedule="1f1b",
+        model__max_position_embeddings=7,
     )
     assert compare(BASE, now) == compat.Comparison((), ())
     learned = changed(BASE, model__position_embedding="learned")
@@ -132,7 +152,8 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
     longer = changed(BASE, schedule__train_iters=200)
     (problem,) = compare(BASE, longer).problems
     assert problem == (
-        "--train-iters: 100 in the checkpoint, 200 now, and with it the learning rate's decay: 100 iterations there, 200 iterations now; "
+        "--train-iters: 100 in the checkpoint, 200 now, and with it the learning rate's decay: 100 iterations there, "
+        "200 iterations now; "
         "to keep that: --lr-decay-iters 100; to change it on resume: --override-opt-param-scheduler"
     )
     assert "train-iters 100 -> 200" in map(str, compare(BASE, longer).changes)
@@ -148,7 +169,11 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
 @pytest.mark.parametrize(
     ("then", "now", "flags"),
     [
-        ({"train_iters": 100}, {"train_iters": 200, "lr_warmup_fraction": 0.1}, ["--lr-warmup-fraction", "--train-iters"]),
+        (
+            {"train_iters": 100},
+            {"train_iters": 200, "lr_warmup_fraction": 0.1},
+            ["--lr-warmup-fraction", "--train-iters"],
+        ),
         (
             {"train_iters": 100, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
             {"train_iters": 200, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
@@ -156,10 +181,16 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
         ),
         ({"train_iters": 100, "lr_decay_iters": 90}, {"train_iters": 200, "lr_decay_iters": 80}, ["--lr-decay-iters"]),
         ({"train_samples": 960}, {"train_samples": 1920}, ["--train-samples"]),
-        ({"train_iters": 100, "lr_warmup_samples": 5}, {"train_iters": 100, "lr_warmup_samples": 6}, ["--lr-warmup-samples"]),
+        (
+            {"train_iters": 100, "lr_warmup_samples": 5},
+            {"train_iters": 100, "lr_warmup_samples": 6},
+            ["--lr-warmup-samples"],
+        ),
     ],
 )
-def test_a_length_that_changed_names_the_flag_that_changed_it(then: dict[str, Any], now: dict[str, Any], flags: list[str]) -> None:
+def test_a_length_that_changed_names_the_flag_that_changed_it(
+    then: dict[str, Any], now: dict[str, Any], flags: list[str]
+) -> None:
     """Such a flag is there: what is not one of its own (--lr-decay) is told by what it follows from."""
     found = compare(Run(schedule=ScheduleConfig(**then)), Run(schedule=ScheduleConfig(**now))).problems
     assert [problem.partition(":")[0] for problem in found] == flags

@@ -1,4 +1,5 @@
-"""kill -9 just before any file operation of a save leaves the last complete checkpoint loadable, and the next run carries on.
+"""kill -9 just before any file operation of a save leaves the last complete checkpoint loadable, and the next run
+carries on.
 
 What a kill does within a write, beside a run and between ranks is in tests/e2e/test_kill.py.
 """
@@ -51,7 +52,9 @@ def columns(state: ShardedOptimizer, iteration: int) -> Iterator[tuple[torch.Ten
     """Each of its tensors, and the values that it has at an iteration."""
     for fragment in state.fragments():
         for column, tensor in columns_of(fragment).items():
-            random = torch.Generator().manual_seed(zlib.crc32(f"{fragment.place.name} {fragment.start} {column} {iteration}".encode()))
+            random = torch.Generator().manual_seed(
+                zlib.crc32(f"{fragment.place.name} {fragment.start} {column} {iteration}".encode())
+            )
             yield tensor, torch.randn(tensor.shape, generator=random)
 
 
@@ -79,13 +82,17 @@ def resumed_at(state: ShardedOptimizer, folder: Path) -> int:
     checkpoints.load(found)
     iteration = found.progress["iteration"]
     assert isinstance(iteration, int)
-    assert all(torch.equal(tensor, values) for tensor, values in columns(state, iteration)), f"{found.path} holds other values"
+    assert all(torch.equal(tensor, values) for tensor, values in columns(state, iteration)), (
+        f"{found.path} holds other values"
+    )
     return iteration
 
 
 def killed_at(folder: Path, operation: int, action: Callable[[], None]) -> str | None:
-    """Run `action` in a child that is killed just before its change number `operation` within `folder`: which that was, and of what. None where
-    it has fewer and came to its end. The child shows what it does by Python's audit events, and nothing slows it."""
+    """Run `action` in a child that is killed just before its change number `operation` within `folder`: which that was,
+    and of what. None where it has fewer and came to its end. The child shows what it does by Python's audit events, and
+    nothing slows it.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

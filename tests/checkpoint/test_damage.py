@@ -1,4 +1,6 @@
-"""Whatever byte of a checkpoint is altered, cut off or gone: an error that names file and checkpoint and offers the one before."""
+"""Whatever byte of a checkpoint is altered, cut off or gone: an error that names file and checkpoint and offers the one
+before.
+"""
 
 import random
 import shutil
@@ -41,7 +43,9 @@ def offered(folder: Path, damaged: str, file: str, before: str | None) -> None:
 
 @pytest.mark.slow
 def test_every_byte_counts(folder):
-    """A flip of one bit, at every tenth byte of the manifest and header and at random in the payload, is found and named."""
+    """A flip of one bit, at every tenth byte of the manifest and header and at random in the payload, is found and
+    named.
+    """
     rng = random.Random(3)
     assert resumed_at(folder) == 30
     newest = folder / "iter_0000030"

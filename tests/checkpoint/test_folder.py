@@ -43,7 +43,8 @@ def test_the_last_k_are_kept(tmp_path, keep, left):
 
 
 @pytest.mark.parametrize(
-    "keep, interval, left", [(1, 2, (2, 4, 6, 7)), (2, 5, (5, 6, 7)), (2, 3, (3, 6, 7)), (1, 100, (7,)), (0, 2, range(1, 8))]
+    "keep, interval, left",
+    [(1, 2, (2, 4, 6, 7)), (2, 5, (5, 6, 7)), (2, 3, (3, 6, 7)), (1, 100, (7,)), (0, 2, range(1, 8))],
 )
 def test_multiples_of_the_retain_interval_stay(tmp_path, keep, interval, left):
     checkpoints, state = open_run(tmp_path, "t", keep_last=keep, save_retain_interval=interval)

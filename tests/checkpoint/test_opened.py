@@ -16,7 +16,11 @@ def test_what_it_says_and_any_part_of_it(tmp_path):
     source = made(moments=True)
     write_native(source, tmp_path, Wanted(), lambda count: None)
     there = Checkpoint(tmp_path)
-    assert there.path == tmp_path / "iter_0000007" and there.progress["iteration"] == 7 and there.run["model"]["hidden_size"] == 24
+    assert (
+        there.path == tmp_path / "iter_0000007"
+        and there.progress["iteration"] == 7
+        and there.run["model"]["hidden_size"] == 24
+    )
     assert there.tensors["head.norm.bias"].columns == dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), torch.float32)
     for name in there.tensors:
         assert torch.equal(there.read(name), source.read(name))

@@ -93,7 +93,9 @@ def test_every_node_has_a_manifest_and_its_own_files(nodes: list[str], beside: b
     # Another layout, or ranks in other places, need files of another node: an error that says which and what to do.
     for said in (*run_ranks(4, loads, [*nodes[2:], *nodes[:2]], LAYOUT), *run_ranks(2, loads, nodes[:2], Layout(dp=2))):
         assert said.startswith("Damaged") and "bring the folders of all of them together" in said
-        assert "fragments-0000" in said and "is not in runs/saved/iter_0000003 on " in said and "disks of 2 nodes" in said
+        assert (
+            "fragments-0000" in said and "is not in runs/saved/iter_0000003 on " in said and "disks of 2 nodes" in said
+        )
     for name in files[2:]:
         shutil.copy(two / "iter_0000003" / name, one / "iter_0000003")
     assert resumed_at(one) == 3
@@ -114,7 +116,9 @@ def test_a_crash_between_two_nodes_leaves_the_newest_that_both_have(nodes: list[
     (two / "iter_0000002").rename(two / ".tmp-iter_0000002-x")
     (two / "latest").write_text("iter_0000001\n")
     assert run_ranks(4, loads, nodes, LAYOUT) == ["1"] * 4
-    assert run_ranks(4, loads, [*nodes[2:], *nodes[:2]], LAYOUT)[0].startswith("Damaged"), "the same checkpoint, other ranks"
+    assert run_ranks(4, loads, [*nodes[2:], *nodes[:2]], LAYOUT)[0].startswith("Damaged"), (
+        "the same checkpoint, other ranks"
+    )
     assert run_ranks(4, saves, nodes, LAYOUT, [2], True) == [(0, 0, 2, 2)] * 4
     assert run_ranks(4, loads, nodes, LAYOUT) == ["2"] * 4
 

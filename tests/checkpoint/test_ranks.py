@@ -49,7 +49,10 @@ def test_saved_by_four_read_by_three_four_and_one(tmp_path):
     tokens = run_ranks(4, save_all, str(tmp_path), HOME, [1, 2, 3])
     assert len(set(tokens)) == 1
     assert names(tmp_path) == ["iter_0000002", "iter_0000003", "latest", "run_token"]
-    assert names(tmp_path / "iter_0000003") == [*(f"fragments-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)), "manifest.json"]
+    assert names(tmp_path / "iter_0000003") == [
+        *(f"fragments-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)),
+        "manifest.json",
+    ]
     assert run_ranks(3, load_all, str(tmp_path), AWAY, torch.float32) == [(3, True, 1)] * 3
     assert run_ranks(4, load_all, str(tmp_path), HOME, torch.float64) == [(3, True, 1)] * 4
     assert resumed_at(tmp_path) == 3
@@ -75,7 +78,11 @@ def test_a_model_that_does_not_fit_is_refused_by_all(tmp_path):
     run_ranks(4, save_all, str(tmp_path), HOME, [1])
     other = Layout(tp=2, dp=1, tied=False)
     said = run_ranks(2, failure, str(tmp_path), other)
-    assert said[0] == said[1] and said[0].startswith("ValueError") and "1 missing from the checkpoint: head.weight" in said[0]
+    assert (
+        said[0] == said[1]
+        and said[0].startswith("ValueError")
+        and "1 missing from the checkpoint: head.weight" in said[0]
+    )
 
 
 def leftover(rank: int, folder: str, layout: Layout) -> str:
@@ -133,7 +140,9 @@ def disagree(rank: int) -> str:
     grid = build_grid(Layout(dp=3).axes)
     agree(grid.world, grid.device, None)
     try:
-        agree(grid.world, grid.device, Damaged("ß from 1") if rank == 1 else (ValueError("from 2") if rank == 2 else None))
+        agree(
+            grid.world, grid.device, Damaged("ß from 1") if rank == 1 else (ValueError("from 2") if rank == 2 else None)
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

@@ -97,7 +97,11 @@ def test_the_work_does_not_grow_with_rows():
     source = Span(((0, 14336), (14336, 2 * 14336)), 1000, 14336 * 14336 - 77)
     target = Span(((0, 14336), (7168, 7168 * 5)), 12345, 10**8)
     assert 1 <= len(overlaps(source, target)) <= 9
-    assert all(0 <= start < stop <= extent for o in overlaps(source, target) for (start, stop), extent in zip(o.box, wide, strict=True))
+    assert all(
+        0 <= start < stop <= extent
+        for o in overlaps(source, target)
+        for (start, stop), extent in zip(o.box, wide, strict=True)
+    )
 
 
 def test_spans_apart_share_nothing():

@@ -80,7 +80,9 @@ def test_sgd_has_one_moment(tmp_path):
 
 def test_adams_first_moment_is_not_read_as_momentum(saved):
     """It was: adamw resumed as sgd went on from a tenth of the momentum it should have had, and said nothing."""
-    with pytest.raises(ValueError, match=r"with exp_avg_sq.*which this optimizer has not.*--no-load-optim.*embedding\.word\.weight"):
+    with pytest.raises(
+        ValueError, match=r"with exp_avg_sq.*which this optimizer has not.*--no-load-optim.*embedding\.word\.weight"
+    ):
         list(load(saved[0], LAYOUTS[2], torch.float32, ("weight", "exp_avg")))
 
 
@@ -93,7 +95,12 @@ def test_weights_alone(saved):
 
 def test_one_error_names_every_tensor_that_does_not_fit(saved):
     manifest = read_manifest(saved[0])
-    model = [piece for pieces in Layout(tied=False).all_fragments() for piece in pieces if piece.place.name != "blocks.2.up.bias"]
+    model = [
+        piece
+        for pieces in Layout(tied=False).all_fragments()
+        for piece in pieces
+        if piece.place.name != "blocks.2.up.bias"
+    ]
     stored = manifest.tensors["blocks.1.down.weight"]
     stored.shape = (12, 49)
     with pytest.raises(ValueError) as error:
@@ -110,7 +117,9 @@ def test_a_manifest_with_a_hole_is_damage(saved):
     tensor.fragments.pop()
     with pytest.raises(Damaged, match=r"lists .* of the .* elements of blocks\.3\.up\.weight"):
         for rank in range(3):
-            read_fragments(OpenFiles(saved[1], manifest), fragments_of(LAYOUTS[2], rank, None, torch.float32), ("weight",))
+            read_fragments(
+                OpenFiles(saved[1], manifest), fragments_of(LAYOUTS[2], rank, None, torch.float32), ("weight",)
+            )
 
 
 def test_files_that_disagree_with_the_layout_are_refused(tmp_path, monkeypatch):
@@ -139,7 +148,9 @@ def test_only_blocks_that_intersect_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(BlockFile, "read", counted)
     small = Layout(tp=1, dp=12)
     targets = fragments_of(small, 5, None, torch.float32)
-    read_fragments(OpenFiles(tmp_path / "c", read_manifest(tmp_path / "c")), targets, ("weight", "exp_avg", "exp_avg_sq"))
+    read_fragments(
+        OpenFiles(tmp_path / "c", read_manifest(tmp_path / "c")), targets, ("weight", "exp_avg", "exp_avg_sq")
+    )
     needed = 3 * sum(fragment.weight.nbytes for fragment in targets)
     assert max(sizes) <= 64
     assert needed <= sum(sizes) <= needed + 3 * 2 * 64 * len(targets)

@@ -14,7 +14,12 @@ from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.place import Kind, shard
 from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save
 
-LAYOUTS = [Layout(tp=2), Layout(tp=3, dp=2, bucket=100), Layout(tp=4, pp=2, divisor=2), Layout(tp=2, dp=2, pp=2, bucket=150, tied=False)]
+LAYOUTS = [
+    Layout(tp=2),
+    Layout(tp=3, dp=2, bucket=100),
+    Layout(tp=4, pp=2, divisor=2),
+    Layout(tp=2, dp=2, pp=2, bucket=150, tied=False),
+]
 
 
 def written(layout: Layout) -> list[list[Share]]:
@@ -62,7 +67,9 @@ def test_one_large_replica_is_cut() -> None:
 def test_values_are_cut_as_the_arithmetic_says() -> None:
     layout = LAYOUTS[1]
     for rank, every in enumerate(written(layout)):
-        values = shares_of_values(fragments_of(layout, rank, global_values(layout, torch.float32), torch.float32), rank % 3, 3)
+        values = shares_of_values(
+            fragments_of(layout, rank, global_values(layout, torch.float32), torch.float32), rank % 3, 3
+        )
         assert [(v.place, v.start, v.stop) for v in values] == [(s.place, s.start, s.stop) for s in every]
         assert all(isinstance(v, Values) and v.weight.numel() == v.stop - v.start for v in values)
 
@@ -70,8 +77,11 @@ def test_values_are_cut_as_the_arithmetic_says() -> None:
 def test_files_of_a_layout_are_about_equal(tmp_path: Path) -> None:
     layout = Layout(tp=4, dp=2)
     save(tmp_path / "c", layout, global_values(layout, torch.float32), torch.float32)
-    sizes = [sum(span.numel for t in manifest.tensors.values() for n, span in t.fragments if n == number) for manifest in
-             [read_manifest(tmp_path / "c")] for number in range(8)]  # fmt: skip
+    sizes = [
+        sum(span.numel for t in manifest.tensors.values() for n, span in t.fragments if n == number)
+        for manifest in [read_manifest(tmp_path / "c")]
+        for number in range(8)
+    ]
     assert len(sizes) == 8 and max(sizes) < 1.15 * min(sizes)
 
 
@@ -84,7 +94,11 @@ def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
     tmp_path.mkdir()
 
     def kept(rank: int, held: list) -> list:
-        return [one for one in held if one.start < one.stop and (one.place.tp_sharded or layout.axes.coordinates(rank).tp == 0)]
+        return [
+            one
+            for one in held
+            if one.start < one.stop and (one.place.tp_sharded or layout.axes.coordinates(rank).tp == 0)
+        ]
 
     for rank in range(8):
         write_fragments(tmp_path, rank, 8, kept(rank, fragments_of(layout, rank, values, torch.float32)), 64)

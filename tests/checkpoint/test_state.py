@@ -23,7 +23,14 @@ from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
 BASE = Run(
-    model=ModelConfig(num_layers=3, hidden_size=24, num_attention_heads=4, vocab_size=61, seq_length=16, make_vocab_size_divisible_by=8),
+    model=ModelConfig(
+        num_layers=3,
+        hidden_size=24,
+        num_attention_heads=4,
+        vocab_size=61,
+        seq_length=16,
+        make_vocab_size_divisible_by=8,
+    ),
     optimizer=OptimizerConfig(precision="bf16"),
 )
 
@@ -47,7 +54,9 @@ def held_by_all(run: Run, axes: Axes) -> list[list[Held]]:
     return [held(rank) for rank in range(axes.world_size)]
 
 
-def body(rank: int, folder: str, run: Run, world: int, save: bool, config: CheckpointConfig) -> tuple[list[Piece], float]:
+def body(
+    rank: int, folder: str, run: Run, world: int, save: bool, config: CheckpointConfig
+) -> tuple[list[Piece], float]:
     axes = Axes(run.parallel.pp, world // (run.parallel.tp * run.parallel.pp), 1, run.parallel.tp)
     grid = build_grid(axes)
     stages = build_stages(run, grid)

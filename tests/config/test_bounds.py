@@ -54,9 +54,18 @@ def test_what_looks_like_a_date_is_a_word(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    ["--num-layers 3000000", "--num-attention-heads 100000000000000000", "--seq-length 10000000000000", "--vocab-size 100000000000",
-     "--num-workers 1000000", "--train-iters 100000000000000000000", "--hidden-size 1000000000000", "--pp 100000000", "--lora-rank 10000000"],
-)  # fmt: skip
+    [
+        "--num-layers 3000000",
+        "--num-attention-heads 100000000000000000",
+        "--seq-length 10000000000000",
+        "--vocab-size 100000000000",
+        "--num-workers 1000000",
+        "--train-iters 100000000000000000000",
+        "--hidden-size 1000000000000",
+        "--pp 100000000",
+        "--lora-rank 10000000",
+    ],
+)
 def test_numbers_beyond_any_model(flags: str, tmp_path: Path) -> None:
     start = time.process_time()
     with pytest.raises(ConfigError, match=rf"{flags}: must be at most "):
@@ -72,9 +81,13 @@ def test_fractions_beyond_any_run(flags: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [('{"a":' * 3000, "is no JSON|nested more than"), ("[" * 200 + "]" * 200, "nested more than 100 deep"), ('{"train_batch_size": ' + "9" * 400 + "}", "400 digits"),
-     ('{"scheduler": {"type": ["WarmupLR"]}}', r"scheduler.type \['WarmupLR'\] is not built")],
-)  # fmt: skip
+    [
+        ('{"a":' * 3000, "is no JSON|nested more than"),
+        ("[" * 200 + "]" * 200, "nested more than 100 deep"),
+        ('{"train_batch_size": ' + "9" * 400 + "}", "400 digits"),
+        ('{"scheduler": {"type": ["WarmupLR"]}}', r"scheduler.type \['WarmupLR'\] is not built"),
+    ],
+)
 def test_deepspeed_json(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(content)

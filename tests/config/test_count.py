@@ -55,15 +55,22 @@ def test_gpt2_and_llama() -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_heads_of_their_own_width_offset_positions_and_biases_apart(activation: str) -> None:
-    base = ModelConfig(2, 24, 6, vocab_size=101, seq_length=7, position_embedding="learned", activation=activation, position_offset=2)
+    base = ModelConfig(
+        2, 24, 6, vocab_size=101, seq_length=7, position_embedding="learned", activation=activation, position_offset=2
+    )
     plain, biases = parameters(replace(base, position_offset=0)), {}
     assert parameters(base) == plain + 2 * 24
     for attention, mlp, off in product((None, True, False), (None, True, False), (True, False)):
-        model = replace(base, num_query_groups=3, kv_channels=10, attention_bias=attention, mlp_bias=mlp, disable_bias_linear=off)
+        model = replace(
+            base, num_query_groups=3, kv_channels=10, attention_bias=attention, mlp_bias=mlp, disable_bias_linear=off
+        )
         stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
         shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
         assert shapes["embedding.position.weight"] == (9, 24)
-        assert shapes["blocks.0.attention.qkv.weight"] == (120, 24) and shapes["blocks.0.attention.output.weight"] == (24, 60)
+        assert shapes["blocks.0.attention.qkv.weight"] == (120, 24) and shapes["blocks.0.attention.output.weight"] == (
+            24,
+            60,
+        )
         has = ("blocks.0.attention.qkv.bias" in shapes, "blocks.0.mlp.down.bias" in shapes)
         assert has == (not off if attention is None else attention, not off if mlp is None else mlp)
         assert parameters(model) == sum(place_of(p).stored_numel for p in stage.parameters())
@@ -78,13 +85,18 @@ FLAGS = ("embedding_layernorm", "untie_embeddings_and_output_weights", "disable_
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_counts_are_those_of_a_built_model(position: str, norm: str, activation: str) -> None:
-    base = ModelConfig(2, 24, 6, vocab_size=101, seq_length=7, position_embedding=position, norm=norm, activation=activation)
+    base = ModelConfig(
+        2, 24, 6, vocab_size=101, seq_length=7, position_embedding=position, norm=norm, activation=activation
+    )
     for values, groups, width in product(product((False, True), repeat=3), (None, 2), (None, 30)):
         flags: dict[str, Any] = dict(zip(FLAGS, values, strict=True))
         model = replace(base, num_query_groups=groups, ffn_hidden_size=width, **flags)
         stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
         counts = parameters_per_layer(model)
-        built = [sum({place_of(p).name: place_of(p).stored_numel for p in unit.parameters()}.values()) for unit in stage.units()]
+        built = [
+            sum({place_of(p).name: place_of(p).stored_numel for p in unit.parameters()}.values())
+            for unit in stage.units()
+        ]
         shared = 0 if model.untie_embeddings_and_output_weights else counts.output
         assert built == [counts.embedding, counts.block, counts.block, counts.head + shared]
         assert counts.total == sum(place_of(p).stored_numel for p in stage.parameters())

@@ -1,4 +1,6 @@
-"""--deepspeed-config: what maps, what is refused by name, what contradicts, and what DeepSpeed does about keys that are missing."""
+"""--deepspeed-config: what maps, what is refused by name, what contradicts, and what DeepSpeed does about keys that are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,18 @@ def test_a_whole_file(tmp_path: Path) -> None:
             "gradient_accumulation_steps": 5,
             "gradient_clipping": 0.7,
             "steps_per_print": 20,
-            "optimizer": {"type": "Adam", "params": {"lr": 2e-4, "betas": [0.8, 0.98], "eps": 1e-7, "weight_decay": 0.02}},
+            "optimizer": {
+                "type": "Adam",
+                "params": {"lr": 2e-4, "betas": [0.8, 0.98], "eps": 1e-7, "weight_decay": 0.02},
+            },
             "scheduler": {
                 "type": "WarmupDecayLR",
-                "params": {"warmup_num_steps": 10, "total_num_steps": 200, "warmup_max_lr": 2e-4, "warmup_type": "linear"},
+                "params": {
+                    "warmup_num_steps": 10,
+                    "total_num_steps": 200,
+                    "warmup_max_lr": 2e-4,
+                    "warmup_type": "linear",
+                },
             },
             "fp16": {
                 "enabled": True,
@@ -70,7 +80,14 @@ def test_a_whole_file(tmp_path: Path) -> None:
     s, o, p = run.schedule, run.optimizer, run.parallel
     assert (s.micro_batch_size, s.global_batch_size, s.lr, s.min_lr) == (3, 3 * 5 * 2, 2e-4, 0.0)
     assert (s.lr_decay_style, s.lr_warmup_iters, s.lr_decay_iters) == ("linear", 10, 200)
-    assert (o.clip_grad, o.optimizer, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (0.7, "adamw", 0.8, 0.98, 1e-7, 0.02)
+    assert (o.clip_grad, o.optimizer, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (
+        0.7,
+        "adamw",
+        0.8,
+        0.98,
+        1e-7,
+        0.02,
+    )
     assert (o.precision, o.loss_scale, o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
         "fp16",
         None,
@@ -85,14 +102,22 @@ def test_a_whole_file(tmp_path: Path) -> None:
 
 def test_auto_is_taken_from_the_flags(tmp_path: Path) -> None:
     run = parse(
-        tmp_path, {"train_batch_size": "auto", "zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}}, "--zero-stage", "1"
+        tmp_path,
+        {"train_batch_size": "auto", "zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}},
+        "--zero-stage",
+        "1",
     )
     assert (run.parallel.zero_stage, run.schedule.global_batch_size, run.optimizer.precision) == (1, 24, "bf16")
 
 
 @pytest.mark.parametrize(
     ("content", "precision"),
-    [({}, "fp32"), ({"fp16": {"enabled": False}}, "fp32"), ({"bf16": {"enabled": True}}, "bf16"), ({"fp16": {"enabled": True}}, "fp16")],
+    [
+        ({}, "fp32"),
+        ({"fp16": {"enabled": False}}, "fp32"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+    ],
 )
 def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> None:
     assert parse(tmp_path, content).optimizer.precision == precision
@@ -123,7 +148,10 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
         ({"optimizer": {"params": {"betas": [0.9]}}}, "not a list of two numbers"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type 'OneCycle' is not built"),
         ({"scheduler": {"type": "WarmupLR"}}, 'write "warmup_type": "linear"'),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_min_lr": 1e-6}}}, "warm-up starts at 0"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_min_lr": 1e-6}}},
+            "warm-up starts at 0",
+        ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "contradict each other"),
         ({"gradient_cliping": 1.0}, "there is no gradient_cliping; did you mean gradient_clipping?"),
         ({"zero_optimization": {"stages": 1}}, "did you mean zero_optimization.stage?"),
@@ -170,7 +198,9 @@ def test_accumulation_without_a_batch_gives_the_batch(tmp_path: Path) -> None:
 
 
 def test_no_accumulation_is_assumed_beside_a_batch_of_the_users(tmp_path: Path) -> None:
-    """What DeepSpeed takes for a key that is left out lies beneath all that a user says; and nobody is told to leave out what is not there."""
+    """What DeepSpeed takes for a key that is left out lies beneath all that a user says; and nobody is told to leave
+    out what is not there.
+    """
     content = {"train_micro_batch_size_per_gpu": 3}
     assert parse(tmp_path, content, "--global-batch-size", "36").schedule.global_batch_size == 36
     assert refusals(tmp_path, content, "--global-batch-size", "20") == (
@@ -178,8 +208,12 @@ def test_no_accumulation_is_assumed_beside_a_batch_of_the_users(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize(("content", "batch"), [({"train_batch_size": 24}, []), ({"train_batch_size": 20}, []), ({}, [24]), ({}, [20])])
-def test_what_a_wrong_accumulation_is_told_to_become_works(content: dict[str, Any], batch: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "batch"), [({"train_batch_size": 24}, []), ({"train_batch_size": 20}, []), ({}, [24]), ({}, [20])]
+)
+def test_what_a_wrong_accumulation_is_told_to_become_works(
+    content: dict[str, Any], batch: list[int], tmp_path: Path
+) -> None:
     content |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}
     (found,) = refusals(tmp_path, content, *[word for size in batch for word in ("--global-batch-size", str(size))])
     advised = [advice.split() for advice in found.split("nearest: ")[1].split(" or ")]
@@ -224,7 +258,9 @@ def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
         theirs["weight_decay"],
     )
     assert sgd.schedule.lr_decay_style == "constant", "no scheduler changes the rate"
-    decay = parse(tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": scheduler["params"]}}, "--train-iters", "5000")
+    decay = parse(
+        tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": scheduler["params"]}}, "--train-iters", "5000"
+    )
     assert decay.schedule.lr == defaults_of(lr_schedules.WarmupDecayLR.__init__)["warmup_max_lr"]
 
 
@@ -239,9 +275,15 @@ def test_what_the_user_says_lies_over_deepspeeds_defaults(tmp_path: Path) -> Non
     )
     assert run.schedule.lr_decay_style == "cosine" and run.optimizer.weight_decay == 0.0
     preset = parse(tmp_path, content, "--preset", "bloom-3b")
-    assert (preset.optimizer.adam_beta2, preset.optimizer.weight_decay, preset.optimizer.precision) == (0.95, 0.1, "fp16")
+    assert (preset.optimizer.adam_beta2, preset.optimizer.weight_decay, preset.optimizer.precision) == (
+        0.95,
+        0.1,
+        "fp16",
+    )
     scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
-    samples = parse(tmp_path, {"scheduler": scheduler}, "--train-samples", "48000", "--lr-warmup-samples", "480").schedule
+    samples = parse(
+        tmp_path, {"scheduler": scheduler}, "--train-samples", "48000", "--lr-warmup-samples", "480"
+    ).schedule
     assert (samples.lr_warmup_iters, samples.lr_warmup_samples) == (None, 480)
     auto = parse(tmp_path, {"optimizer": {"type": "AdamW", "params": {"betas": "auto"}}, "gradient_clipping": "auto"})
     assert (auto.optimizer.adam_beta2, auto.optimizer.weight_decay) == (0.95, 0.0), '"auto" is ours to fill in'
@@ -272,7 +314,9 @@ def test_a_missing_key_that_breaks_a_run_is_told_with_what_it_breaks(tmp_path: P
     content = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
     assert parse(tmp_path, content).schedule.lr_warmup_iters == 1000, "a constant rate may warm up to the end"
     content["scheduler"]["type"] = "WarmupDecayLR"
-    with pytest.raises(ConfigError, match=r"--lr-warmup-iters 1000 is longer than --train-iters 100(.|\n)*warmup_num_steps"):
+    with pytest.raises(
+        ConfigError, match=r"--lr-warmup-iters 1000 is longer than --train-iters 100(.|\n)*warmup_num_steps"
+    ):
         parse(tmp_path, content)
     content["optimizer"] = {"params": {"lr": 2e-4}}
     with pytest.raises(ConfigError, match=r"then warms up to 0\.001, not to optimizer\.params\.lr 0\.0002"):
@@ -289,7 +333,11 @@ def test_a_missing_key_that_breaks_a_run_is_told_with_what_it_breaks(tmp_path: P
         ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}, 4, 32),
     ],
 )
-def test_the_third_of_batch_micro_batch_and_accumulation_follows(content: dict[str, Any], micro: int, batch: int, tmp_path: Path) -> None:
-    """As DeepSpeed computes it, but for what is "auto": that is the default batch of 24, rounded up to whole micro-batches on 4 ranks."""
+def test_the_third_of_batch_micro_batch_and_accumulation_follows(
+    content: dict[str, Any], micro: int, batch: int, tmp_path: Path
+) -> None:
+    """As DeepSpeed computes it, but for what is "auto": that is the default batch of 24, rounded up to whole
+    micro-batches on 4 ranks.
+    """
     schedule = parse(tmp_path, content).schedule
     assert (schedule.micro_batch_size, schedule.global_batch_size) == (micro, batch)

@@ -1,4 +1,7 @@
-"""The command line: every flag that other programs rely on, aliases, negations, mistakes and help. That each does something: tests/effects."""
+"""The command line: every flag that other programs rely on, aliases, negations, mistakes and help.
+
+That each does something: tests/effects.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,40 @@ from megazero.config.parse import ConfigError, parse_run
 # Words after each flag of the contract, and the flags without which it would have no effect.
 CONTRACT = """
 --tensor-model-parallel-size 2 | --tp 2 | --pipeline-model-parallel-size 2 | --pp 2 | --num-layers 6 | --hidden-size 120
---num-attention-heads 6 | --seq-length 64 | --micro-batch-size 1 | --global-batch-size 48 | --micro-batch-size 1 --rampup-batch-size 8 8 100
+--num-attention-heads 6 | --seq-length 64 | --micro-batch-size 1 | --global-batch-size 48
+--micro-batch-size 1 --rampup-batch-size 8 8 100
 --train-iters 7 | --train-samples 700 | --lr 1e-4 | --min-lr 1e-5 | --lr-decay-style linear | --lr-warmup-iters 3
---train-samples 700 --lr-warmup-samples 30 | --lr-warmup-fraction 0.1 | --lr-decay-iters 50 | --train-samples 700 --lr-decay-samples 500
---weight-decay 0.01 | --clip-grad 0.5 | --adam-beta1 0.8 | --adam-beta2 0.99 | --adam-eps 1e-6 | --init-method-std 0.01 | --seed 7
---data-path some/prefix --vocab-size 100 | --split 90,10,0 | --vocab-size 500 | --make-vocab-size-divisible-by 64 | --save folder
---load folder | --save folder --save-interval 5 | --eval-interval 5 | --eval-iters 2 | --test-iters 2 | --log-interval 2 | --exit-interval 5
---exit-duration-in-mins 3 | --fp16 | --bf16 | --recompute-granularity full | --sequence-parallel | --tensorboard-dir board
---position-embedding learned --max-position-embeddings 999 | --max-position-embeddings 999 | --ffn-hidden-size 480 | --num-query-groups 4
+--train-samples 700 --lr-warmup-samples 30 | --lr-warmup-fraction 0.1 | --lr-decay-iters 50
+--train-samples 700 --lr-decay-samples 500
+--weight-decay 0.01 | --clip-grad 0.5 | --adam-beta1 0.8 | --adam-beta2 0.99 | --adam-eps 1e-6
+--init-method-std 0.01 | --seed 7
+--data-path some/prefix --vocab-size 100 | --split 90,10,0 | --vocab-size 500 | --make-vocab-size-divisible-by 64
+--save folder
+--load folder | --save folder --save-interval 5 | --eval-interval 5 | --eval-iters 2 | --test-iters 2
+--log-interval 2 | --exit-interval 5
+--exit-duration-in-mins 3 | --fp16 | --bf16 | --recompute-granularity full | --sequence-parallel
+--tensorboard-dir board
+--position-embedding learned --max-position-embeddings 999 | --max-position-embeddings 999 | --ffn-hidden-size 480
+--num-query-groups 4
 --untie-embeddings-and-output-weights | --disable-bias-linear | --hidden-dropout 0.1 | --attention-dropout 0.1
 --recompute-granularity full --recompute-num-layers 2 | --label-smoothing 0.1 | --z-loss 1e-4 | --optimizer sgd
---fp16 --initial-loss-scale 4096 | --fp16 --loss-scale-window 500 | --fp16 --hysteresis 3 | --fp16 --min-loss-scale 2 | --num-workers 2
+--fp16 --initial-loss-scale 4096 | --fp16 --loss-scale-window 500 | --fp16 --hysteresis 3 | --fp16 --min-loss-scale 2
+--num-workers 2
 --data-cache-path cache | --distributed-timeout-minutes 3 | --load folder --finetune | --load folder --no-load-optim
---override-opt-param-scheduler | --data-path p --vocab-size 9 --eod-id 3 | --zero-stage 0 | --zero-stage 1 | --zero-stage 2
---pipeline-schedule gpipe | --pipeline-schedule 1f1b | --virtual-stages 2 --pipeline-schedule interleaved | --virtual-stages 2
+--override-opt-param-scheduler | --data-path p --vocab-size 9 --eod-id 3 | --zero-stage 0 | --zero-stage 1
+--zero-stage 2
+--pipeline-schedule gpipe | --pipeline-schedule 1f1b | --virtual-stages 2 --pipeline-schedule interleaved
+--virtual-stages 2
 --pipeline-schedule zb-h1 | --virtual-stages 2 --pipeline-schedule zb-v
 --position-embedding learned | --position-embedding alibi | --position-embedding rotary | --position-embedding none
---embedding-layernorm | --activation gelu | --activation gelu-tanh | --activation relu | --activation swiglu | --norm layernorm
---norm rmsnorm | --precision fp64 | --precision fp32 | --precision bf16 | --precision fp16 | --device auto | --device cpu | --device cuda
+--embedding-layernorm | --activation gelu | --activation gelu-tanh | --activation relu | --activation swiglu
+--norm layernorm
+--norm rmsnorm | --precision fp64 | --precision fp32 | --precision bf16 | --precision fp16 | --device auto
+--device cpu | --device cuda
 --backend auto | --backend gloo | --backend nccl | --backend mpi | --preset gpt2-124m | --data-path p --tokenizer byte
 --data-path p --tokenizer gpt2 --tokenizer-path t | --data-path p --tokenizer sentencepiece --tokenizer-path t
---data-path p --tokenizer hf --tokenizer-path t | --metrics-file m.jsonl | --grad-reduce-dtype bf16 | --partition-by time
+--data-path p --tokenizer hf --tokenizer-path t | --metrics-file m.jsonl | --grad-reduce-dtype bf16
+--partition-by time
 --valid-data-path a p b q | --validate-only --world-size 8
 """
 # --config and --deepspeed-config read files: test_precedence.py and test_deepspeed.py.
@@ -61,7 +77,12 @@ def test_every_flag_of_the_contract_is_accepted() -> None:
         (["--no-embedding-layernorm"], "model", "embedding_layernorm", False),
         (["--train-samples", "220_000_000"], "schedule", "train_samples", 220_000_000),
         (["--train-samples", "2e8"], "schedule", "train_samples", 200_000_000),
-        (["--micro-batch-size", "1", "--rampup-batch-size", "8", "8", "100"], "schedule", "rampup_batch_size", (8, 8, 100)),
+        (
+            ["--micro-batch-size", "1", "--rampup-batch-size", "8", "8", "100"],
+            "schedule",
+            "rampup_batch_size",
+            (8, 8, 100),
+        ),
         (["--num-layers", "8", "--pp", "2", "--partition", "5,3"], "parallel", "partition", (5, 3)),
         (["--data-path", "0.3", "a", "0.7", "b", "--vocab-size", "9"], "data", "data_path", ("0.3", "a", "0.7", "b")),
         (["--tp", "4", "--tp", "2"], "parallel", "tp", 2),
@@ -76,7 +97,8 @@ def test_words_become_values(words: list[str], section: str, name: str, value: o
 
 def test_mistakes_of_every_kind_come_in_one_message() -> None:
     words = (
-        "stray --micro-batch-sise 3 --tp two --lr 1e --seed --overlap yes --activation swigl --preset blom-3b --fp16 --bf16 --min-lr -1e-5"
+        "stray --micro-batch-sise 3 --tp two --lr 1e --seed --overlap yes --activation swigl --preset blom-3b "
+        "--fp16 --bf16 --min-lr -1e-5"
     )
     with pytest.raises(ConfigError) as caught:
         parse_run(words.split(), 1)
@@ -96,7 +118,9 @@ def test_mistakes_of_every_kind_come_in_one_message() -> None:
         assert part in message, part
 
 
-@pytest.mark.parametrize(("typo", "right"), [("-tp", "--tp"), ("--seq-lenght", "--seq-length"), ("--zero_stage", "--zero-stage")])
+@pytest.mark.parametrize(
+    ("typo", "right"), [("-tp", "--tp"), ("--seq-lenght", "--seq-length"), ("--zero_stage", "--zero-stage")]
+)
 def test_a_typo_suggests_the_flag(typo: str, right: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {right}\\?"):
         parse_run([typo, "1"], 1)

@@ -14,7 +14,13 @@ from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
 from megazero.mpu.place import place_of
 
-SIZE: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 12, "seq_length": 8, "vocab_size": 1003}
+SIZE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 12,
+    "seq_length": 8,
+    "vocab_size": 1003,
+}
 MODELS = {
     "bloom": ModelConfig(**SIZE, position_embedding="alibi", embedding_layernorm=True),
     "gpt2": ModelConfig(**SIZE, position_embedding="learned", position_offset=2, max_position_embeddings=31),
@@ -38,7 +44,10 @@ MODELS = {
 def test_modules_hold_what_is_listed(name: str, tp: int) -> None:
     """Names in their order, global shapes, and what tp divides, by the places that the modules were built with."""
     model = MODELS[name]
-    stage = Stage(ModelLayout(model, Group(tuple(range(tp)), tp - 1, None), torch.float32, device=torch.device("meta")), whole_model(model))
+    stage = Stage(
+        ModelLayout(model, Group(tuple(range(tp)), tp - 1, None), torch.float32, device=torch.device("meta")),
+        whole_model(model),
+    )
     places = [place_of(parameter) for parameter in stage.parameters()]
     listed = dict(shapes(model))
     assert {place.name: place.shape for place in places} == listed and len(places) == len(listed)
@@ -54,16 +63,26 @@ def test_modules_hold_what_is_listed(name: str, tp: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_linear_layers_have_their_weights_on_a_rank(name: str) -> None:
     model = MODELS[name]
-    stage = Stage(ModelLayout(model, Group((0, 1), 1, None), torch.float32, device=torch.device("meta")), whole_model(model))
+    stage = Stage(
+        ModelLayout(model, Group((0, 1), 1, None), torch.float32, device=torch.device("meta")), whole_model(model)
+    )
     held = {key: tuple(value.shape) for key, value in stage.blocks["1"].named_parameters()}
     found = linears(model)
-    assert [layer.name for layer in found] == [key.removesuffix(".weight") for key in held if key.endswith("weight") and "norm" not in key]
+    assert [layer.name for layer in found] == [
+        key.removesuffix(".weight") for key in held if key.endswith("weight") and "norm" not in key
+    ]
     for layer in found:
         assert layer.on_rank(2) == held[f"{layer.name}.weight"] and layer.bias == (f"{layer.name}.bias" in held)
 
 
 def test_names_that_are_none_of_a_model_are_divided_by_nobody() -> None:
-    for name in ("blocks.3.attention.qkv", "blocks.3.mlp.other.weight", "mlp.up.weight", "head.norm.weight", "embedding.position.weight"):
+    for name in (
+        "blocks.3.attention.qkv",
+        "blocks.3.mlp.other.weight",
+        "mlp.up.weight",
+        "head.norm.weight",
+        "embedding.position.weight",
+    ):
         assert tp_axis(name) is None
     assert [tp_axis(f"blocks.10.{name}") for name in ("mlp.up.bias", "mlp.down.weight")] == [0, 1]
     assert tp_axis("blocks.10.mlp.down.bias") is None

@@ -22,7 +22,14 @@ PARAMETERS = {
     "bloom-176b": 176_247_271_424,
     "llama-7b": 6_738_415_616,
 }
-ROUGHLY = {"gpt3-125m": 125e6, "gpt3-350m": 356e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.3e9, "gpt3-2.7b": 2.65e9, "gpt3-6.7b": 6.7e9}
+ROUGHLY = {
+    "gpt3-125m": 125e6,
+    "gpt3-350m": 356e6,
+    "gpt3-760m": 760e6,
+    "gpt3-1.3b": 1.3e9,
+    "gpt3-2.7b": 2.65e9,
+    "gpt3-6.7b": 6.7e9,
+}
 ROUGHLY |= {"gpt3-13b": 13.0e9, "gpt3-175b": 174.6e9}
 
 BLOOM = {
@@ -58,7 +65,13 @@ def test_bloom_recipes(name: str) -> None:
     assert (s.lr, s.min_lr, s.global_batch_size, s.rampup_batch_size) == (lr, min_lr, batch, (*ramp, 9_765_625))
     assert (s.lr_decay_style, s.lr_warmup_samples, s.lr_decay_samples) == ("cosine", 183_105, 200_000_000)
     assert (o.precision, o.optimizer, o.adam_beta1, o.adam_beta2, o.adam_eps) == (precision, "adamw", 0.9, 0.95, 1e-8)
-    assert (o.weight_decay, o.clip_grad, m.init_method_std, m.vocab_size, m.seq_length) == (0.1, 1.0, 0.0048, 250_880, 2048)
+    assert (o.weight_decay, o.clip_grad, m.init_method_std, m.vocab_size, m.seq_length) == (
+        0.1,
+        1.0,
+        0.0048,
+        250_880,
+        2048,
+    )
     assert (m.position_embedding, m.embedding_layernorm, m.norm, m.norm_epsilon, m.activation) == (
         "alibi",
         True,

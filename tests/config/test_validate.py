@@ -34,9 +34,19 @@ REFUSED = [
         "--num-attention-heads 12 does not divide --hidden-size 250; nearest: --hidden-size 240 or 252",
         "--hidden-size 252",
     ),
-    ("--hidden-size 36 --position-embedding rotary", 1, "= 3 must be even; nearest: --hidden-size 24 or 48", "--hidden-size 48"),
+    (
+        "--hidden-size 36 --position-embedding rotary",
+        1,
+        "= 3 must be even; nearest: --hidden-size 24 or 48",
+        "--hidden-size 48",
+    ),
     ("--hidden-size 250", 1, "or --kv-channels, the width of a head", "--kv-channels 20"),
-    ("--kv-channels 5 --position-embedding rotary", 1, "--kv-channels 5 must be even; nearest: 4 or 6", "--kv-channels 6"),
+    (
+        "--kv-channels 5 --position-embedding rotary",
+        1,
+        "--kv-channels 5 must be even; nearest: 4 or 6",
+        "--kv-channels 6",
+    ),
     ("--position-offset 2", 1, "which --position-embedding alibi has not", "--position-embedding learned"),
     (
         "--disable-bias-linear --attention-bias --no-mlp-bias",
@@ -44,7 +54,12 @@ REFUSED = [
         "--disable-bias-linear says nothing beside --attention-bias --no-mlp-bias",
         "--no-disable-bias-linear",
     ),
-    ("--num-query-groups 5", 1, "--num-query-groups 5 does not divide --num-attention-heads 12; nearest: 4 or 6", "--num-query-groups 4"),
+    (
+        "--num-query-groups 5",
+        1,
+        "--num-query-groups 5 does not divide --num-attention-heads 12; nearest: 4 or 6",
+        "--num-query-groups 4",
+    ),
     (
         "--tp 5",
         5,
@@ -53,10 +68,25 @@ REFUSED = [
     ),
     ("--tp 2 --num-query-groups 3", 2, "--tp 2 does not divide --num-query-groups 3", "--num-query-groups 6"),
     ("--tp 3 --ffn-hidden-size 500", 3, "--tp 3 does not divide --ffn-hidden-size 500", "--ffn-hidden-size 501"),
-    ("--tp 3 --activation swiglu --hidden-size 96", 3, "--tp 3 does not divide --ffn-hidden-size 256", "--ffn-hidden-size 255"),
-    ("--position-embedding learned --max-position-embeddings 100", 1, "is less than --seq-length 384", "--seq-length 100"),
+    (
+        "--tp 3 --activation swiglu --hidden-size 96",
+        3,
+        "--tp 3 does not divide --ffn-hidden-size 256",
+        "--ffn-hidden-size 255",
+    ),
+    (
+        "--position-embedding learned --max-position-embeddings 100",
+        1,
+        "is less than --seq-length 384",
+        "--seq-length 100",
+    ),
     ("--tp 2 --sequence-parallel --seq-length 33", 2, "nearest: --seq-length 32 or 34", "--seq-length 34"),
-    ("--fp8 --precision fp32", 1, "--fp8 current multiplies 8-bit copies of 16-bit numbers; --precision fp32", "--fp8 off"),
+    (
+        "--fp8 --precision fp32",
+        1,
+        "--fp8 current multiplies 8-bit copies of 16-bit numbers; --precision fp32",
+        "--fp8 off",
+    ),
     (
         "--fp8 delayed --hidden-size 36 --ffn-hidden-size 100",
         1,
@@ -80,20 +110,65 @@ REFUSED = [
         "--attention flash does not compute --position-embedding alibi; nearest: --attention auto, or softmax",
         "--position-embedding learned",
     ),
-    ("--attention flash --position-embedding none --document-mask", 1, "flash does not compute --document-mask", "--attention flex"),
-    ("--attention flex --attention-dropout 0.1", 1, "flex does not compute --attention-dropout 0.1", "--attention softmax"),
+    (
+        "--attention flash --position-embedding none --document-mask",
+        1,
+        "flash does not compute --document-mask",
+        "--attention flex",
+    ),
+    (
+        "--attention flex --attention-dropout 0.1",
+        1,
+        "flex does not compute --attention-dropout 0.1",
+        "--attention softmax",
+    ),
     ("--attention flex --precision fp64", 1, "flex does not compute --precision fp64", "--attention auto"),
-    ("--attention flex --hidden-size 96", 1, "/ --num-attention-heads 12 = 8 (16 to 256 it does)", "--num-attention-heads 6"),
-    ("--pp 2 --pipeline-schedule interleaved", 2, "interleaved needs --virtual-stages 2 or more, not 1", "--virtual-stages 2"),
-    ("--pp 2 --pipeline-schedule 1f1b --virtual-stages 2", 2, "1f1b has one model chunk per rank", "--pipeline-schedule gpipe"),
-    ("--pp 2 --pipeline-schedule zb-v", 2, "zb-v lays two model chunks per rank in a V, not --virtual-stages 1", "--virtual-stages 2"),
-    ("--pp 2 --pipeline-schedule zb-h1 --virtual-stages 2", 2, "zb-h1 has one model chunk per rank", "--pipeline-schedule zb-v"),
+    (
+        "--attention flex --hidden-size 96",
+        1,
+        "/ --num-attention-heads 12 = 8 (16 to 256 it does)",
+        "--num-attention-heads 6",
+    ),
+    (
+        "--pp 2 --pipeline-schedule interleaved",
+        2,
+        "interleaved needs --virtual-stages 2 or more, not 1",
+        "--virtual-stages 2",
+    ),
+    (
+        "--pp 2 --pipeline-schedule 1f1b --virtual-stages 2",
+        2,
+        "1f1b has one model chunk per rank",
+        "--pipeline-schedule gpipe",
+    ),
+    (
+        "--pp 2 --pipeline-schedule zb-v",
+        2,
+        "zb-v lays two model chunks per rank in a V, not --virtual-stages 1",
+        "--virtual-stages 2",
+    ),
+    (
+        "--pp 2 --pipeline-schedule zb-h1 --virtual-stages 2",
+        2,
+        "zb-h1 has one model chunk per rank",
+        "--pipeline-schedule zb-v",
+    ),
     ("--cuda-graphs --pp 2", 2, "in one chunk, not with --pp 2 and --virtual-stages 1", "--no-cuda-graphs"),
-    ("--cuda-graphs --pipeline-schedule zb-h1", 1, "not by --pipeline-schedule zb-h1; nearest: 1f1b", "--pipeline-schedule 1f1b"),
+    (
+        "--cuda-graphs --pipeline-schedule zb-h1",
+        1,
+        "not by --pipeline-schedule zb-h1; nearest: 1f1b",
+        "--pipeline-schedule 1f1b",
+    ),
     ("--cuda-graphs --zero-stage 2", 1, "which --zero-stage 2 has not; nearest: --zero-stage 1", "--zero-stage 1"),
     ("--cuda-graphs --device cpu", 1, "which --device cpu has none of", "--device cuda"),
     ("--cuda-graphs --tp 2 --backend gloo", 2, "--cuda-graphs with --tp 2 captures its collectives", "--backend nccl"),
-    ("--optimizer-impl apex --precision fp64", 1, "computes in fp32, not in --precision fp64", "--optimizer-impl megazero"),
+    (
+        "--optimizer-impl apex --precision fp64",
+        1,
+        "computes in fp32, not in --precision fp64",
+        "--optimizer-impl megazero",
+    ),
     ("--optimizer-impl apex --device cpu", 1, "kernels for CUDA only, not for --device cpu", "--device cuda"),
     ("--optimizer-impl apex --optimizer sgd", 1, "has no effect without --optimizer adam or adamw", "--optimizer adam"),
     ("--recompute-num-layers 2", 1, "needs --recompute-granularity full", "--recompute-granularity full"),
@@ -103,7 +178,8 @@ REFUSED = [
     (
         "--tp 4 --pp 12",
         40,
-        "--tp 4 x --pp 12 = 48 does not divide the world size 40; nearest world size: 48; with --tp 4 on 40 ranks, nearest: --pp 10",
+        "--tp 4 x --pp 12 = 48 does not divide the world size 40; nearest world size: 48; with --tp 4 on 40 ranks, "
+        "nearest: --pp 10",
         "--pp 10",
     ),
     (
@@ -112,28 +188,58 @@ REFUSED = [
         "--global-batch-size 100 is not a multiple of --micro-batch-size 2 x dp 8 = 16; nearest: 96 or 112",
         "--global-batch-size 112",
     ),
-    ("--global-batch-size 32 --rampup-batch-size 8 12 100", 4, "INCREMENT 12 is not a multiple", "--rampup-batch-size 8 8 100"),
+    (
+        "--global-batch-size 32 --rampup-batch-size 8 12 100",
+        4,
+        "INCREMENT 12 is not a multiple",
+        "--rampup-batch-size 8 8 100",
+    ),
     (
         "--global-batch-size 32 --rampup-batch-size 10 12 100",
         1,
         "from 10 in steps of 12 --global-batch-size 32 is not met; nearest START: 8 or 20",
         "--rampup-batch-size 8 12 100",
     ),
-    ("--global-batch-size 32 --rampup-batch-size 40 8 100", 1, "starts above --global-batch-size 32", "--rampup-batch-size 32 8 100"),
+    (
+        "--global-batch-size 32 --rampup-batch-size 40 8 100",
+        1,
+        "starts above --global-batch-size 32",
+        "--rampup-batch-size 32 8 100",
+    ),
     ("--global-batch-size 32 --rampup-batch-size 8 8", 1, "three numbers are needed", "--rampup-batch-size 8 8 10"),
     ("--rampup-batch-size 8 8 0", 1, "--rampup-batch-size 0: must be at least 1", "--rampup-batch-size 8 8 1"),
     ("--train-samples 20", 1, "--train-samples 20 are fewer than the first global batch has, 24", "--train-samples 24"),
     ("--min-lr 1", 1, "--min-lr 1 is above --lr 0.001", "--lr 1"),
-    ("--train-iters 5 --lr-warmup-iters 6", 1, "--lr-warmup-iters 6 is longer than --train-iters 5", "--lr-warmup-iters 5"),
-    ("--lr-decay-samples 50 --train-samples 90 --lr-warmup-samples 60", 1, "longer than --lr-decay-samples 50", "--lr-warmup-samples 50"),
+    (
+        "--train-iters 5 --lr-warmup-iters 6",
+        1,
+        "--lr-warmup-iters 6 is longer than --train-iters 5",
+        "--lr-warmup-iters 5",
+    ),
+    (
+        "--lr-decay-samples 50 --train-samples 90 --lr-warmup-samples 60",
+        1,
+        "longer than --lr-decay-samples 50",
+        "--lr-warmup-samples 50",
+    ),
     (
         "--train-iters 9 --lr-decay-style wsd --lr-warmup-iters 5 --lr-wsd-decay-iters 5",
         1,
         "nearest: --lr-wsd-decay-iters 4",
         "--lr-wsd-decay-iters 4",
     ),
-    ("--precision fp64 --grad-reduce-dtype fp32", 1, "--grad-reduce-dtype fp32 narrows --precision fp64", "--grad-reduce-dtype auto"),
-    ("--fp16 --min-loss-scale 1e6", 1, "--min-loss-scale 1e+06 is above --initial-loss-scale 65536", "--min-loss-scale 1"),
+    (
+        "--precision fp64 --grad-reduce-dtype fp32",
+        1,
+        "--grad-reduce-dtype fp32 narrows --precision fp64",
+        "--grad-reduce-dtype auto",
+    ),
+    (
+        "--fp16 --min-loss-scale 1e6",
+        1,
+        "--min-loss-scale 1e+06 is above --initial-loss-scale 65536",
+        "--min-loss-scale 1",
+    ),
     ("--data-path p", 1, "--vocab-size is needed with --data-path and no --tokenizer", "--vocab-size 9"),
     ("--data-path 1 p 2 --vocab-size 9", 1, "--data-path has 3 words", "--data-path 1 p 2 q"),
     ("--data-path p q --vocab-size 9", 1, "'p' is not a weight", "--data-path 1 q"),
@@ -141,17 +247,37 @@ REFUSED = [
     ("--data-path 1 p nan q --vocab-size 9", 1, "'nan' is not a weight, a number above 0", "--data-path 1 p 2 q"),
     ("--valid-data-path a p b", 1, "--valid-data-path has 3 words", "--valid-data-path a p b q"),
     ("--valid-data-path a p a q", 1, "a name of its own", "--valid-data-path a p b q"),
-    ("--save d --keep-last-k 0 --save-retain-interval 9", 1, "has no effect with --keep-last-k 0", "--save d --keep-last-k 1"),
+    (
+        "--save d --keep-last-k 0 --save-retain-interval 9",
+        1,
+        "has no effect with --keep-last-k 0",
+        "--save d --keep-last-k 1",
+    ),
     ("--save d --save-retain-interval 0", 1, "--save-retain-interval 0", "--save d --save-retain-interval 1"),
-    ("--save d --async-save --backend mpi", 1, "cannot be made beside --distributed-backend mpi", "--save d --async-save --backend gloo"),
+    (
+        "--save d --async-save --backend mpi",
+        1,
+        "cannot be made beside --distributed-backend mpi",
+        "--save d --async-save --backend gloo",
+    ),
     ("--split 0,0,0", 1, "--split 0,0,0", "--split 0,1,0"),
     ("--split 1,2,3,4", 1, "up to three shares", "--split 1"),
     ("--split 50,-1", 1, "none negative", "--split 50,1"),
     ("--data-path p --tokenizer hf", 1, "--tokenizer hf needs --tokenizer-path", "--tokenizer-path t"),
     ("--data-path p --tokenizer byte --tokenizer-path t", 1, "has no effect on --tokenizer byte", "--tokenizer hf"),
     ("--tokenizer byte", 1, "--tokenizer byte needs --data-path", "--data-path p"),
-    ("--data-path p --vocab-size 9 --eod-id 9", 1, "--eod-id 9 is no token of --vocab-size 9; nearest: 8", "--eod-id 8"),
-    ("--data-path p --vocab-size 9 --document-mask --eod-mask-loss", 1, "--document-mask and --eod-mask-loss must know", "--eod-id 0"),
+    (
+        "--data-path p --vocab-size 9 --eod-id 9",
+        1,
+        "--eod-id 9 is no token of --vocab-size 9; nearest: 8",
+        "--eod-id 8",
+    ),
+    (
+        "--data-path p --vocab-size 9 --document-mask --eod-mask-loss",
+        1,
+        "--document-mask and --eod-mask-loss must know",
+        "--eod-id 0",
+    ),
     ("--load x --finetune --no-load-optim", 1, "--no-load-optim adds nothing", "--no-finetune"),
     ("--backend nccl --device cpu", 1, "nearest: --backend gloo", "--backend gloo"),
     ("--train-iters 5 --train-samples 50", 1, "--train-iters and --train-samples say the same thing", ""),
@@ -196,16 +322,39 @@ POINTLESS = [
         for flag in ("--initial-loss-scale", "--loss-scale-window", "--hysteresis")
     ),
     ("--fp16 --loss-scale 8 --min-loss-scale 4", 1, "--min-loss-scale 4 has no effect", "--loss-scale none"),
-    *((f"--optimizer sgd {flag} 0.5", 1, f"{flag} 0.5 has no effect", "--optimizer adam") for flag in ("--adam-beta1", "--adam-beta2")),
+    *(
+        (f"--optimizer sgd {flag} 0.5", 1, f"{flag} 0.5 has no effect", "--optimizer adam")
+        for flag in ("--adam-beta1", "--adam-beta2")
+    ),
     ("--optimizer sgd --adam-eps 0.5", 1, "--adam-eps 0.5 has no effect", "--optimizer adamw"),
     ("--sgd-momentum 0.5", 1, "has no effect without --optimizer sgd", "--optimizer sgd"),
     ("--fp8 --fp8-amax-history 8", 1, "has no effect without --fp8 delayed", "--fp8 delayed"),
-    ("--rotary-base 500", 1, "--rotary-base 500 has no effect without --position-embedding rotary", "--position-embedding rotary"),
+    (
+        "--rotary-base 500",
+        1,
+        "--rotary-base 500 has no effect without --position-embedding rotary",
+        "--position-embedding rotary",
+    ),
     ("--min-lr 1e-5 --lr-decay-style constant", 1, f"--min-lr 1e-05 has no effect without {FALLS}", "--min-lr 0"),
-    ("--lr-decay-iters 90 --lr-decay-style constant", 1, f"--lr-decay-iters 90 has no effect without {FALLS}", "--lr-decay-style linear"),
+    (
+        "--lr-decay-iters 90 --lr-decay-style constant",
+        1,
+        f"--lr-decay-iters 90 has no effect without {FALLS}",
+        "--lr-decay-style linear",
+    ),
     ("--train-samples 96 --lr-decay-samples 90 --lr-decay-style constant", 1, FALLS, "--lr-warmup-fraction 0.1"),
-    ("--lr-wsd-decay-iters 9", 1, "--lr-wsd-decay-iters 9 has no effect without --lr-decay-style wsd", "--lr-decay-style wsd"),
-    ("--train-samples 96 --lr-wsd-decay-samples 9", 1, "has no effect without --lr-decay-style wsd", "--lr-decay-style wsd"),
+    (
+        "--lr-wsd-decay-iters 9",
+        1,
+        "--lr-wsd-decay-iters 9 has no effect without --lr-decay-style wsd",
+        "--lr-decay-style wsd",
+    ),
+    (
+        "--train-samples 96 --lr-wsd-decay-samples 9",
+        1,
+        "has no effect without --lr-decay-style wsd",
+        "--lr-decay-style wsd",
+    ),
     ("--save-interval 9", 1, "--save-interval 9 has no effect without --save DIR", "--save d"),
     ("--keep-last-k 9", 1, "--keep-last 9 has no effect without --save DIR", "--save d"),
     ("--save-retain-interval 9", 1, "has no effect without --save DIR", "--save d"),
@@ -219,10 +368,20 @@ POINTLESS = [
     ("--lora-targets qkv", 1, "--lora-targets qkv has no effect", f"{DATA} --lora-rank 2 --load d"),
     ("--lora-dropout 0.5", 1, "--lora-dropout 0.5 has no effect", f"{DATA} --lora-rank 2 --load d"),
     (f"{DATA} --sample-prompt def", 1, "--sample-prompt def has no effect without --tokenizer", "--tokenizer byte"),
-    (f"{DATA} --sample-tokens 9", 1, "--sample-tokens 9 has no effect without --tokenizer", "--tokenizer byte --sample-prompt def"),
+    (
+        f"{DATA} --sample-tokens 9",
+        1,
+        "--sample-tokens 9 has no effect without --tokenizer",
+        "--tokenizer byte --sample-prompt def",
+    ),
 ]
 IDLE = [
-    (f"{TEXT} --sample-tokens 9", 1, "--sample-tokens 9 has no effect without --sample-prompt TEXT", "--sample-prompt def"),
+    (
+        f"{TEXT} --sample-tokens 9",
+        1,
+        "--sample-tokens 9 has no effect without --sample-prompt TEXT",
+        "--sample-prompt def",
+    ),
     ("--sequence-parallel", 2, "--sequence-parallel has no effect without --tp above 1", "--tp 2"),
     ("--partition-by time", 2, "--partition-by time has no effect without --pp above 1", "--pp 2"),
     ("--zero-stage 1 --tp 2", 2, "--zero-stage 1 has no effect without several data-parallel ranks", "--tp 1"),
@@ -236,22 +395,77 @@ IDLE = [
     ("--grad-reduce-dtype bf16", 1, "--grad-reduce-dtype bf16 has no effect", "--validate-only --world-size 2"),
     ("--backend gloo", 1, "--backend gloo has no effect without a second rank", "--validate-only --world-size 2"),
     ("--distributed-timeout-minutes 3", 1, "has no effect without a second rank", "--validate-only --world-size 2"),
-    ("--no-shared-memory --backend mpi", 2, "--no-shared-memory has no effect without several ranks and --backend gloo", "--backend gloo"),
-    ("--rampup-batch-size 24 24 48", 1, "--rampup-batch-size 24 24 48 has no effect without a START below", "--global-batch-size 48"),
-    (f"{DATA} --init-from m --init-method-std 0.1", 1, "--init-method-std 0.1 has no effect without weights that are drawn", ""),
-    ("--eval-interval 5 --eval-iters 0", 1, "--eval-interval 5 has no effect without --eval-iters above 0", "--eval-iters 1"),
-    ("--valid-data-path a q --eval-iters 0", 1, "--valid-data-path a q has no effect without --eval-iters", "--eval-iters 1"),
-    (f"{PACKED} --valid-instruction-data v --eval-iters 0", 1, "--valid-instruction-data v has no effect", "--eval-iters 1"),
-    (f"{PACKED} --eval-interval 5", 1, "--eval-interval 5 has no effect without --valid-instruction-data", "--valid-instruction-data v"),
-    (f"{PACKED} --eval-iters 5", 1, "--eval-iters 5 has no effect without --valid-instruction-data", "--valid-instruction-data v"),
-    (f"{PACKED} --test-iters 5", 1, "--test-iters 5 has no effect without --split, which parts running text", "--test-iters 0"),
-    ("--save d --save-interval 200", 1, "--save-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
+    (
+        "--no-shared-memory --backend mpi",
+        2,
+        "--no-shared-memory has no effect without several ranks and --backend gloo",
+        "--backend gloo",
+    ),
+    (
+        "--rampup-batch-size 24 24 48",
+        1,
+        "--rampup-batch-size 24 24 48 has no effect without a START below",
+        "--global-batch-size 48",
+    ),
+    (
+        f"{DATA} --init-from m --init-method-std 0.1",
+        1,
+        "--init-method-std 0.1 has no effect without weights that are drawn",
+        "",
+    ),
+    (
+        "--eval-interval 5 --eval-iters 0",
+        1,
+        "--eval-interval 5 has no effect without --eval-iters above 0",
+        "--eval-iters 1",
+    ),
+    (
+        "--valid-data-path a q --eval-iters 0",
+        1,
+        "--valid-data-path a q has no effect without --eval-iters",
+        "--eval-iters 1",
+    ),
+    (
+        f"{PACKED} --valid-instruction-data v --eval-iters 0",
+        1,
+        "--valid-instruction-data v has no effect",
+        "--eval-iters 1",
+    ),
+    (
+        f"{PACKED} --eval-interval 5",
+        1,
+        "--eval-interval 5 has no effect without --valid-instruction-data",
+        "--valid-instruction-data v",
+    ),
+    (
+        f"{PACKED} --eval-iters 5",
+        1,
+        "--eval-iters 5 has no effect without --valid-instruction-data",
+        "--valid-instruction-data v",
+    ),
+    (
+        f"{PACKED} --test-iters 5",
+        1,
+        "--test-iters 5 has no effect without --split, which parts running text",
+        "--test-iters 0",
+    ),
+    (
+        "--save d --save-interval 200",
+        1,
+        "--save-interval 200 has no effect without as many --train-iters",
+        "--train-iters 200",
+    ),
     ("--eval-interval 200", 1, "--eval-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
     ("--exit-interval 200", 1, "--exit-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
     ("--no-ckpt-probe", 1, "--no-ckpt-probe has no effect without --save DIR or --load DIR", "--save d"),
     ("--override-batch", 1, "--override-batch has no effect without --load DIR", "--load d"),
     ("--override-data --load d --finetune", 1, "--override-data has no effect without --load DIR", "--no-finetune"),
-    ("--override-opt-param-scheduler", 1, "--override-opt-param-scheduler has no effect without --load DIR", "--load d"),
+    (
+        "--override-opt-param-scheduler",
+        1,
+        "--override-opt-param-scheduler has no effect without --load DIR",
+        "--load d",
+    ),
 ]
 
 
@@ -286,7 +500,10 @@ def test_a_default_takes_a_flag_back() -> None:
     """Who overrides a script cannot remove its flags."""
     script = "--fp16 --initial-loss-scale 4096 --lr-decay-style cosine --min-lr 1e-5 --tp 2 --sequence-parallel"
     assert len(problems(f"{script} --precision fp32 --lr-decay-style constant --tp 1", 2)) == 2
-    line = f"{script} --precision fp32 --initial-loss-scale 65536 --lr-decay-style constant --min-lr 0 --tp 1 --no-sequence-parallel"
+    line = (
+        f"{script} --precision fp32 --initial-loss-scale 65536 --lr-decay-style constant --min-lr 0 --tp 1 "
+        "--no-sequence-parallel"
+    )
     assert notes(line, 2) == ()
 
 
@@ -322,7 +539,9 @@ def test_every_size_of_the_ramp_is_whole_micro_batches_on_every_rank() -> None:
 
 
 def test_all_problems_of_a_hopeless_command_line_come_together() -> None:
-    found = problems("--tp 5 --zero-stage 3 --hidden-size 250 --global-batch-size 7 --min-lr 2 --split x --recompute-num-layers 3", 5)
+    found = problems(
+        "--tp 5 --zero-stage 3 --hidden-size 250 --global-batch-size 7 --min-lr 2 --split x --recompute-num-layers 3", 5
+    )
     assert len(found) == 7
     assert all(re.search(r"\d|x", text) for text in found)
 
@@ -335,8 +554,10 @@ def test_layouts_are_accepted_exactly_when_the_mathematics_allows() -> None:
     for tp, pp, dp, virtual, layers, heads, groups, batch, sp in drawn:
         groups = groups or heads
         line = (
-            f"--tp {tp} --pp {pp} --virtual-stages {virtual} --num-layers {layers} --num-attention-heads {heads} --hidden-size {heads * 4} "
-            f"--num-query-groups {groups} --ffn-hidden-size 48 --seq-length 8 --micro-batch-size 2 --global-batch-size {batch}"
+            f"--tp {tp} --pp {pp} --virtual-stages {virtual} --num-layers {layers} --num-attention-heads {heads} "
+            f"--hidden-size {heads * 4} "
+            f"--num-query-groups {groups} --ffn-hidden-size 48 --seq-length 8 --micro-batch-size 2 --global-batch-size "
+            f"{batch}"
         ) + (" --sequence-parallel" if sp else "")
         fine = (
             heads % tp == groups % tp == 48 % tp == 0
@@ -364,9 +585,14 @@ def test_values_offered_as_nearest_are_valid() -> None:
 def test_attention_is_refused_for_what_the_rule_of_its_bodies_refuses_on_every_machine() -> None:
     """The rule's reasons that no card takes away, and no others."""
     fit: dict[str, Any] = {"kernel": False, "capability": (9, 0), "recorded": True}
-    drawn = itertools.product(ASKED, ("alibi", "none"), (False, True), (0.0, 0.1), ("fp64", "fp32", "bf16"), (8, 16, 64, 256, 512))
+    drawn = itertools.product(
+        ASKED, ("alibi", "none"), (False, True), (0.0, 0.1), ("fp64", "fp32", "bf16"), (8, 16, 64, 256, 512)
+    )
     for asked, positions, documents, dropout, precision, size in drawn:
-        line = f"--attention {asked} --position-embedding {positions} --attention-dropout {dropout} --precision {precision}"
+        line = (
+            f"--attention {asked} --position-embedding {positions} --attention-dropout {dropout} --precision "
+            f"{precision}"
+        )
         line += f" --num-attention-heads 2 --hidden-size {2 * size}" + " --document-mask" * documents
         against = [
             obstacle(

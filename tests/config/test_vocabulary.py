@@ -84,7 +84,10 @@ def test_every_suggestion_can_be_followed() -> None:
         if ours.startswith("--"):
             words = ours.split(",")[0].split()
             problems = read_command_line(words).level.problems
-            assert all("takes one value" in problem or "needs one value" in problem for problem in problems), (word, problems)
+            assert all("takes one value" in problem or "needs one value" in problem for problem in problems), (
+                word,
+                problems,
+            )
     for name, table in CHOICES.items():
         choices = run_options()[name].choices
         assert choices is not None

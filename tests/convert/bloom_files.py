@@ -1,7 +1,8 @@
-"""Checkpoints in the layout in which BLOOM was trained, built from the format's description without any code of the converters.
+"""Checkpoints in the layout in which BLOOM was trained, built from the format's description without any code of the
+converters.
 
-Tensors are cut here, one by one, from global ones under our names; classes of DeepSpeed and Megatron are stood in for while torch.save
-writes their names.
+Tensors are cut here, one by one, from global ones under our names; classes of DeepSpeed and Megatron are stood in for
+while torch.save writes their names.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def piece(whole: Tensor, how: str, layout: Layout, t: int, table: bool = False) 
     return whole.narrow(axis, t * size, size).clone()
 
 
-def layer_tensors(values: Mapping[str, Tensor], model: ModelConfig, layout: Layout, t: int) -> dict[int, dict[str, Tensor]]:
+def layer_tensors(
+    values: Mapping[str, Tensor], model: ModelConfig, layout: Layout, t: int
+) -> dict[int, dict[str, Tensor]]:
     """layer -> key -> tensor of tp rank t, of the whole model."""
     layers: dict[int, dict[str, Tensor]] = {1: {}}
     for key, name, how in EMBEDDING:
@@ -127,8 +130,13 @@ def layer_tensors(values: Mapping[str, Tensor], model: ModelConfig, layout: Layo
     return layers
 
 
-def stage_parameters(layers: Mapping[int, Mapping[str, Tensor]], model: ModelConfig, layout: Layout, stage: int) -> dict[str, Tensor]:
-    """Parameters of a stage by the names in the optimizer's files, in the pipeline's order. A tied embedding is on the first and last stage."""
+def stage_parameters(
+    layers: Mapping[int, Mapping[str, Tensor]], model: ModelConfig, layout: Layout, stage: int
+) -> dict[str, Tensor]:
+    """Parameters of a stage by the names in the optimizer's files, in the pipeline's order.
+
+    A tied embedding is on the first and last stage.
+    """
     tied = not model.untie_embeddings_and_output_weights
     first, last = stage == 0, stage == len(layout.stages) - 1
     found: dict[str, Tensor] = {}
@@ -156,7 +164,9 @@ def partitions(flat: Tensor, dp: int) -> tuple[list[Tensor], int]:
     return [part.clone() for part in whole.chunk(dp)], padding
 
 
-def mapping(names: Sequence[str], parameters: Mapping[str, Tensor], size: int, partition: int, address: type) -> OrderedDict[str, Any]:
+def mapping(
+    names: Sequence[str], parameters: Mapping[str, Tensor], size: int, partition: int, address: type
+) -> OrderedDict[str, Any]:
     """What a partition of this size has of each parameter."""
     found: OrderedDict[str, Any] = OrderedDict()
     at = 0
@@ -224,13 +234,17 @@ def save_bloom(
 ) -> Path:
     """A folder with `latest`; returns the checkpoint's own. Without moments in `values` there are no optimizer files.
 
-    spoil: (our name, tp rank) -> what is added to that rank's replica, in every column. behind: what is added to the last stage's copy of the
-    tied embedding's optimizer columns. args: False for none, a dictionary instead of a namespace
+    spoil: (our name, tp rank) -> what is added to that rank's replica, in every column. behind: what is added to the
+    last stage's copy of the tied embedding's optimizer columns. args: False for none, a dictionary instead of a
+    namespace
     """
     inside = folder / "global_step4"
     inside.mkdir(parents=True)
     (folder / "latest").write_text("global_step4")
-    spoilt = [{name: value + (spoil or {}).get((name, t), 0.0) for name, value in values["weight"].items()} for t in range(layout.tp)]
+    spoilt = [
+        {name: value + (spoil or {}).get((name, t), 0.0) for name, value in values["weight"].items()}
+        for t in range(layout.tp)
+    ]
     with foreign() as classes:
         for t in range(layout.tp):
             for number, tensors in layer_tensors(spoilt[t], model, layout, t).items():
@@ -246,11 +260,15 @@ def save_bloom(
                 if "exp_avg" in values:
                     columns = {"weight": parameters}
                     for column in ("exp_avg", "exp_avg_sq"):
-                        moved = {name: value + (spoil or {}).get((name, t), 0.0) for name, value in values[column].items()}
+                        moved = {
+                            name: value + (spoil or {}).get((name, t), 0.0) for name, value in values[column].items()
+                        }
                         columns[column] = stage_parameters(layer_tensors(moved, model, layout, t), model, layout, stage)
                     if behind and stage == len(layout.stages) - 1:
                         for named in columns.values():
-                            named |= {name: tensor + behind for name, tensor in named.items() if name.startswith("tied")}
+                            named |= {
+                                name: tensor + behind for name, tensor in named.items() if name.startswith("tied")
+                            }
                     _save_optimizer(inside, columns, layout, rank, classes, dtype, mappings, steps)
     return inside
 
@@ -296,7 +314,9 @@ def _save_optimizer(
     parameters = columns["weight"]
     groups = groups_of(parameters)
     flat = {
-        column: [partitions(torch.cat([named[name].float().reshape(-1) for name in names]), layout.dp) for names in groups]
+        column: [
+            partitions(torch.cat([named[name].float().reshape(-1) for name in names]), layout.dp) for names in groups
+        ]
         for column, named in columns.items()
     }
     for d in range(layout.dp):
@@ -305,7 +325,8 @@ def _save_optimizer(
         base = {
             "state": {g: {"step": steps, **moments[g]} for g in range(len(groups))},
             "param_groups": [
-                {"weight_decay": decay, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "params": [g]} for g, decay in enumerate((0.1, 0.0))
+                {"weight_decay": decay, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "params": [g]}
+                for g, decay in enumerate((0.1, 0.0))
             ],
         }
         state: dict[str, Any] = {
@@ -318,7 +339,9 @@ def _save_optimizer(
         }
         if mappings:
             sizes = [flat["weight"][g][0][0].numel() for g in range(len(groups))]
-            state["param_slice_mappings"] = [mapping(names, parameters, sizes[g], d, classes.address) for g, names in enumerate(groups)]
+            state["param_slice_mappings"] = [
+                mapping(names, parameters, sizes[g], d, classes.address) for g, names in enumerate(groups)
+            ]
         prefix = "bf16_"
         if dtype == torch.float16:
             prefix = ""
@@ -331,7 +354,11 @@ def _save_optimizer(
                 "delayed_shift": 2,
                 "cur_hysteresis": 1,
             }
-            state |= {"loss_scaler": scaler, "zero_stage": classes.stage.optimizer_states, "partition_count": [layout.dp] * 2}
+            state |= {
+                "loss_scaler": scaler,
+                "zero_stage": classes.stage.optimizer_states,
+                "partition_count": [layout.dp] * 2,
+            }
             state["single_partition_of_fp32_groups"] = [
                 part[: part.numel() - padding]
                 for part, padding in zip(state["single_partition_of_fp32_groups"], state["group_paddings"], strict=True)

@@ -1,9 +1,11 @@
-"""What DeepSpeed's pipeline engine makes of a checkpoint in BLOOM's layout: one rank of it, run as a program of its own.
+"""What DeepSpeed's pipeline engine makes of a checkpoint in BLOOM's layout: one rank of it, run as a program of its
+own.
 
     RANK=0 WORLD_SIZE=4 python deepspeed_pipeline.py FOLDER
 
-FOLDER holds checkpoint/ and job.pt: {"tp", "pp", "dp": sizes, "tied": whether the head is the embedding, "specs": for each layer of the
-pipeline the shapes of its parameters on a tp rank, None for a function without any, "to balance": [(weights of layers, number of stages), ...]}; what the rank read goes into FOLDER/read-RANK.pt.
+FOLDER holds checkpoint/ and job.pt: {"tp", "pp", "dp": sizes, "tied": whether the head is the embedding, "specs": for
+each layer of the pipeline the shapes of its parameters on a tp rank, None for a function without any, "to balance":
+[(weights of layers, number of stages), ...]}; what the rank read goes into FOLDER/read-RANK.pt.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from tests.convert.deepspeed_universal import deepspeed_as_it_comes, engine_for,
 
 
 class Layer(nn.Module):
-    """Parameters of these names and shapes. DeepSpeed cuts a pipeline by the names of classes; those below are Megatron-DeepSpeed's."""
+    """Parameters of these names and shapes.
+
+    DeepSpeed cuts a pipeline by the names of classes; those below are Megatron-DeepSpeed's.
+    """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -48,11 +53,17 @@ class LMHeadPipe(Layer):
     pass
 
 
-KINDS = {"word_embeddings.weight": EmbeddingPipe, "input_layernorm.weight": ParallelTransformerLayerPipe, "lm_head.weight": LMHeadPipe}
+KINDS = {
+    "word_embeddings.weight": EmbeddingPipe,
+    "input_layernorm.weight": ParallelTransformerLayerPipe,
+    "lm_head.weight": LMHeadPipe,
+}
 
 
 def pipeline(job: dict[str, Any]) -> nn.Module:
-    """DeepSpeed's own pipeline over these layers: cut as BLOOM's was; with an untied head as Microsoft's Megatron-DeepSpeed does it."""
+    """DeepSpeed's own pipeline over these layers: cut as BLOOM's was; with an untied head as Microsoft's
+    Megatron-DeepSpeed does it.
+    """
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -67,7 +78,9 @@ def pipeline(job: dict[str, Any]) -> nn.Module:
 
     topology = PipeModelDataParallelTopology(num_pp=job["pp"], num_mp=job["tp"], num_dp=job["dp"])
     layers = [layer(index, shapes) for index, shapes in enumerate(job["specs"])]
-    return PipelineModule(layers, topology=topology, partition_method="type:transformer|embedding" if job["tied"] else "type:transformer")
+    return PipelineModule(
+        layers, topology=topology, partition_method="type:transformer|embedding" if job["tied"] else "type:transformer"
+    )
 
 
 def main(folder: Path) -> None:
@@ -81,7 +94,8 @@ def main(folder: Path) -> None:
     job = torch.load(folder / "job.pt", weights_only=False)
     engine = engine_for(pipeline(job), train_batch_size=job["dp"])
     path, client = engine.load_checkpoint(str(folder / "checkpoint"))
-    engine.optimizer._lazy_init_hp_params_optimizer_state()  # where the moments are found, otherwise linked in the first step
+    # where the moments are found, otherwise linked in the first step
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
     read = held_by(engine) | {"path": path, "args": vars(client["args"])}
     read["balanced"] = {case: partition_balanced(*case) for case in job["to balance"]}
     torch.save(read, folder / f"read-{rank}.pt")

@@ -1,9 +1,10 @@
-"""What DeepSpeed's own code makes of a universal checkpoint and of consolidated weights: run as a program of its own, in one process.
+"""What DeepSpeed's own code makes of a universal checkpoint and of consolidated weights: run as a program of its own,
+in one process.
 
     python deepspeed_universal.py FOLDER
 
-FOLDER holds job.pt: {"shapes": of the parameters in memory, "slices": {folder: {parameter: {tp: shape of a rank's part}}}}; what DeepSpeed
-read goes into FOLDER/read.pt.
+FOLDER holds job.pt: {"shapes": of the parameters in memory, "slices": {folder: {parameter: {tp: shape of a rank's
+part}}}}; what DeepSpeed read goes into FOLDER/read.pt.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def deepspeed_as_it_comes() -> Any:
 def engine_for(module: nn.Module, **more: Any) -> Any:
     """ZeRO-1 in bf16 over torch's AdamW; groups as Megatron makes them. more: of DeepSpeed's configuration."""
     groups = [[p for p in module.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.3}, {"params": groups[1], "weight_decay": 0.0}], lr=1.0)
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.3}, {"params": groups[1], "weight_decay": 0.0}], lr=1.0
+    )
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
@@ -94,7 +97,9 @@ def read_slices(zero: Path, parts: dict[str, dict[int, tuple[int, ...]]]) -> dic
                 parameter: Any = nn.Parameter(torch.zeros(shape))
                 master = torch.zeros(parameter.numel())
                 address = SimpleNamespace(start=0, numel=parameter.numel())
-                parameter._hp_mapping = SimpleNamespace(lp_fragment_address=address, get_hp_fragment=lambda master=master: master)
+                parameter._hp_mapping = SimpleNamespace(
+                    lp_fragment_address=address, get_hp_fragment=lambda master=master: master
+                )
                 step = load_hp_checkpoint_state(parameter, str(zero / name), rank, world)
                 values = {"weight": master.view(shape), "step": step}
                 values |= {key: value.view(shape) for key, value in parameter._hp_mapping.optim_fragment.items()}
@@ -110,7 +115,13 @@ def main(folder: Path) -> None:
     job = torch.load(folder / "job.pt", weights_only=False)
     read: dict[str, Any] = {"engine": read_by_engine(folder, job["shapes"])}
     read["slices"] = {name: read_slices(folder / name, parts) for name, parts in job["slices"].items()}
-    arguments = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+    arguments = {
+        "num_extract_workers": 1,
+        "num_merge_workers": 1,
+        "keep_temp_folder": False,
+        "strict": True,
+        "inject_missing_state": False,
+    }
     step = str(folder / "zero-files" / "global_step7")
     ds_to_universal.main(argparse.Namespace(input_folder=step, output_folder=f"{step}_universal", **arguments))
     torch.save(read, folder / "read.pt")

@@ -1,4 +1,7 @@
-"""Random `transformers` models of every family, saved; and the same in float64. Imports transformers only where it is used."""
+"""Random `transformers` models of every family, saved; and the same in float64.
+
+Imports transformers only where it is used.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ VOCABULARY = 93
 
 @dataclass(frozen=True)
 class Case:
-    """tps: sizes that divide the heads. tolerance: of logits in float64; BLOOM's constant inside GELU is rounded to eight digits over there."""
+    """tps: sizes that divide the heads. tolerance: of logits in float64; BLOOM's constant inside GELU is rounded to
+    eight digits over there.
+    """
 
     kind: str
     tps: tuple[int, ...]
@@ -26,8 +31,22 @@ class Case:
 
 
 _BLOOM = {"n_layer": 4, "vocab_size": VOCABULARY}
-_GPT2 = {"n_layer": 4, "n_embd": 48, "n_head": 4, "n_positions": 24, "vocab_size": VOCABULARY, "eos_token_id": 5, "bos_token_id": 5}
-_LLAMA = {"num_hidden_layers": 4, "hidden_size": 48, "intermediate_size": 40, "vocab_size": VOCABULARY, "num_attention_heads": 8}
+_GPT2 = {
+    "n_layer": 4,
+    "n_embd": 48,
+    "n_head": 4,
+    "n_positions": 24,
+    "vocab_size": VOCABULARY,
+    "eos_token_id": 5,
+    "bos_token_id": 5,
+}
+_LLAMA = {
+    "num_hidden_layers": 4,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "vocab_size": VOCABULARY,
+    "num_attention_heads": 8,
+}
 _OPT = {
     "num_hidden_layers": 4,
     "hidden_size": 48,
@@ -38,14 +57,22 @@ _OPT = {
 }
 CASES = {
     "bloom, 12 heads": Case("bloom", (1, 2, 4), _BLOOM | {"hidden_size": 48, "n_head": 12}, 1e-9),
-    "bloom, 6 heads, untied": Case("bloom", (1, 2), _BLOOM | {"hidden_size": 36, "n_head": 6, "tie_word_embeddings": False}, 1e-9),
+    "bloom, 6 heads, untied": Case(
+        "bloom", (1, 2), _BLOOM | {"hidden_size": 36, "n_head": 6, "tie_word_embeddings": False}, 1e-9
+    ),
     "gpt2, inner width": Case("gpt2", (1, 2, 4), _GPT2 | {"n_inner": 100}),
-    "gpt2, relu, untied": Case("gpt2", (1, 2, 4), _GPT2 | {"activation_function": "relu", "tie_word_embeddings": False}),
+    "gpt2, relu, untied": Case(
+        "gpt2", (1, 2, 4), _GPT2 | {"activation_function": "relu", "tie_word_embeddings": False}
+    ),
     "llama, grouped": Case(
-        "llama", (1, 2, 4), _LLAMA | {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        "llama",
+        (1, 2, 4),
+        _LLAMA | {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
     "llama, tied, own head width": Case(
-        "llama", (1, 2), _LLAMA | {"num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": True, "attention_bias": True}
+        "llama",
+        (1, 2),
+        _LLAMA | {"num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": True, "attention_bias": True},
     ),
     "llama, biases": Case("llama", (1, 2, 4), _LLAMA | {"mlp_bias": True, "rms_norm_eps": 1e-5}),
     "opt": Case("opt", (1, 2, 4), _OPT),
@@ -63,7 +90,9 @@ def config_of(case: Case) -> Any:
 
 
 def random_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
-    """Random values everywhere: biases and norms of a fresh model are zero and one, and OPT's padding row is zero, which hides mistakes."""
+    """Random values everywhere: biases and norms of a fresh model are zero and one, and OPT's padding row is zero,
+    which hides mistakes.
+    """
     import transformers
 
     assert torch.get_default_dtype() == torch.float32, "another default draws other numbers"
@@ -71,7 +100,9 @@ def random_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_((parameter if parameter.dim() == 1 else 0.0) + 0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                (parameter if parameter.dim() == 1 else 0.0) + 0.2 * torch.randn(parameter.shape, generator=generator)
+            )
     return model.to(dtype).eval()
 
 
@@ -86,7 +117,9 @@ def in_double(case: Case) -> Any:
 
     state = {name: tensor.double() for name, tensor in random_model(case).state_dict().items()}
     with in_float64():
-        model = transformers.AutoModelForCausalLM.from_config(config_of(case), attn_implementation="eager").double().eval()
+        model = (
+            transformers.AutoModelForCausalLM.from_config(config_of(case), attn_implementation="eager").double().eval()
+        )
         model.load_state_dict(state)
     return model
 
@@ -102,6 +135,8 @@ def their_answers(case: Case, new: int) -> tuple[Tensor, list[list[int]]]:
     with in_float64(), torch.no_grad():
         logits = model(ids).logits
         model.generation_config.eos_token_id = None
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0)
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0
+        )
     assert logits.dtype == torch.float64
     return logits, text[:, ids.shape[1] :].tolist()

@@ -15,7 +15,9 @@ Answer = tuple[Tensor | None, list[list[int]]]
 
 
 def answers(rank: int, layouts: list[tuple[int, int, list[str]]], ids: Tensor, new: int) -> list[list[Answer]]:
-    """For every (tp, pp, folders): logits [b, s, v] in float64 on ranks with the head, and the tokens that greedy generation adds."""
+    """For every (tp, pp, folders): logits [b, s, v] in float64 on ranks with the head, and the tokens that greedy
+    generation adds.
+    """
     found = []
     for tp, pp, folders in layouts:
         grid = build_grid(Axes(tp=tp, pp=pp))

@@ -1,7 +1,9 @@
-"""Megatron-core itself on ranks without a card: its model, its optimizers, its checkpoints. No code of the converters is in here.
+"""Megatron-core itself on ranks without a card: its model, its optimizers, its checkpoints. No code of the converters
+is in here.
 
-Megatron-core asks for a card in places where it has no need of one; `card_that_is_the_cpu` answers there. What it refuses without a real one:
-Transformer Engine's layers (its own layers, "local", stand in; it maps their names to the others' itself) and dropout's random states.
+Megatron-core asks for a card in places where it has no need of one; `card_that_is_the_cpu` answers there. What it
+refuses without a real one: Transformer Engine's layers (its own layers, "local", stand in; it maps their names to the
+others' itself) and dropout's random states.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from megazero.config.schema import ModelConfig
 from tests.convert.megatron_files import megatron_args, padded
 
 BY_NAME = "fully_reshardable"
-"""How the distributed optimizer's state is saved for any layout. (Flat shards by name, as versions before 0.16 wrote them, it no longer makes.)"""
+"""How the distributed optimizer's state is saved for any layout. (Flat shards by name, as versions before 0.16 wrote
+them, it no longer makes.)
+"""
 
 
 class _OnTheHost(TorchFunctionMode):
@@ -37,7 +41,11 @@ class _OnTheHost(TorchFunctionMode):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         result = function(*args, **kwargs)
-        return result.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and isinstance(result, str) else result
+        return (
+            result.replace("torch.", "torch.cuda.")
+            if function is torch.Tensor.type and isinstance(result, str)
+            else result
+        )
 
 
 @contextmanager
@@ -65,7 +73,8 @@ def megatron_ranks(tp: int, pp: int) -> Iterator[None]:
         # The tracker for inference keeps no random states of a card.
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
         parallel_state.initialize_model_parallel(tp, pp)
-        # It writes in forked processes, which a worker of a pool may not have, and would start one more for the queue to them.
+        # It writes in forked processes, which a worker of a pool may not have, and would start one more for the queue
+        # to them.
         config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
         daemon, config["daemon"] = config.get("daemon"), False
         try:
@@ -129,26 +138,40 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 
 
 def core_optimizer(part: Any, dtype: torch.dtype, *, distributed: bool) -> tuple[Any, Any]:
-    """Megatron-core's data-parallel wrapper and one of its two mixed-precision optimizers. AdamW is torch's where Apex is not installed."""
+    """Megatron-core's data-parallel wrapper and one of its two mixed-precision optimizers.
+
+    AdamW is torch's where Apex is not installed.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(part.config, ddp, part)
     settings = OptimizerConfig(
-        lr=0.01, weight_decay=0.1, clip_grad=0.0, bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=distributed
+        lr=0.01,
+        weight_decay=0.1,
+        clip_grad=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
     )
     return wrapped, get_megatron_optimizer(settings, [wrapped])
 
 
 def step(part: Any, wrapped: Any, optimizer: Any, number: int, tp_rank: int) -> None:
-    """A step on gradients that follow from names: a replicated parameter has the same on all tp ranks, a tied copy those of the table."""
+    """A step on gradients that follow from names: a replicated parameter has the same on all tp ranks, a tied copy
+    those of the table.
+    """
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     for name, parameter in part.named_parameters():
         shard = tp_rank if getattr(parameter, "tensor_model_parallel", False) else 0
         # Layers are counted in the stage: that different stages' layers get the same numbers is no harm.
-        known = "embedding.word_embeddings.weight" if name == "output_layer.weight" and part.share_embeddings_and_output_weights else name
+        known = (
+            "embedding.word_embeddings.weight"
+            if name == "output_layer.weight" and part.share_embeddings_and_output_weights
+            else name
+        )
         random = torch.Generator().manual_seed(zlib.crc32(f"{known} {shard} {number}".encode()))
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=random))
     wrapped.finish_grad_sync()
@@ -159,14 +182,18 @@ def step(part: Any, wrapped: Any, optimizer: Any, number: int, tp_rank: int) -> 
 def train_and_save(
     rank: int, folder: str, model: ModelConfig, tp: int, pp: int, kind: str, sharding: str = BY_NAME
 ) -> dict[str, dict[str, Tensor]]:
-    """Two steps in bf16, then a checkpoint at iteration 7. kind: "torch" format; or torch_dist, with the "distributed" or the "plain" optimizer.
+    """Two steps in bf16, then a checkpoint at iteration 7. kind: "torch" format; or torch_dist, with the "distributed"
+    or the "plain" optimizer.
 
     Returns what this rank holds, as `by_name`, where it has everything.
     """
     with megatron_ranks(tp, pp):
         from megatron.core import dist_checkpointing, parallel_state
 
-        tp_rank, stage = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        tp_rank, stage = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         torch.manual_seed(1234 + 7 * stage)  # not by tp: each rank draws the whole and keeps its part
         part = core_model(model, tp, pp, torch.bfloat16)
         wrapped, optimizer = core_optimizer(part, torch.bfloat16, distributed=kind == "distributed")
@@ -188,12 +215,16 @@ def train_and_save(
 
 
 def rank_folder(folder: str, tp_rank: int, stage: int, pp: int) -> Path:
-    return Path(folder) / "iter_0000007" / (f"mp_rank_{tp_rank:02d}" if pp == 1 else f"mp_rank_{tp_rank:02d}_{stage:03d}")
+    return (
+        Path(folder) / "iter_0000007" / (f"mp_rank_{tp_rank:02d}" if pp == 1 else f"mp_rank_{tp_rank:02d}_{stage:03d}")
+    )
 
 
 def _sharded(part: Any, optimizer: Any, sharding: str, *, is_loading: bool = False) -> dict[str, Any]:
     tensors = part.sharded_state_dict()
-    state = optimizer.sharded_state_dict(tensors, is_loading=is_loading, metadata={"distrib_optim_sharding_type": sharding})
+    state = optimizer.sharded_state_dict(
+        tensors, is_loading=is_loading, metadata={"distrib_optim_sharding_type": sharding}
+    )
     return {"model": tensors, "optimizer": state}
 
 
@@ -207,7 +238,9 @@ def load_and_tell(rank: int, folder: str, model: ModelConfig) -> dict[str, dict[
 
         part = core_model(model, 1, 1, torch.bfloat16)
         wrapped, optimizer = core_optimizer(part, torch.bfloat16, distributed=False)
-        step(part, wrapped, optimizer, 99, 0)  # without a state it says nothing of what it wants; what it has is replaced
+        step(
+            part, wrapped, optimizer, 99, 0
+        )  # without a state it says nothing of what it wants; what it has is replaced
         state = dist_checkpointing.load(_sharded(part, optimizer, BY_NAME, is_loading=True), f"{folder}/iter_0000007")
         part.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -228,15 +261,20 @@ def by_name(part: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def open_ours(rank: int, folder: str, model: ModelConfig, tp: int, pp: int, out: str) -> Tensor | None:
-    """Load this rank's file of the torch format, strictly, and save all as torch_dist. Logits [1, s, padded vocabulary] where one rank has everything.
+    """Load this rank's file of the torch format, strictly, and save all as torch_dist. Logits [1, s, padded vocabulary]
+    where one rank has everything.
 
-    The file has the names of Transformer Engine's layers; Megatron-core's own table (`sharded_state_dict_keys_map`) says which are the local layers'.
+    The file has the names of Transformer Engine's layers; Megatron-core's own table (`sharded_state_dict_keys_map`)
+    says which are the local layers'.
     """
     with megatron_ranks(tp, pp):
         from megatron.core import dist_checkpointing, parallel_state
 
         part = core_model(model, tp, pp, torch.float32)
-        tp_rank, stage = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        tp_rank, stage = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         file = torch.load(rank_folder(folder, tp_rank, stage, pp) / "model_optim_rng.pt", weights_only=False)
         renamed = {
             theirs: local
@@ -258,7 +296,9 @@ def open_ours(rank: int, folder: str, model: ModelConfig, tp: int, pp: int, out:
             return None
         ids = ids_of(model)
         return part(
-            ids, torch.arange(model.seq_length)[None], torch.ones(1, 1, model.seq_length, model.seq_length, dtype=torch.bool).triu(1)
+            ids,
+            torch.arange(model.seq_length)[None],
+            torch.ones(1, 1, model.seq_length, model.seq_length, dtype=torch.bool).triu(1),
         ).detach()
 
 

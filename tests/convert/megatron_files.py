@@ -38,7 +38,9 @@ def megatron_args(model: ModelConfig, tp: int, pp: int, **more: Any) -> argparse
             "make_vocab_size_divisible_by": ROWS,
             "seq_length": model.seq_length,
             "max_position_embeddings": model.seq_length,
-            "position_embedding_type": {"learned": "learned_absolute", "rotary": "rope", "none": "none"}[model.position_embedding],
+            "position_embedding_type": {"learned": "learned_absolute", "rotary": "rope", "none": "none"}[
+                model.position_embedding
+            ],
             "rotary_base": 10000,
             "rotary_percent": 1.0,
             "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
@@ -74,7 +76,9 @@ def padded(model: ModelConfig, tp: int) -> int:
 class Cutter:
     """What a tensor-parallel rank holds, as Megatron's layers divide it."""
 
-    def __init__(self, read: Callable[[str], Tensor], model: ModelConfig, tp: int, rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, read: Callable[[str], Tensor], model: ModelConfig, tp: int, rank: int, dtype: torch.dtype
+    ) -> None:
         self.read, self.model, self.tp, self.rank, self.dtype = read, model, tp, rank, dtype
 
     def same(self, name: str) -> Tensor:
@@ -101,7 +105,9 @@ class Cutter:
     def entrance(self, number: int, kind: str) -> Tensor:
         """The first feed-forward matrix; a gated one has this rank's gate on top of this rank's other half."""
         up = self.rows(f"blocks.{number}.mlp.up.{kind}")
-        return torch.cat([self.rows(f"blocks.{number}.mlp.gate.{kind}"), up]) if self.model.activation == "swiglu" else up
+        return (
+            torch.cat([self.rows(f"blocks.{number}.mlp.gate.{kind}"), up]) if self.model.activation == "swiglu" else up
+        )
 
 
 def layer(cut: Cutter, number: int, style: str) -> dict[str, Tensor]:
@@ -117,7 +123,10 @@ def layer(cut: Cutter, number: int, style: str) -> dict[str, Tensor]:
     if mlp_bias(model):
         dense["bias"] = cut.same(f"{block}.attention.output.bias")
     fc1 = {kind: cut.entrance(number, kind) for kind in mlp}
-    fc2 = {kind: cut.columns(f"{block}.mlp.down.weight") if kind == "weight" else cut.same(f"{block}.mlp.down.bias") for kind in mlp}
+    fc2 = {
+        kind: cut.columns(f"{block}.mlp.down.weight") if kind == "weight" else cut.same(f"{block}.mlp.down.bias")
+        for kind in mlp
+    }
 
     def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {prefix + kind: tensor for kind, tensor in tensors.items()}
@@ -132,7 +141,13 @@ def layer(cut: Cutter, number: int, style: str) -> dict[str, Tensor]:
             **under("mlp.linear_fc2.", fc2),
         }
     names = {
-        "local": ("self_attention.linear_qkv.", "self_attention.linear_proj.", "pre_mlp_layernorm.", "mlp.linear_fc1.", "mlp.linear_fc2."),
+        "local": (
+            "self_attention.linear_qkv.",
+            "self_attention.linear_proj.",
+            "pre_mlp_layernorm.",
+            "mlp.linear_fc1.",
+            "mlp.linear_fc2.",
+        ),
         "legacy": (
             "self_attention.query_key_value.",
             "self_attention.dense.",
@@ -150,7 +165,11 @@ def layer(cut: Cutter, number: int, style: str) -> dict[str, Tensor]:
 def chunk(cut: Cutter, layers: range, first: bool, last: bool, style: str) -> dict[str, Any]:
     """A model chunk as Megatron's state dictionaries have it."""
     model = cut.model
-    blocks = {f"layers.{local}.{key}": value for local, number in enumerate(layers) for key, value in layer(cut, number, style).items()}
+    blocks = {
+        f"layers.{local}.{key}": value
+        for local, number in enumerate(layers)
+        for key, value in layer(cut, number, style).items()
+    }
     kinds = ["weight"] + (["bias"] if model.norm == "layernorm" else [])
     final = {f"final_layernorm.{kind}": cut.same(f"head.norm.{kind}") for kind in kinds} if last else {}
     word = cut.vocabulary("embedding.word.weight")
@@ -196,17 +215,27 @@ def save_megatron(
     optimizer: bool = False,
     **more: Any,
 ) -> Path:
-    """A folder with a tracker. Virtual stage v of stage p has the chunk v * pp + p. Returns the folder of the iteration."""
+    """A folder with a tracker. Virtual stage v of stage p has the chunk v * pp + p.
+
+    Returns the folder of the iteration.
+    """
     model = source.model
     inside = folder / "iter_0000007"
     args = megatron_args(model, tp, pp, **more)
     for t, p in itertools.product(range(tp), range(pp)):
         parts = partial(_chunks, source, model, tp, t, [v * pp + p for v in range(virtual)], pp * virtual, style)
-        state: dict[str, Any] = {"args": args, "checkpoint_version": version, "iteration": 7, "rng_state": [torch.zeros(3)]}
+        state: dict[str, Any] = {
+            "args": args,
+            "checkpoint_version": version,
+            "iteration": 7,
+            "rng_state": [torch.zeros(3)],
+        }
         models = parts("weight", dtype)
         state |= {"model": models[0]} if virtual == 1 else {f"model{v}": model for v, model in enumerate(models)}
         if optimizer:
-            state["optimizer"] = _optimizer(*(parts(column, torch.float32) for column in ("weight", "exp_avg", "exp_avg_sq")))
+            state["optimizer"] = _optimizer(
+                *(parts(column, torch.float32) for column in ("weight", "exp_avg", "exp_avg_sq"))
+            )
         path = inside / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}") / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
         torch.save(state, path)
@@ -215,7 +244,15 @@ def save_megatron(
 
 
 def _chunks(
-    source: Source, model: ModelConfig, tp: int, rank: int, numbers: list[int], count: int, style: str, column: str, dtype: torch.dtype
+    source: Source,
+    model: ModelConfig,
+    tp: int,
+    rank: int,
+    numbers: list[int],
+    count: int,
+    style: str,
+    column: str,
+    dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
     """These chunks of `count`."""
     cut = Cutter(lambda name: source.read(name, column), model, tp, rank, dtype)
@@ -233,12 +270,16 @@ def _leaves(nested: dict[str, Any], before: str = "") -> list[tuple[str, Tensor]
     return found
 
 
-def _optimizer(masters: list[dict[str, Any]], averages: list[dict[str, Any]], squares: list[dict[str, Any]]) -> dict[str, Any]:
+def _optimizer(
+    masters: list[dict[str, Any]], averages: list[dict[str, Any]], squares: list[dict[str, Any]]
+) -> dict[str, Any]:
     """As Float16OptimizerWithFloat16Params writes it: numbers run over the groups, decaying parameters first."""
     flat = [[pair for part in parts for pair in _leaves(part)] for parts in (masters, averages, squares)]
     state, groups, kept, number = {}, [], [], 0
     for decays in (True, False):
-        chosen = [i for i, (key, value) in enumerate(flat[0]) if (value.dim() != 1 and not key.endswith(".bias")) == decays]
+        chosen = [
+            i for i, (key, value) in enumerate(flat[0]) if (value.dim() != 1 and not key.endswith(".bias")) == decays
+        ]
         numbers = list(range(number, number + len(chosen)))
         number += len(chosen)
         for n, i in zip(numbers, chosen, strict=True):

@@ -12,7 +12,9 @@ import torch
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
 from megazero.convert.source import MOMENTS, WEIGHT, Entry, Position, Source, places
 
-BLOOM = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True)
+BLOOM = ModelConfig(
+    num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True
+)
 
 
 def entries_of(model: ModelConfig, columns: Mapping[str, torch.dtype]) -> dict[str, Entry]:
@@ -32,7 +34,12 @@ class Made(Source):
 
 
 def made(
-    model: ModelConfig = BLOOM, *, precision: str = "fp32", moments: bool = False, dtype: torch.dtype = torch.float32, **facts: Any
+    model: ModelConfig = BLOOM,
+    *,
+    precision: str = "fp32",
+    moments: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **facts: Any,
 ) -> Made:
     """moments: fp32 masters and moments, as a training run has them."""
     columns = {WEIGHT: torch.float32 if moments else dtype} | (dict.fromkeys(MOMENTS, torch.float32) if moments else {})

@@ -1,4 +1,6 @@
-"""BLOOM's own layout as it may be found: files without this or that, of other versions, damaged, or with something else inside."""
+"""BLOOM's own layout as it may be found: files without this or that, of other versions, damaged, or with something else
+inside.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def same(folder: Path, values: Globals, columns: tuple[str, ...] = EVERYTHING) -
         for column in columns:
             for name in source.entries:
                 wanted = values[column][name]
-                assert torch.equal(source.read(name, column), wanted if len(columns) > 1 else wanted.bfloat16()), (name, column)
+                assert torch.equal(source.read(name, column), wanted if len(columns) > 1 else wanted.bfloat16()), (
+                    name,
+                    column,
+                )
         assert source.model.num_attention_heads == 4 and source.model.num_layers == len(values[WEIGHT]) // 12
         return source.report.apart + source.report.notes
 
@@ -49,7 +54,9 @@ def test_without_slice_mappings(tmp_path: Path, values: Globals) -> None:
 
 
 @pytest.mark.parametrize("columns", [EVERYTHING, (WEIGHT,)], ids=["optimizer", "weights"])
-def test_files_without_a_model_axis_and_without_zeros_in_front(tmp_path: Path, values: Globals, columns: tuple[str, ...]) -> None:
+def test_files_without_a_model_axis_and_without_zeros_in_front(
+    tmp_path: Path, values: Globals, columns: tuple[str, ...]
+) -> None:
     inside = save_bloom({column: values[column] for column in columns}, MODEL, tmp_path, Layout(1, (3,)))
     for file in inside.glob("layer_*"):
         number = int(file.name.removeprefix("layer_").partition("-")[0])
@@ -70,10 +77,20 @@ def test_ranks_and_layers_are_counted_as_numbers(tmp_path: Path) -> None:
 
 
 def test_arguments_as_a_dictionary(tmp_path: Path, values: Globals) -> None:
-    save_bloom(values, MODEL, tmp_path, Layout(2, (3,)), args={"num_attention_heads": 4, "vocab_size": 97, "layernorm_epsilon": 1e-6})
+    save_bloom(
+        values,
+        MODEL,
+        tmp_path,
+        Layout(2, (3,)),
+        args={"num_attention_heads": 4, "vocab_size": 97, "layernorm_epsilon": 1e-6},
+    )
     same(tmp_path, values)
     with open_megatron_deepspeed(tmp_path) as source:
-        assert source.model.norm_epsilon == 1e-6 and source.model.position_embedding == "alibi" and source.model.embedding_layernorm
+        assert (
+            source.model.norm_epsilon == 1e-6
+            and source.model.position_embedding == "alibi"
+            and source.model.embedding_layernorm
+        )
 
 
 def test_arguments_that_are_gone(tmp_path: Path, values: Globals) -> None:
@@ -83,9 +100,15 @@ def test_arguments_that_are_gone(tmp_path: Path, values: Globals) -> None:
         open_megatron_deepspeed(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 4, "layer_norm_epsilon": 1e-6, "vocab_size": 97}))
     notes = same(tmp_path, values)
-    assert "seq_length is said nowhere: 2048 is assumed" in notes and "position_embedding_type is said nowhere: alibi is assumed" in notes
+    assert (
+        "seq_length is said nowhere: 2048 is assumed" in notes
+        and "position_embedding_type is said nowhere: alibi is assumed" in notes
+    )
     with open_megatron_deepspeed(tmp_path) as source:
-        assert source.model.norm_epsilon == 1e-6 and (source.position.iteration, source.position.optimizer_steps) == (4, 4.0)
+        assert source.model.norm_epsilon == 1e-6 and (source.position.iteration, source.position.optimizer_steps) == (
+            4,
+            4.0,
+        )
     with open_megatron_deepspeed(inside) as source:
         assert source.model.norm_epsilon == 1e-6, "the same where the step's own folder is named"
     for file in inside.glob("mp_rank*"):
@@ -120,7 +143,9 @@ def test_copies_of_the_tied_embedding_that_differ(tmp_path: Path, values: Global
         assert torch.allclose(found, values["exp_avg"]["embedding.word.weight"] + 0.25, atol=1e-6)
         assert torch.equal(source.read("embedding.norm.weight", "exp_avg"), values["exp_avg"]["embedding.norm.weight"])
         (differing,) = source.report.replicas
-        assert differing.key == "layer 1 word_embeddings.weight exp_avg (first and last stage)" and differing.copies == 2
+        assert (
+            differing.key == "layer 1 word_embeddings.weight exp_avg (first and last stage)" and differing.copies == 2
+        )
         assert "optimizer tied_modules.embed.word_embeddings.norm.weight (stage 1)" in source.report.unused
 
 
@@ -132,13 +157,17 @@ def test_masters_that_are_not_the_layer_files(tmp_path: Path, values: Globals) -
     torch.save(content, file)
     notes = same(tmp_path, values)
     assert [note for note in notes if "rounded" in note] == [
-        "blocks.1.mlp.up.weight: 5 of 1024 master weights, rounded, are not what the layer files hold; the masters are taken"
+        "blocks.1.mlp.up.weight: 5 of 1024 master weights, rounded, are not what the layer files hold; the masters are "
+        "taken"
     ]
 
 
 @pytest.mark.parametrize(
     ("here", "there"),
-    [("layer_03-model_00-model_states", "layer_03-model_01-model_states"), ("rank_0_mp_rank_00_optim", "rank_0_mp_rank_01_optim")],
+    [
+        ("layer_03-model_00-model_states", "layer_03-model_01-model_states"),
+        ("rank_0_mp_rank_00_optim", "rank_0_mp_rank_01_optim"),
+    ],
 )
 def test_files_of_other_ranks(tmp_path: Path, values: Globals, here: str, there: str) -> None:
     """Swapped, they fit; what they hold does not."""
@@ -155,22 +184,34 @@ def test_tp_ranks_that_store_other_dtypes(tmp_path: Path, values: Globals) -> No
     inside = save_bloom({WEIGHT: values[WEIGHT]}, MODEL, tmp_path, Layout(2, (1, 2), 2))
     file = inside / "layer_04-model_01-model_states.pt"
     content = torch.load(file, weights_only=True)
-    torch.save({key: tensor.float() if key == "self_attention.dense.weight" else tensor for key, tensor in content.items()}, file)
-    with pytest.raises(ConversionError, match=r"layer 4 self_attention\.dense\.weight is stored as torch.bfloat16 and torch.float32 by"):
+    torch.save(
+        {key: tensor.float() if key == "self_attention.dense.weight" else tensor for key, tensor in content.items()},
+        file,
+    )
+    with pytest.raises(
+        ConversionError, match=r"layer 4 self_attention\.dense\.weight is stored as torch.bfloat16 and torch.float32 by"
+    ):
         open_megatron_deepspeed(tmp_path)
 
 
 def test_files_of_other_partitions(tmp_path: Path, values: Globals) -> None:
     inside = save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2))
-    swap(inside / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    with pytest.raises(ConversionError, match=r"do not follow each other: .* should end the one and go on in the other"):
+    swap(
+        inside / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    )
+    with pytest.raises(
+        ConversionError, match=r"do not follow each other: .* should end the one and go on in the other"
+    ):
         open_megatron_deepspeed(tmp_path)
 
 
 def test_a_tied_table_that_differs_is_averaged_and_nothing_else_is_said(tmp_path: Path, values: Globals) -> None:
     save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2), behind=0.5)
     with open_megatron_deepspeed(tmp_path) as source:
-        assert torch.allclose(source.read("embedding.word.weight"), values["weight"]["embedding.word.weight"] + 0.25, atol=1e-6)
+        assert torch.allclose(
+            source.read("embedding.word.weight"), values["weight"]["embedding.word.weight"] + 0.25, atol=1e-6
+        )
         assert len(source.report.replicas) == 1 and not source.report.apart
 
 
@@ -204,17 +245,35 @@ SPOILT = {
     "a tp rank's layer file": (without(LAYER), "of layer 4 the files of tp ranks 1 of 2 are missing"),
     "a layer": (lambda inside: [file.unlink() for file in inside.glob("layer_04*")], "layers 4 are missing"),
     "the final norm": (lambda inside: [file.unlink() for file in inside.glob("layer_07*")], "no final norm"),
-    "all files of a tp rank": (lambda inside: [file.unlink() for file in inside.glob("layer_*model_01*")], "tensor_model_parallel_size is 2"),
+    "all files of a tp rank": (
+        lambda inside: [file.unlink() for file in inside.glob("layer_*model_01*")],
+        "tensor_model_parallel_size is 2",
+    ),
     "a stage's mp_rank file": (without("mp_rank_03_model_states.pt"), "mp_rank files of 3 ranks"),
     "an mp_rank file in between": (without("mp_rank_02_model_states.pt"), "mp_rank files of ranks 2 are missing"),
-    "an optimizer partition": (without("bf16_zero_pp_rank_1_mp_rank_02_optim_states.pt"), "cut into 2 dp partitions.*rank 2 there are 1 files"),
-    "the last partitions": (lambda inside: [file.unlink() for file in inside.glob("*zero_pp_rank_1*")], "cut into 2 dp partitions.*4 of 4 ranks"),
-    "a stage's optimizer files": (lambda inside: [file.unlink() for file in inside.glob("*mp_rank_0[23]_opt*")], "optimizer files of 2 ranks"),
+    "an optimizer partition": (
+        without("bf16_zero_pp_rank_1_mp_rank_02_optim_states.pt"),
+        "cut into 2 dp partitions.*rank 2 there are 1 files",
+    ),
+    "the last partitions": (
+        lambda inside: [file.unlink() for file in inside.glob("*zero_pp_rank_1*")],
+        "cut into 2 dp partitions.*4 of 4 ranks",
+    ),
+    "a stage's optimizer files": (
+        lambda inside: [file.unlink() for file in inside.glob("*mp_rank_0[23]_opt*")],
+        "optimizer files of 2 ranks",
+    ),
     "a key": (changed(LAYER, "mlp.dense_h_to_4h.bias", None), "do not hold the same keys"),
     "another key": (changed(LAYER, "mlp.extra.bias", lambda old: torch.ones(2)), "do not hold the same keys"),
-    "a shape": (changed(LAYER, "self_attention.dense.weight", lambda old: old[:, :3].clone()), "layer 4 self_attention.dense.weight has different shapes"),
-    "a damaged file": (lambda inside: (inside / LAYER).write_bytes((inside / LAYER).read_bytes()[:900]), "no whole file"),
-}  # fmt: skip
+    "a shape": (
+        changed(LAYER, "self_attention.dense.weight", lambda old: old[:, :3].clone()),
+        "layer 4 self_attention.dense.weight has different shapes",
+    ),
+    "a damaged file": (
+        lambda inside: (inside / LAYER).write_bytes((inside / LAYER).read_bytes()[:900]),
+        "no whole file",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", list(SPOILT))
@@ -263,7 +322,9 @@ def test_members_of_enumerations(tmp_path: Path, values: Globals, by: str, monke
 
 def test_another_version_is_refused(tmp_path: Path, values: Globals) -> None:
     """Its rows of query, key and value are in another order, which no shape shows."""
-    inside = save_bloom({WEIGHT: values[WEIGHT]}, MODEL, tmp_path, Layout(1, (3,)), args={"num_attention_heads": 4, "vocab_size": 97})
+    inside = save_bloom(
+        {WEIGHT: values[WEIGHT]}, MODEL, tmp_path, Layout(1, (3,)), args={"num_attention_heads": 4, "vocab_size": 97}
+    )
     file = inside / "mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=True)
     torch.save(state | {"checkpoint_version": 2.0}, file)
@@ -285,7 +346,12 @@ class Call:
 
 
 @pytest.mark.parametrize(
-    "file", ["layer_05-model_01-model_states.pt", "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_03_optim_states.pt"]
+    "file",
+    [
+        "layer_05-model_01-model_states.pt",
+        "mp_rank_00_model_states.pt",
+        "bf16_zero_pp_rank_1_mp_rank_03_optim_states.pt",
+    ],
 )
 def test_a_pickle_that_names_os_system_is_refused(tmp_path: Path, values: Globals, file: str) -> None:
     inside = save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2))

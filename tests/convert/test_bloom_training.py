@@ -1,4 +1,6 @@
-"""Training goes on from a checkpoint in BLOOM's layout as the model and optimizer would have from whose memory it was written."""
+"""Training goes on from a checkpoint in BLOOM's layout as the model and optimizer would have from whose memory it was
+written.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from tests.convert.bloom_files import Layout, save_bloom
 from tests.parity.training import Recorder, data_flags, job_on_rank, train
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
 NUMBERS = [
     "--bf16",
     "--global-batch-size",
@@ -52,7 +65,9 @@ class Looking(Recorder):
             return
         for fragment in self.job.optimizer.fragments():
             for column in ("weight", "exp_avg", "exp_avg_sq"):
-                whole = self.seen.setdefault(column, {}).setdefault(fragment.place.name, torch.zeros(fragment.place.shape))
+                whole = self.seen.setdefault(column, {}).setdefault(
+                    fragment.place.name, torch.zeros(fragment.place.shape)
+                )
                 whole.view(-1)[fragment.start : fragment.stop] = getattr(fragment, column)
 
 
@@ -65,7 +80,9 @@ def trained_on_rank(rank: int, flags: list[str]) -> tuple[list[StepRecord], dict
 
 
 @pytest.fixture(scope="module")
-def memory(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[StepRecord], dict[str, dict[str, Tensor]], list[str]]:
+def memory(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[StepRecord], dict[str, dict[str, Tensor]], list[str]]:
     """Eight steps in one process, and what was in its memory after four."""
     flags = [*MODEL, *NUMBERS, *data_flags(corpus, tmp_path_factory.getbasetemp() / "cache")]
     return *run_ranks(1, trained_on_rank, flags)[0], flags
@@ -82,14 +99,18 @@ LAYOUTS = {
 def test_training_goes_on(name: str, memory: Any, tmp_path: Path) -> None:
     records, values, flags = memory
     model = parse_run(flags, 1, model_level).model
-    save_bloom(values, model, tmp_path / "bloom", LAYOUTS[name], consumed_train_samples=16, consumed_train_tokens=16 * 12)
+    save_bloom(
+        values, model, tmp_path / "bloom", LAYOUTS[name], consumed_train_samples=16, consumed_train_tokens=16 * 12
+    )
     with open_source(tmp_path / "bloom") as source:
         assert source.run.optimizer.precision == "bf16" and source.columns == ("weight", "exp_avg", "exp_avg_sq")
         write_native(source, tmp_path / "ours", Wanted(), lambda count: None)
         assert not source.report.replicas and not source.report.apart
     resumed = train(1, [*flags, *OTHERS, "--load", str(tmp_path / "ours")])
     assert [record.iteration for record in resumed.records] == [5, 6, 7, 8]
-    assert [(r.loss, r.grad_norm) for r in resumed.records] == [(r.loss, r.grad_norm) for r in records[STOP:]], "to the bit"
+    assert [(r.loss, r.grad_norm) for r in resumed.records] == [(r.loss, r.grad_norm) for r in records[STOP:]], (
+        "to the bit"
+    )
     if name == "tp2-pp2-dp2":
         spread = train(2, [*flags, *OTHERS, "--pp", "2", "--load", str(tmp_path / "ours")])
         first, wanted = spread.records[0], records[STOP]

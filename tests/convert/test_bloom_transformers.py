@@ -1,4 +1,6 @@
-"""A model of transformers, laid out as BLOOM's files are by FORMATS.md's table, gives the same logits when it is opened from them; and goes back."""
+"""A model of transformers, laid out as BLOOM's files are by FORMATS.md's table, gives the same logits when it is opened
+from them; and goes back.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,14 @@ PLACES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "heads"), [(Layout(3, (1, 1), rows=768), 6), (Layout(1, (2,)), 5)], ids=["tp3", "tp1"])
+@pytest.mark.parametrize(
+    ("layout", "heads"), [(Layout(3, (1, 1), rows=768), 6), (Layout(1, (2,)), 5)], ids=["tp3", "tp1"]
+)
 def test_logits_are_those_of_transformers(tmp_path: Path, layout: Layout, heads: int) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.BloomConfig(vocab_size=97, hidden_size=6 * heads, n_layer=2, n_head=heads, layer_norm_epsilon=1e-5)
+    config = transformers.BloomConfig(
+        vocab_size=97, hidden_size=6 * heads, n_layer=2, n_head=heads, layer_norm_epsilon=1e-5
+    )
     torch.manual_seed(3)
     theirs = transformers.BloomForCausalLM(config).eval()
     for parameter in theirs.parameters():
@@ -42,7 +48,12 @@ def test_logits_are_those_of_transformers(tmp_path: Path, layout: Layout, heads:
         word = next(word for word in PLACES if rest.startswith(word))
         values[(f"blocks.{number}." if number else "") + PLACES[word] + rest.removeprefix(word)] = tensor
     model = ModelConfig(
-        num_layers=2, hidden_size=6 * heads, num_attention_heads=heads, vocab_size=97, seq_length=16, embedding_layernorm=True
+        num_layers=2,
+        hidden_size=6 * heads,
+        num_attention_heads=heads,
+        vocab_size=97,
+        seq_length=16,
+        embedding_layernorm=True,
     )
     save_bloom({"weight": values}, model, tmp_path / "bloom", layout, dtype=torch.float32, bf16=False)
 

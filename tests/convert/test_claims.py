@@ -45,9 +45,16 @@ def test_config_json(changes: dict[str, Any], message: str, hf: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"r": 0}, "adapter_config.json: r 0 must be"), ({"r": "x"}, "adapter_config.json: r 'x'"), ({"r": None}, "adapter_config.json: r None"),
-     ({"r": 10**9}, "must be at most"), ({"lora_alpha": 0}, "lora_alpha 0 must be"), ({"lora_alpha": 1e308}, "must be more than 0 and at most"), ({"base_model_name_or_path": [1]}, r"\[1\] is no path")],
-)  # fmt: skip
+    [
+        ({"r": 0}, "adapter_config.json: r 0 must be"),
+        ({"r": "x"}, "adapter_config.json: r 'x'"),
+        ({"r": None}, "adapter_config.json: r None"),
+        ({"r": 10**9}, "must be at most"),
+        ({"lora_alpha": 0}, "lora_alpha 0 must be"),
+        ({"lora_alpha": 1e308}, "must be more than 0 and at most"),
+        ({"base_model_name_or_path": [1]}, r"\[1\] is no path"),
+    ],
+)
 def test_adapter_config(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = folders.adapters(tmp_path)
     open_source(path).closing.close()
@@ -60,11 +67,15 @@ def test_adapter_config(changes: dict[str, Any], message: str, tmp_path: Path) -
 def test_adapters_of_rank_0(tmp_path: Path) -> None:
     path = folders.adapters(tmp_path)
     layer = "base_model.model.transformer.h.0.self_attention.query_key_value"
-    save_file({f"{layer}.lora_A.weight": torch.ones(0, 8), f"{layer}.lora_B.weight": torch.ones(24, 0)}, path / "adapter_model.safetensors")
+    save_file(
+        {f"{layer}.lora_A.weight": torch.ones(0, 8), f"{layer}.lora_B.weight": torch.ones(24, 0)},
+        path / "adapter_model.safetensors",
+    )
     with pytest.raises(ConversionError, match=r"adapter_model\.safetensors: .*lora_A\.weight is of rank 0"):
         open_source(path)
     save_file(
-        {f"{layer}.lora_A.weight": torch.tensor(1.0), f"{layer}.lora_B.weight": torch.tensor(1.0)}, path / "adapter_model.safetensors"
+        {f"{layer}.lora_A.weight": torch.tensor(1.0), f"{layer}.lora_B.weight": torch.tensor(1.0)},
+        path / "adapter_model.safetensors",
     )
     with pytest.raises(ConversionError, match="do not belong together"):
         open_source(path)
@@ -81,13 +92,17 @@ def test_adapters_beneath_themselves(tmp_path: Path) -> None:
 def test_a_tensor_that_repeats_a_storage(tmp_path: Path) -> None:
     """Strides of 0 make 10^12 elements of one."""
     torch.save({"a": torch.ones(1).expand(10**6, 10**6)}, tmp_path / "x.bin")
-    with pytest.raises(ConversionError, match=r"x\.bin: a tensor of size \(1000000, 1000000\) repeats a storage of 1 elements"):
+    with pytest.raises(
+        ConversionError, match=r"x\.bin: a tensor of size \(1000000, 1000000\) repeats a storage of 1 elements"
+    ):
         read_torch_file(tmp_path / "x.bin")
     torch.save({"a": torch.arange(5).expand(7, 5)}, tmp_path / "x.bin")
     assert read_torch_file(tmp_path / "x.bin")["a"].shape == (7, 5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_layers", 3_000_000), ("num_attention_heads", 10**17), ("num_layers", "x")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_layers", 3_000_000), ("num_attention_heads", 10**17), ("num_layers", "x")]
+)
 @pytest.mark.parametrize("format", ["megatron", "consolidated"])
 def test_arguments(format: str, name: str, value: Any, tmp_path: Path) -> None:
     path = folders.checkpoint(tmp_path, format)

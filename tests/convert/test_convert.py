@@ -85,9 +85,19 @@ def test_verification_sees_one_wrong_bit(tmp_path):
 
 
 def test_the_report_names_what_is_out_of_the_ordinary():
-    report = Report(mapped=["a", "b"], unused={"h.0.attn.bias": "a mask"}, filled={"x": "zeros"}, replicas=[Disagreement("n", 4, 0.5)])
+    report = Report(
+        mapped=["a", "b"],
+        unused={"h.0.attn.bias": "a mask"},
+        filled={"x": "zeros"},
+        replicas=[Disagreement("n", 4, 0.5)],
+    )
     text = "\n".join(report.lines())
-    for part in ("keys mapped        2", "h.0.attn.bias (a mask)", "x (zeros)", "n: 4 copies averaged, largest distance 0.5"):
+    for part in (
+        "keys mapped        2",
+        "h.0.attn.bias (a mask)",
+        "x (zeros)",
+        "n: 4 copies averaged, largest distance 0.5",
+    ):
         assert part in text
 
 
@@ -99,7 +109,9 @@ def tool(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_tool(tmp_path):
     convert(made(moments=True), FORMAT, tmp_path / "in", Wanted(), silent)
-    done = tool("--input", f"{tmp_path}/in", "--to", "megazero", "--output", f"{tmp_path}/out", "--dtype", "bf16", "--verify")
+    done = tool(
+        "--input", f"{tmp_path}/in", "--to", "megazero", "--output", f"{tmp_path}/out", "--dtype", "bf16", "--verify"
+    )
     assert done.returncode == 0, done.stderr
     assert "bit-equal" in done.stdout and "keys unused        0" in done.stdout and "MB" in done.stderr
     with open_native(tmp_path / "out") as read:
@@ -123,11 +135,14 @@ def test_an_output_below_a_file_and_no_ranks_are_said_before(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"), [(["--input", "nowhere"], "nowhere: there is no such checkpoint"), (["--vocab-size", "0"], "--vocab-size 0")]
+    ("flags", "said"),
+    [(["--input", "nowhere"], "nowhere: there is no such checkpoint"), (["--vocab-size", "0"], "--vocab-size 0")],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, flags, said):
     convert(made(), FORMAT, tmp_path / "in", Wanted(), silent)
-    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "--input", str(tmp_path / "in"), "--to", "hf", "--output", "x", *flags])
+    monkeypatch.setattr(
+        sys, "argv", ["convert_checkpoint.py", "--input", str(tmp_path / "in"), "--to", "hf", "--output", "x", *flags]
+    )
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"), run_name="__main__")
     assert ended.value.code == 2

@@ -1,4 +1,6 @@
-"""What is written in BLOOM's layout, opened by DeepSpeed's pipeline engine itself: stages, ZeRO partitions and tensor-parallel parts."""
+"""What is written in BLOOM's layout, opened by DeepSpeed's pipeline engine itself: stages, ZeRO partitions and
+tensor-parallel parts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.convert.bloom_files import Layout, layer_tensors, stage_parameters
 from tests.convert.sources import BLOOM, Made, made
 
 UNREAD = "tied_modules.embed.word_embeddings.norm."
-"""Of the last stage's copy of the embedding DeepSpeed reads no layer file and shares the table only; the copy's norm is not used there."""
+"""Of the last stage's copy of the embedding DeepSpeed reads no layer file and shares the table only; the copy's norm is
+not used there.
+"""
 COLUMNS = (WEIGHT, *MOMENTS)
 MODEL = replace(BLOOM, hidden_size=16, num_attention_heads=4, vocab_size=256)
 UNTIED = replace(MODEL, num_layers=3, untie_embeddings_and_output_weights=True)
@@ -50,7 +54,9 @@ class Case:
         }
 
     def specs(self) -> list[dict[str, tuple[int, ...]] | None]:
-        """For each layer of the pipeline the shapes of what a tp rank holds; a tied embedding stands at the end once more."""
+        """For each layer of the pipeline the shapes of what a tp rank holds; a tied embedding stands at the end once
+        more.
+        """
         model = self.source.model
         values = {name: self.source.read(name) for name in self.source.entries}
         layers = layer_tensors(values, model, self.layout, 0)
@@ -62,7 +68,9 @@ class Case:
 
 CASES = {
     "tied-tp2-pp2": Case(made(MODEL, precision="bf16", moments=True), Wanted(tp=2, pp=2), Layout(2, (1, 1), rows=256)),
-    "untied-pp2-dp2": Case(made(UNTIED, precision="bf16", moments=True), Wanted(pp=2, dp=2), Layout(1, (2, 1), 2, rows=256)),
+    "untied-pp2-dp2": Case(
+        made(UNTIED, precision="bf16", moments=True), Wanted(pp=2, dp=2), Layout(1, (2, 1), 2, rows=256)
+    ),
 }
 
 
@@ -96,7 +104,9 @@ def test_the_pipeline_engine_opens_it(case: Case, tmp_path: Path) -> None:
     write_megatron_deepspeed(case.source, tmp_path / "checkpoint", wanted, lambda count: None)
     ends = int(case.tied)
     weights = {
-        (tuple([0, ends, 0] + [1] * layers + [0, 0, ends]), pp): layers for layers in range(1, 12) for pp in range(1, layers + 2 * ends + 1)
+        (tuple([0, ends, 0] + [1] * layers + [0, 0, ends]), pp): layers
+        for layers in range(1, 12)
+        for pp in range(1, layers + 2 * ends + 1)
     }
     sizes = {"tp": wanted.tp, "pp": wanted.pp, "dp": wanted.dp}
     torch.save({**sizes, "tied": case.tied, "specs": case.specs(), "to balance": list(weights)}, tmp_path / "job.pt")

@@ -1,4 +1,6 @@
-"""What is written in BLOOM's layout, read by DeepSpeed's own code: its view of a checkpoint, ds_to_universal and zero_to_fp32."""
+"""What is written in BLOOM's layout, read by DeepSpeed's own code: its view of a checkpoint, ds_to_universal and
+zero_to_fp32.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ from deepspeed.utils import zero_to_fp32
 parallel, universal, single, gated = sys.argv[1:]
 view = DeepSpeedCheckpoint(parallel)
 facts = {
-    "degrees": (view.tp_degree, view.pp_degree, view.dp_degree), "iteration": view.get_iteration(), "args": vars(view.get_args()),
+    "degrees": (view.tp_degree, view.pp_degree, view.dp_degree),
+    "iteration": view.get_iteration(),
+    "args": vars(view.get_args()),
     "embedding": [view.get_embedding_state(t) for t in range(view.tp_degree)],
     "norm": view.get_final_norm_state(0),
-
 }
-arguments = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False)
+workers = dict(num_extract_workers=1, num_merge_workers=1)
+arguments = dict(**workers, keep_temp_folder=False, strict=True, inject_missing_state=False)
 ds_to_universal.main(argparse.Namespace(input_folder=parallel, output_folder=universal, **arguments))
 ds_to_universal.main(argparse.Namespace(input_folder=gated, output_folder=gated + "_universal", **arguments))
 
@@ -91,6 +95,8 @@ def test_deepspeed_reads_what_is_written(tmp_path: Path) -> None:
 
     zero = tmp_path / "gated" / "global_step7_universal" / "zero"
     held = torch.load(zero / "4.mlp.dense_h_to_4h.weight" / "exp_avg.pt", weights_only=False)
-    assert torch.equal(held["param"], torch.cat([llama.read(f"blocks.1.mlp.{half}.weight", "exp_avg") for half in ("gate", "up")]))
+    assert torch.equal(
+        held["param"], torch.cat([llama.read(f"blocks.1.mlp.{half}.weight", "exp_avg") for half in ("gate", "up")])
+    )
     held = torch.load(zero / "8.lm_head.weight" / "fp32.pt", weights_only=False)
     assert torch.equal(held["param"], llama.read("head.weight"))

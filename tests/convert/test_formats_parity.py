@@ -1,4 +1,6 @@
-"""Models of `transformers` taken through the formats of Megatron and DeepSpeed: the logits are still theirs, and so are the tensors on the way."""
+"""Models of `transformers` taken through the formats of Megatron and DeepSpeed: the logits are still theirs, and so are
+the tensors on the way.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ pytest.importorskip("transformers")
 WAYS = {
     "llama, grouped": [("megatron", Wanted(tp=2, pp=2)), ("universal", Wanted()), ("consolidated", Wanted())],
     "gpt2, inner width": [("universal", Wanted()), ("megatron", Wanted(tp=4)), ("consolidated-safetensors", Wanted())],
-    "bloom, 12 heads": [("consolidated", Wanted()), ("megatron-deepspeed", Wanted(tp=4, pp=2)), ("universal", Wanted())],
+    "bloom, 12 heads": [
+        ("consolidated", Wanted()),
+        ("megatron-deepspeed", Wanted(tp=4, pp=2)),
+        ("universal", Wanted()),
+    ],
 }
 
 
@@ -38,7 +44,9 @@ def test_logits_survive_a_chain_of_formats(tmp_path: Path, name: str) -> None:
 
 
 def test_tensors_are_those_of_megatrons_own_converter(tmp_path: Path) -> None:
-    """tools/checkpoint/loader_llama_mistral.py there: query, key and value joined group by group, the gate on top of the other half."""
+    """tools/checkpoint/loader_llama_mistral.py there: query, key and value joined group by group, the gate on top of
+    the other half.
+    """
     case = CASES["llama, grouped"]
     with open_source(saved(case, tmp_path / "hf")) as source:
         convert(source, format_table()["megatron"], tmp_path / "out", Wanted(), silent)
@@ -48,9 +56,14 @@ def test_tensors_are_those_of_megatrons_own_converter(tmp_path: Path) -> None:
     groups, width = 4, 48 // 8
     for number, layer in enumerate(theirs.model.layers):
         attention, mlp, before = layer.self_attn, layer.mlp, f"decoder.layers.{number}"
-        parts = [p.weight.reshape(groups, -1, width, 48).flatten(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        parts = [
+            p.weight.reshape(groups, -1, width, 48).flatten(1, 2)
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
         assert torch.equal(ours[f"{before}.self_attention.linear_qkv.weight"], torch.cat(parts, dim=1).reshape(-1, 48))
-        assert torch.equal(ours[f"{before}.mlp.linear_fc1.weight"], torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        assert torch.equal(
+            ours[f"{before}.mlp.linear_fc1.weight"], torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        )
         assert torch.equal(ours[f"{before}.mlp.linear_fc2.weight"], mlp.down_proj.weight)
         assert torch.equal(ours[f"{before}.self_attention.linear_proj.weight"], attention.o_proj.weight)
         assert torch.equal(ours[f"{before}.self_attention.linear_qkv.layer_norm_weight"], layer.input_layernorm.weight)

@@ -1,4 +1,6 @@
-"""A Hugging Face folder as it can be: damaged, incomplete, contradictory; and the one that a model of megazero's own becomes."""
+"""A Hugging Face folder as it can be: damaged, incomplete, contradictory; and the one that a model of megazero's own
+becomes.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_surplus_and_several_dtypes_are_told(tmp_path: Path) -> None:
 
     folder = changed(saved(CASES["llama, grouped"], tmp_path / "x", torch.float16), change)
     with open_source(folder) as source:
-        assert source.report.unused == {"model.layers.4.mlp.up_proj.weight": "the model that config.json describes has no such tensor"}
+        assert source.report.unused == {
+            "model.layers.4.mlp.up_proj.weight": "the model that config.json describes has no such tensor"
+        }
         assert source.run.optimizer.precision == "fp32", "what holds both halves"
         assert source.read("blocks.0.mlp.up.weight").dtype == torch.bfloat16
         (strange, several, named) = source.report.notes
@@ -83,7 +87,10 @@ def test_a_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(CASES["bloom, 12 heads"], tmp_path / "x")
     with open_source(folder) as source:
         expected = source.read("embedding.word.weight").clone()
-    changed(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}))
+    changed(
+        folder,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}),
+    )
     with open_source(folder) as source:
         assert torch.equal(source.read("embedding.word.weight"), expected)
         assert "compared" in source.report.unused["lm_head.weight"]
@@ -91,7 +98,9 @@ def test_a_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_source(folder) as source:
         assert torch.equal(source.read("embedding.word.weight"), expected) and not source.report.unused
     changed(folder, lambda tensors: tensors.update({"word_embeddings.weight": tensors["lm_head.weight"] + 1e-3}))
-    assert "lm_head.weight differs from the embedding, but config.json says tie_word_embeddings" in refusal(folder, "embedding.word.weight")
+    assert "lm_head.weight differs from the embedding, but config.json says tie_word_embeddings" in refusal(
+        folder, "embedding.word.weight"
+    )
     monkeypatch.setattr("megazero.convert.hf.reader._ROWS", 16)
     changed(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["word_embeddings.weight"][:16].clone()}))
     assert "lm_head.weight differs from the embedding" in refusal(folder, "embedding.word.weight")
@@ -124,8 +133,12 @@ def written(model: ModelConfig, folder: Path, **facts: Any) -> Any:
 
 
 OWN = FRESH | {
-    "gpt2, inner": replace(FRESH["gpt2"], ffn_hidden_size=70, activation="gelu", norm_epsilon=1e-3, max_position_embeddings=40),
-    "opt, gelu": replace(FRESH["opt"], activation="gelu-tanh", disable_bias_linear=True, untie_embeddings_and_output_weights=True),
+    "gpt2, inner": replace(
+        FRESH["gpt2"], ffn_hidden_size=70, activation="gelu", norm_epsilon=1e-3, max_position_embeddings=40
+    ),
+    "opt, gelu": replace(
+        FRESH["opt"], activation="gelu-tanh", disable_bias_linear=True, untie_embeddings_and_output_weights=True
+    ),
     "llama, biases": replace(FRESH["llama"], attention_bias=True, num_query_groups=3, kv_channels=6, rotary_base=300.0),
     "bloom, untied": replace(FRESH["bloom"], untie_embeddings_and_output_weights=True, norm_epsilon=1e-4),
 }
@@ -195,7 +208,9 @@ def test_files_are_carried_along(tmp_path: Path) -> None:
 
 
 def test_a_model_of_chats_ends_its_answers_in_transformers_too(tmp_path: Path) -> None:
-    """Whose configuration names only the token that ends a document would go on behind its answer and ask itself the next question."""
+    """Whose configuration names only the token that ends a document would go on behind its answer and ask itself the
+    next question.
+    """
     tokenizer = write_tokenizer(tmp_path / "chats")
     known = HuggingFaceTokenizer(tokenizer / "tokenizer.json")
     turn, data = known.id_of("<|im_end|>"), DataConfig(tokenizer="hf", tokenizer_path=str(tokenizer), eod_id=1)

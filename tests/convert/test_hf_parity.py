@@ -23,7 +23,9 @@ Theirs = Mapping[str, tuple[Path, Tensor, list[list[int]]]]
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     """Case -> its folder and what transformers answers."""
     folder = tmp_path_factory.mktemp("hf")
-    return {name: (saved(case, folder / str(i)), *their_answers(case, NEW)) for i, (name, case) in enumerate(CASES.items())}
+    return {
+        name: (saved(case, folder / str(i)), *their_answers(case, NEW)) for i, (name, case) in enumerate(CASES.items())
+    }
 
 
 def check(name: str, found: Answer, theirs: Theirs) -> None:

@@ -1,4 +1,6 @@
-"""transformers -> megazero -> Hugging Face: every tensor bit for bit, config.json as it was, and transformers opens it without a word."""
+"""transformers -> megazero -> Hugging Face: every tensor bit for bit, config.json as it was, and transformers opens it
+without a word.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,13 @@ from tests.convert.hf_models import CASES, Case, prompts, random_model, saved
 
 transformers = pytest.importorskip("transformers")
 DTYPES = cycle([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-TRIPS = [pytest.param(case, dtype, id=f"{name}, {dtype}") for (name, case), dtype in zip(CASES.items(), DTYPES, strict=False)]
-TRIPS += [pytest.param(CASES[name], torch.bfloat16, id=f"{name}, bf16 too") for name in ("gpt2, inner width", "llama, grouped", "opt")]
+TRIPS = [
+    pytest.param(case, dtype, id=f"{name}, {dtype}") for (name, case), dtype in zip(CASES.items(), DTYPES, strict=False)
+]
+TRIPS += [
+    pytest.param(CASES[name], torch.bfloat16, id=f"{name}, bf16 too")
+    for name in ("gpt2, inner width", "llama, grouped", "opt")
+]
 
 
 def nothing(count: int) -> None:
@@ -38,7 +45,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def opened_by_transformers(folder: Path) -> Any:
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(told.values()), told
     return model
 
@@ -79,12 +88,19 @@ def test_shards(name: str, tmp_path: Path) -> None:
     files = sorted(mine.glob("model-*.safetensors"))
     assert len(files) > 3 and set(index["weight_map"].values()) == {file.name for file in files}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(theirs).values())
-    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 30_000 or len(load_file(file)) == 1 for file in files)
+    assert all(
+        sum(tensor.nbytes for tensor in load_file(file).values()) <= 30_000 or len(load_file(file)) == 1
+        for file in files
+    )
     opened_by_transformers(mine)
 
 
-def torch_files(case: Case, folder: Path, *, shards: int, prefix: bool, extra: dict[str, torch.Tensor] | None = None) -> Path:
-    """pytorch_model.bin, as versions before safetensors wrote it: every key of the state dict, a tied head among them."""
+def torch_files(
+    case: Case, folder: Path, *, shards: int, prefix: bool, extra: dict[str, torch.Tensor] | None = None
+) -> Path:
+    """pytorch_model.bin, as versions before safetensors wrote it: every key of the state dict, a tied
+    head among them.
+    """
     model = random_model(case)
     folder.mkdir()
     model.config.save_pretrained(folder)
@@ -107,7 +123,10 @@ def torch_files(case: Case, folder: Path, *, shards: int, prefix: bool, extra: d
 def test_torch_files(name: str, prefix: bool, shards: int, tmp_path: Path) -> None:
     """With and without prefix; buffers and a tied head are told as unused, each with its reason."""
     buffers = {
-        "gpt2": {"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24).bool(), "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)},
+        "gpt2": {
+            "transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24).bool(),
+            "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        },
         "llama": {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(3)},
     }.get(CASES[name].kind, {})
     folder = torch_files(CASES[name], tmp_path / "theirs", shards=shards, prefix=prefix, extra=buffers)

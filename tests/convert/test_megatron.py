@@ -78,7 +78,9 @@ def test_files_are_read(tmp_path, name, tp, pp, virtual, style):
         assert (opened.position.iteration, opened.position.consumed_samples) == (7, 84)
         assert opened.run.optimizer.adam_beta2 == 0.97
         assert not opened.report.replicas
-        assert ("rng_state" in opened.report.unused) and len(opened.report.mapped) >= len(opened.entries) - 2 * model.num_layers
+        assert ("rng_state" in opened.report.unused) and len(opened.report.mapped) >= len(
+            opened.entries
+        ) - 2 * model.num_layers
         if style == "te":
             assert sum("_extra_state" in key for key in opened.report.unused) >= 3
 
@@ -225,12 +227,18 @@ REFUSED = {
     "rotary_percent": ({"rotary_percent": 0.5}, "rotary_percent 0.5 is not supported"),
     "experts": ({"num_experts": 8}, "num_experts 8 is not supported"),
     "layernorm_1p": ({"apply_layernorm_1p": True}, "apply_layernorm_1p True is not supported"),
-    "norms around zero": ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma True is not supported"),
+    "norms around zero": (
+        {"layernorm_zero_centered_gamma": True},
+        "layernorm_zero_centered_gamma True is not supported",
+    ),
     "scale of scores": ({"softmax_scale": 2.0}, "softmax_scale 2.0 is not supported"),
     "positions": ({"position_embedding_type": "yarn"}, "position_embedding_type yarn is none of"),
     "ranks": ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size is 4, there are files for 2"),
     "layers": ({"num_layers": 5}, "blocks.4.attention.qkv.weight is missing"),
-    "fewer layers": ({"num_layers": 3}, "decoder.layers.3.self_attention.linear_qkv.weight is a weight that a model with these arguments"),
+    "fewer layers": (
+        {"num_layers": 3},
+        "decoder.layers.3.self_attention.linear_qkv.weight is a weight that a model with these arguments",
+    ),
     "width": ({"ffn_hidden_size": 32}, "mlp.linear_fc1.weight has shape [96, 24] over 2 tensor-parallel ranks"),
 }
 
@@ -243,8 +251,12 @@ def test_refused_by_name_and_number(tmp_path, changed, said):
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path):
-    inside = save_megatron(made(GPT), tmp_path, tp=2, pp=2, version=1.0, num_experts=4, qk_layernorm=True, tensor_model_parallel_size=8)
-    with pytest.raises(ConversionError, match=r"_version 1\.0.*tensor_model_parallel_size is 8.*num_experts 4.*qk_layernorm True"):
+    inside = save_megatron(
+        made(GPT), tmp_path, tp=2, pp=2, version=1.0, num_experts=4, qk_layernorm=True, tensor_model_parallel_size=8
+    )
+    with pytest.raises(
+        ConversionError, match=r"_version 1\.0.*tensor_model_parallel_size is 8.*num_experts 4.*qk_layernorm True"
+    ):
         open_megatron(tmp_path)
     for rank in ("mp_rank_00_001", "mp_rank_01_000"):
         (inside / rank / "model_optim_rng.pt").unlink()
@@ -259,7 +271,8 @@ def test_files_of_other_stages(tmp_path, style):
     for here, there in (("mp_rank_00_000", "aside"), ("mp_rank_00_001", "mp_rank_00_000"), ("aside", "mp_rank_00_001")):
         (inside / here).rename(inside / there)
     with pytest.raises(
-        ConversionError, match=r"word_embeddings\.weight is in model chunk 2 of 2, not in the first.*final_layernorm.weight is in"
+        ConversionError,
+        match=r"word_embeddings\.weight is in model chunk 2 of 2, not in the first.*final_layernorm.weight is in",
     ):
         open_megatron(tmp_path)
 
@@ -288,5 +301,7 @@ def test_what_megatron_does_not_have_is_not_written(tmp_path):
 def test_the_table_of_axes_is_what_our_layers_do(model):
     whole, half = places(model), places(model, 2, 1)
     for name, place in half.items():
-        differing = [axis for axis, ((a, b), n) in enumerate(zip(place.box, whole[name].shape, strict=True)) if b - a != n]
+        differing = [
+            axis for axis, ((a, b), n) in enumerate(zip(place.box, whole[name].shape, strict=True)) if b - a != n
+        ]
         assert differing == [axis for axis in [tp_axis(name)] if axis is not None], name

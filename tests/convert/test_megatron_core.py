@@ -22,7 +22,9 @@ from tests.convert.test_torch_dist import core_tensors
 from tests.ranks import run_ranks
 
 # Looked for and not imported: it takes seconds, and only ranks need it.
-pytestmark = pytest.mark.skipif(not any(packages_distributions().get("megatron", ())), reason="megatron-core is not installed")
+pytestmark = pytest.mark.skipif(
+    not any(packages_distributions().get("megatron", ())), reason="megatron-core is not installed"
+)
 COLUMNS = {"weight": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -38,7 +40,9 @@ def as_they_are_there(opened: Source, theirs: dict[str, dict[str, torch.Tensor]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "tp", "pp"), [(GPT, 2, 1), (LLAMA, 1, 2), (LLAMA, 2, 1)], ids=["gpt-tp2", "llama-pp2", "llama-tp2"])
+@pytest.mark.parametrize(
+    ("model", "tp", "pp"), [(GPT, 2, 1), (LLAMA, 1, 2), (LLAMA, 2, 1)], ids=["gpt-tp2", "llama-pp2", "llama-tp2"]
+)
 def test_what_it_saves_by_name_is_what_it_loads(tmp_path: Path, model: ModelConfig, tp: int, pp: int) -> None:
     """Saved by two ranks; loaded by Megatron-core on one, and by us."""
     run_ranks(2, train_and_save, str(tmp_path), model, tp, pp, "plain")
@@ -52,7 +56,9 @@ def test_what_it_saves_by_name_is_what_it_loads(tmp_path: Path, model: ModelConf
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_its_distributed_optimizer(tmp_path: Path, model: ModelConfig) -> None:
-    """Two data-parallel ranks with half the state each, against one rank that has taken the same steps with the whole."""
+    """Two data-parallel ranks with half the state each, against one rank that has taken the same
+    steps with the whole.
+    """
     run_ranks(2, train_and_save, str(tmp_path / "two"), model, 1, 1, "distributed")
     (theirs,) = run_ranks(1, train_and_save, str(tmp_path / "one"), model, 1, 1, "plain")
     with open_megatron(tmp_path / "two") as opened:
@@ -65,7 +71,9 @@ def test_a_state_that_only_its_own_layout_can_read(tmp_path: Path) -> None:
     (weights,) = run_ranks(1, train_and_save, str(tmp_path), LLAMA, 1, 1, "distributed", "dp_reshardable")
     with open_megatron(tmp_path) as opened:
         assert opened.columns == ("weight",)
-        assert any("not carried over" in why for key, why in opened.report.unused.items() if key.startswith("optimizer"))
+        assert any(
+            "not carried over" in why for key, why in opened.report.unused.items() if key.startswith("optimizer")
+        )
         as_they_are_there(opened, {"model": weights["model"]}, {"weight": "model"})
 
 

@@ -1,4 +1,6 @@
-"""BLOOM's own layout, read: every tensor and the optimizer's state, of any layout; replicas that differ; files that are not whole."""
+"""BLOOM's own layout, read: every tensor and the optimizer's state, of any layout; replicas that differ; files that are
+not whole.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def globals_of(model: Any, *columns: str) -> dict[str, dict[str, torch.Tensor]]:
 EVERYTHING = (WEIGHT, *MOMENTS)
 
 
-@pytest.mark.parametrize("model", [BLOOM4, GPT, replace(BLOOM4, untie_embeddings_and_output_weights=True)], ids=["bloom", "gpt", "untied"])
+@pytest.mark.parametrize(
+    "model", [BLOOM4, GPT, replace(BLOOM4, untie_embeddings_and_output_weights=True)], ids=["bloom", "gpt", "untied"]
+)
 @pytest.mark.parametrize(
     "layout",
     [Layout(1, (3,)), Layout(2, (1, 2), 2), Layout(4, (2, 1), 2), Layout(2, (1, 1, 1), 3)],
@@ -62,7 +66,12 @@ def test_everything_is_read(tmp_path: Path, model: Any, layout: Layout) -> None:
                 for name in source.entries:
                     assert torch.equal(source.read(name, column), values[column][name]), (name, column)
             position = source.position
-            assert (position.iteration, position.consumed_samples, position.consumed_tokens, position.optimizer_steps) == (4, 32, 512, 4.0)
+            assert (
+                position.iteration,
+                position.consumed_samples,
+                position.consumed_tokens,
+                position.optimizer_steps,
+            ) == (4, 32, 512, 4.0)
             assert source.run.optimizer.weight_decay == 0.1 and source.run.optimizer.adam_beta2 == 0.95
             assert not source.report.replicas and not source.report.apart
 
@@ -74,13 +83,19 @@ def test_weights_alone(tmp_path: Path) -> None:
         assert source.columns == (WEIGHT,)
         for name in source.entries:
             assert torch.equal(source.read(name), values[WEIGHT][name].bfloat16())
-        assert "weights only" in str(source.report.notes) and "31 rows that pad the vocabulary of 97 to 128" in str(source.report.notes)
+        assert "weights only" in str(source.report.notes) and "31 rows that pad the vocabulary of 97 to 128" in str(
+            source.report.notes
+        )
         assert len(source.report.mapped) == 3 + 3 * 12 + 2
 
 
 def test_replicas_that_differ_are_averaged_and_named(tmp_path: Path) -> None:
     values = globals_of(BLOOM4, *EVERYTHING)
-    spoil = {("blocks.1.attention_norm.weight", 0): 0.5, ("blocks.1.attention_norm.weight", 3): -1.5, ("head.norm.bias", 2): 4.0}
+    spoil = {
+        ("blocks.1.attention_norm.weight", 0): 0.5,
+        ("blocks.1.attention_norm.weight", 3): -1.5,
+        ("head.norm.bias", 2): 4.0,
+    }
     save_bloom(values, BLOOM4, tmp_path, Layout(4, (1, 2), 2), spoil=spoil)
     with open_megatron_deepspeed(tmp_path) as source:
         for column in EVERYTHING:
@@ -91,7 +106,9 @@ def test_replicas_that_differ_are_averaged_and_named(tmp_path: Path) -> None:
             source.read("head.norm.bias", column)
             source.read("blocks.0.attention_norm.weight", column)
         named = {r.key: (r.copies, round(r.largest, 5)) for r in source.report.replicas}
-        assert named["layer 4 input_layernorm.weight weight"] == (4, 1.25) and named["layer 4 input_layernorm.weight exp_avg"] == (4, 1.25)
+        assert named["layer 4 input_layernorm.weight weight"] == (4, 1.25) and named[
+            "layer 4 input_layernorm.weight exp_avg"
+        ] == (4, 1.25)
         assert named["layer 7 bias exp_avg_sq"] == (4, 3.0) and len(named) == len(source.report.replicas)
         assert not [key for key in named if not key.startswith(("layer 4 input_layernorm.weight", "layer 7 bias"))]
         assert not source.report.apart, "a mean of rounded replicas is no other step's weight"
@@ -115,8 +132,15 @@ def test_what_is_written_is_read_again(tmp_path: Path, model: Any, wanted: Wante
     write_megatron_deepspeed(source, tmp_path, wanted, counted.append)
     assert sum(counted) == source.nbytes
     with open_source(tmp_path) as read:
-        assert read.format == "megatron-deepspeed" and read.columns == source.columns and list(read.entries) == list(source.entries)
-        filled = {"ffn_hidden_size": read.model.ffn_hidden_size, "max_position_embeddings": read.model.max_position_embeddings}
+        assert (
+            read.format == "megatron-deepspeed"
+            and read.columns == source.columns
+            and list(read.entries) == list(source.entries)
+        )
+        filled = {
+            "ffn_hidden_size": read.model.ffn_hidden_size,
+            "max_position_embeddings": read.model.max_position_embeddings,
+        }
         assert read.model == replace(model, **filled, num_query_groups=read.model.num_query_groups)
         assert query_groups(read.model) == query_groups(model)
         assert replace(read.position, loss_scale=None) == source.position
@@ -127,14 +151,18 @@ def test_what_is_written_is_read_again(tmp_path: Path, model: Any, wanted: Wante
     files = {path.name for path in (tmp_path / "global_step7").iterdir()}
     layers = len({name for name in files if name.startswith("layer_")})
     assert layers == (model.num_layers + (3 if model.untie_embeddings_and_output_weights else 2)) * wanted.tp
-    assert len({name for name in files if name.endswith("optim_states.pt")}) == (wanted.tp * wanted.pp * wanted.dp if moments else 0)
+    assert len({name for name in files if name.endswith("optim_states.pt")}) == (
+        wanted.tp * wanted.pp * wanted.dp if moments else 0
+    )
 
 
 def test_layer_files_hold_what_the_description_says(tmp_path: Path) -> None:
     """Beside files that the test cuts by itself: the same names, keys, shapes and values."""
     values = globals_of(BLOOM4, *EVERYTHING)
     theirs = save_bloom(values, BLOOM4, tmp_path / "theirs", Layout(2, (1, 2), 2, rows=256))
-    write_megatron_deepspeed(made(BLOOM4, moments=True, precision="bf16"), tmp_path / "ours", Wanted(tp=2, pp=2, dp=2), lambda count: None)
+    write_megatron_deepspeed(
+        made(BLOOM4, moments=True, precision="bf16"), tmp_path / "ours", Wanted(tp=2, pp=2, dp=2), lambda count: None
+    )
     ours = tmp_path / "ours" / "global_step7"
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
     for path in sorted(theirs.glob("layer_*")):

@@ -27,4 +27,6 @@ def test_memory_follows_the_largest_tensor(tmp_path):
         ran = run([*command, "--output", f"{tmp_path}/{last}"], ROOT)
         assert ran.status == 0, ran.output
         assert ran.peak > 50e6, "nothing was measured"
-        assert ran.peak < 3 * largest + SPARE, f"{target}: {ran.peak / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB"
+        assert ran.peak < 3 * largest + SPARE, (
+            f"{target}: {ran.peak / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB"
+        )

@@ -31,11 +31,15 @@ def test_files_of_the_start_and_of_what_is_resumed(tmp_path: Path) -> None:
     with open_source(tmp_path / "start") as source:
         path = str(source.companions["tokenizer.json"])
     run = Run(
-        model=BLOOM, checkpoint=CheckpointConfig(init_from=str(tmp_path / "start")), data=DataConfig(tokenizer="hf", tokenizer_path=path)
+        model=BLOOM,
+        checkpoint=CheckpointConfig(init_from=str(tmp_path / "start")),
+        data=DataConfig(tokenizer="hf", tokenizer_path=path),
     )
     assert written(run, None, tmp_path / "a") == {"config.json", "tokenizer.json"}
     other = replace(run, data=DataConfig(tokenizer="byte"))
-    assert written(other, None, tmp_path / "b") == {"config.json"}, "a tokenizer that the run does not use would be wrong there"
+    assert written(other, None, tmp_path / "b") == {"config.json"}, (
+        "a tokenizer that the run does not use would be wrong there"
+    )
     scratch = replace(run, checkpoint=CheckpointConfig())
     assert written(scratch, None, tmp_path / "c") == set()
     assert written(scratch, find(tmp_path / "start"), tmp_path / "d") == {"config.json", "tokenizer.json"}
@@ -43,7 +47,9 @@ def test_files_of_the_start_and_of_what_is_resumed(tmp_path: Path) -> None:
 
 def test_they_are_read_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    write_native(made(companions={"config.json": tmp_path / "config.json"}), tmp_path / "start", Wanted(), lambda count: None)
+    write_native(
+        made(companions={"config.json": tmp_path / "config.json"}), tmp_path / "start", Wanted(), lambda count: None
+    )
     write = model_files(Run(model=BLOOM), find(tmp_path / "start"))
     (tmp_path / "start" / "iter_0000007" / "model_files" / "config.json").unlink()
     (tmp_path / "new").mkdir()

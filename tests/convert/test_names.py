@@ -1,4 +1,6 @@
-"""What a folder may lead to: links of a model's files that leave it are not copied, and names in manifests and trackers are bare."""
+"""What a folder may lead to: links of a model's files that leave it are not copied, and names in manifests and trackers
+are bare.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_nor_as_the_tokenizer_of_a_run(tmp_path: Path) -> None:
         folder.mkdir()
         write_hf(source, folder, Wanted(), lambda count: None)
         assert not list(folder.glob("tokenizer*")) and not list(folder.glob("*.txt"))
-        assert any(note.startswith("no tokenizer was written") and "is a link to" in note for note in source.report.notes)
+        assert any(
+            note.startswith("no tokenizer was written") and "is a link to" in note for note in source.report.notes
+        )
 
 
 def test_a_snapshot_in_the_hubs_cache_is_links_of_its_own(tmp_path: Path) -> None:

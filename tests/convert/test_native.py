@@ -27,7 +27,11 @@ def test_everything_comes_back(tmp_path, moments):
     assert recognise(tmp_path) == recognise(tmp_path / "iter_0000007") == "megazero"
     with open_source(tmp_path) as read:
         assert read.columns == source.columns and len(read.columns) == (3 if moments else 1)
-        assert read.position == source.position and read.run.model == source.run.model and read.run.optimizer.precision == "bf16"
+        assert (
+            read.position == source.position
+            and read.run.model == source.run.model
+            and read.run.optimizer.precision == "bf16"
+        )
         assert list(read.entries) == list(source.entries)
         for name in source.entries:
             for column in source.columns:
@@ -108,7 +112,8 @@ def test_tokens_that_the_model_names_are_not_left_out(tmp_path):
     source = made(companions={"config.json": config})
     with pytest.raises(
         ConversionError,
-        match=r"--vocab-size 90 leaves out tokens .* eos_token_id in config.json 95, pad_token_id in config.json 96; nearest: 97",
+        match=r"--vocab-size 90 leaves out tokens .* eos_token_id in config.json 95, pad_token_id in config.json 96; "
+        r"nearest: 97",
     ):
         Trimmed(source, 90)
     assert Trimmed(made(), 90).model.vocab_size == 90

@@ -32,17 +32,24 @@ def called(name: bytes, argument: bytes, times: int = 20_000) -> bytes:
 BOMBS: dict[str, Callable[[], tuple[bytes, str]]] = {
     "a key of shared tuples": lambda: (PROTOCOL + b"}" + shared(b"(", b"t", 4) + b"Ns.", "more than 64 parts"),
     "a wide key": lambda: (PROTOCOL + b"}(" + b"N" * 1000 + b"tNs.", "more than 64 parts"),
-    "an error that shows shared lists": lambda: (PROTOCOL + b"cnumpy\ndtype\n(" + shared(b"(", b"l", 8) + b"tR.", "only numbers"),
+    "an error that shows shared lists": lambda: (
+        PROTOCOL + b"cnumpy\ndtype\n(" + shared(b"(", b"l", 8) + b"tR.",
+        "only numbers",
+    ),
     "lists of a list": lambda: (called(b"builtins\nlist", b"(" + b"N" * 500_000 + b"l"), "again and again"),
     "bytes of a text": lambda: (called(b"_codecs\nencode", MEGABYTE), "again and again"),
     "objects of many arguments": lambda: (called(b"argparse\nNamespace", b"N" * 500_000), "again and again"),
     "objects of one large state": lambda: (
-        called(b"argparse\nNamespace", b"")[:-2].replace(b"h\xf0h\xf1R", b"h\xf0h\xf1Rh\xf2b").replace(
-            b"tq\xf10(", b"tq\xf10}(" + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in range(50_000)) + b"uq\xf20("
-        ) + b"l.",
+        called(b"argparse\nNamespace", b"")[:-2]
+        .replace(b"h\xf0h\xf1R", b"h\xf0h\xf1Rh\xf2b")
+        .replace(
+            b"tq\xf10(",
+            b"tq\xf10}(" + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in range(50_000)) + b"uq\xf20(",
+        )
+        + b"l.",
         "again and again",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(BOMBS))

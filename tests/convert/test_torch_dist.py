@@ -1,4 +1,6 @@
-"""Megatron-LM's torch_dist checkpoints: saved by torch.distributed.checkpoint itself, from tensors as Megatron-core shards them."""
+"""Megatron-LM's torch_dist checkpoints: saved by torch.distributed.checkpoint itself, from tensors as Megatron-core
+shards them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Cut(DefaultSavePlanner):
             for number, at in enumerate(product(*(range(0, n, step) for n, step in zip(size, sizes, strict=True)))):
                 chunk = ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(sizes))
                 data = TensorWriteData(chunk=chunk, properties=item.tensor_data.properties, size=size)
-                items.append(WriteItem(MetadataIndex(item.index.fqn, at, number), WriteItemType.SHARD, tensor_data=data))
+                items.append(
+                    WriteItem(MetadataIndex(item.index.fqn, at, number), WriteItemType.SHARD, tensor_data=data)
+                )
         self.plan = replace(plan, items=items)
         return self.plan
 
@@ -78,7 +82,11 @@ def core_tensors(source: Source, column: str = "weight", *, stacked: bool, fused
     found |= {f"decoder.final_layernorm.{kind}": read(f"head.norm.{kind}") for kind in kinds}
     if model.untie_embeddings_and_output_weights:
         found["output_layer.weight"] = table("head.weight")
-    linear = {"self_attention.linear_qkv": "attention.qkv", "self_attention.linear_proj": "attention.output", "mlp.linear_fc2": "mlp.down"}
+    linear = {
+        "self_attention.linear_qkv": "attention.qkv",
+        "self_attention.linear_proj": "attention.output",
+        "mlp.linear_fc2": "mlp.down",
+    }
     norms = {"self_attention.linear_qkv.layer_norm_": "attention_norm", "mlp.linear_fc1.layer_norm_": "mlp_norm"}
     if not fused:
         norms = {"input_layernorm.": "attention_norm", "pre_mlp_layernorm.": "mlp_norm"}
@@ -94,7 +102,9 @@ def core_tensors(source: Source, column: str = "weight", *, stacked: bool, fused
             found |= _layers(f"{name}.{kind}", layers, stacked)
     for prefix, ours in norms.items():
         for kind in kinds:
-            found |= _layers(f"{prefix}{kind}", [read(f"blocks.{n}.{ours}.{kind}") for n in range(model.num_layers)], stacked)
+            found |= _layers(
+                f"{prefix}{kind}", [read(f"blocks.{n}.{ours}.{kind}") for n in range(model.num_layers)], stacked
+            )
     return found
 
 
@@ -105,7 +115,9 @@ def _layers(name: str, values: list[Tensor], stacked: bool) -> dict[str, Tensor]
 
 
 def cuts_of(tensors: dict[str, Tensor], tp: int, stacked: bool, gated: bool) -> dict[str, tuple[int, ...]]:
-    """Shards of tp ranks; of a stack one for each layer; of a gated layer's first matrix each rank's gate and other half."""
+    """Shards of tp ranks; of a stack one for each layer; of a gated layer's first matrix each rank's gate and other
+    half.
+    """
     found = {}
     for name, value in tensors.items():
         axes = [1] * value.dim()
@@ -114,7 +126,12 @@ def cuts_of(tensors: dict[str, Tensor], tp: int, stacked: bool, gated: bool) -> 
             axes[0] = value.shape[0]
         if "linear_fc1.weight" in name or "linear_fc1.bias" in name:
             axes[first] = tp * (2 if gated else 1)
-        elif "linear_qkv.weight" in name or "linear_qkv.bias" in name or "embeddings.weight" in name or "output_layer" in name:
+        elif (
+            "linear_qkv.weight" in name
+            or "linear_qkv.bias" in name
+            or "embeddings.weight" in name
+            or "output_layer" in name
+        ):
             axes[first] = tp if "position" not in name else 1
         elif "linear_proj.weight" in name or "linear_fc2.weight" in name:
             axes[first + 1] = tp
@@ -146,7 +163,9 @@ def save_dist(
     extra: dict[str, Any] | None = None,
     **more: Any,
 ) -> Path:
-    """optimizer: "" none, "whole" by name, "flat" by name in flat shards, "buckets" as dp_reshardable has it. whole: every tensor in one piece."""
+    """optimizer: "" none, "whole" by name, "flat" by name in flat shards, "buckets" as dp_reshardable has it. whole:
+    every tensor in one piece.
+    """
     inside = folder / "iter_0000007"
     inside.mkdir(parents=True)
     gated = source.model.activation == "swiglu"
@@ -161,10 +180,13 @@ def save_dist(
                 if not whole:
                     cuts[key] = shards if optimizer == "whole" else (*shards, 1)
     if optimizer == "buckets":
-        tensors["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"] = torch.zeros(
-            64
-        )
-    objects = {"decoder.layers.self_attention.core_attention._extra_state/shard_0_4": b"", "rng_state/shard_0.0_1.1": [1, 2]}
+        tensors[
+            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
+        ] = torch.zeros(64)
+    objects = {
+        "decoder.layers.self_attention.core_attention._extra_state/shard_0_4": b"",
+        "rng_state/shard_0.0_1.1": [1, 2],
+    }
     dcp.save({**tensors, **objects, **(extra or {})}, checkpoint_id=str(inside), planner=Cut(cuts), no_dist=True)
     common = {
         "args": megatron_args(source.model, tp, 1, padded_vocab_size=padded(source.model, 1), **more),
@@ -183,7 +205,9 @@ def save_dist(
     return inside
 
 
-@pytest.mark.parametrize(("stacked", "fused", "whole"), [(True, True, False), (False, False, False), (True, False, True)])
+@pytest.mark.parametrize(
+    ("stacked", "fused", "whole"), [(True, True, False), (False, False, False), (True, False, True)]
+)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_weights(tmp_path: Path, model: ModelConfig, stacked: bool, fused: bool, whole: bool) -> None:
     source = made(model)
@@ -192,8 +216,15 @@ def test_weights(tmp_path: Path, model: ModelConfig, stacked: bool, fused: bool,
     with open_megatron(tmp_path) as opened:
         same(opened, source)
         assert opened.model == model and opened.columns == ("weight",)
-        assert (opened.position.iteration, opened.position.consumed_samples, opened.position.optimizer_steps) == (7, 84, 5.0)
-        assert any("_extra_state" in key for key in opened.report.unused) and "rng_state/shard_0.0_1.1" in opened.report.unused
+        assert (opened.position.iteration, opened.position.consumed_samples, opened.position.optimizer_steps) == (
+            7,
+            84,
+            5.0,
+        )
+        assert (
+            any("_extra_state" in key for key in opened.report.unused)
+            and "rng_state/shard_0.0_1.1" in opened.report.unused
+        )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +258,10 @@ def test_gate_and_up_under_names_of_their_own(tmp_path: Path) -> None:
         file.unlink()
     tensors = core_tensors(source, stacked=True)
     gate, up = tensors.pop("decoder.layers.mlp.linear_fc1.weight").chunk(2, 1)
-    tensors |= {"decoder.layers.mlp.linear_fc1.weight_w": gate.contiguous(), "decoder.layers.mlp.linear_fc1.weight_v": up.contiguous()}
+    tensors |= {
+        "decoder.layers.mlp.linear_fc1.weight_w": gate.contiguous(),
+        "decoder.layers.mlp.linear_fc1.weight_v": up.contiguous(),
+    }
     dcp.save(tensors, checkpoint_id=str(inside), no_dist=True)
     with open_megatron(tmp_path) as opened:
         same(opened, source)
@@ -256,7 +290,10 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 REFUSED = {
     "layers": ({"num_layers": 5}, r"\[4, 96, 24\]|is of 4 layers, num_layers is 5"),
     "width": ({"hidden_size": 32, "kv_channels": 6}, r"self_attention\.linear_proj\.weight has shape \[4, 24, 24\]"),
-    "surplus": ({"extra": {"decoder.layers.self_attention.q_layernorm.weight": torch.ones(4, 6)}}, "q_layernorm.weight is a weight that"),
+    "surplus": (
+        {"extra": {"decoder.layers.self_attention.q_layernorm.weight": torch.ones(4, 6)}},
+        "q_layernorm.weight is a weight that",
+    ),
     "experts": ({"num_experts": 8}, "num_experts 8 is not supported"),
 }
 
@@ -298,7 +335,9 @@ def test_metadata_runs_nothing(tmp_path: Path) -> None:
 
 def test_any_box_of_pieces(tmp_path: Path) -> None:
     value = torch.arange(6 * 8 * 4).view(6, 8, 4)
-    dcp.save({"x": value, "one": torch.tensor(3.5)}, checkpoint_id=str(tmp_path), planner=Cut({"x": (3, 2, 4)}), no_dist=True)
+    dcp.save(
+        {"x": value, "one": torch.tensor(3.5)}, checkpoint_id=str(tmp_path), planner=Cut({"x": (3, 2, 4)}), no_dist=True
+    )
     opened = DistributedCheckpoint(tmp_path)
     assert len(opened.tensors["x"].pieces) == 24
     for box in [((0, 6), (0, 8), (0, 4)), ((1, 5), (3, 5), (1, 3)), ((2, 3), (4, 8), (3, 4))]:

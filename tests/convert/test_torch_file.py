@@ -48,7 +48,10 @@ def everything() -> dict[str, Any]:
         "expanded": torch.ones(1).expand(7),
         "empty": torch.empty(0, 4),
         "scalar": torch.tensor(3),
-        **{str(dtype): torch.ones(3, 2).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool)},
+        **{
+            str(dtype): torch.ones(3, 2).to(dtype)
+            for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool)
+        },
         **{str(dtype): torch.ones(3, 2).to(dtype) for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex64)},
         "marked": marked,
         "plain": plain,
@@ -68,7 +71,9 @@ def everything() -> dict[str, Any]:
 def same(found: Any, made: Any) -> None:
     if isinstance(made, torch.Tensor):
         assert found.dtype == made.dtype and found.shape == made.shape
-        assert torch.equal(found.contiguous().view(-1).view(torch.uint8), made.detach().contiguous().view(-1).view(torch.uint8))
+        assert torch.equal(
+            found.contiguous().view(-1).view(torch.uint8), made.detach().contiguous().view(-1).view(torch.uint8)
+        )
     elif isinstance(made, np.ndarray):
         assert np.array_equal(found.value, made) and found.value.dtype == made.dtype
     elif isinstance(made, dict):
@@ -128,7 +133,7 @@ def attacks(mark: Path) -> dict[str, tuple[Any, str]]:
         "torch.load": (Call(torch.load, str(mark)), "torch.serialization.load"),
         "frombuffer": (Call(np.frombuffer, b"1234"), "numpy"),
         "numpy.load": (Call(np.load, str(mark)), "numpy"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", list(attacks(Path("mark"))))
@@ -143,7 +148,9 @@ def test_a_global_that_is_not_known_is_refused_by_name(tmp_path: Path, name: str
     assert not mark.exists()
 
 
-def archive(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED) -> Path:
+def archive(
+    path: Path, pickled: bytes, storages: dict[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED
+) -> Path:
     with zipfile.ZipFile(path, "w", compression) as file:
         file.writestr("archive/data.pkl", pickled)
         for name, data in (storages or {}).items():
@@ -163,11 +170,20 @@ NAMESPACE = globally("argparse", "Namespace")
 CRAFTED = {
     # dotted names reach through a module that may be named
     "dotted name": (b"\x80\x04" + text("argparse") + text("_sys.modules") + b"\x93.", "argparse._sys.modules"),
-    "dotted name of torch": (b"\x80\x04" + text("torch") + text("os.system") + b"\x93" + text("true") + b"\x85R.", "torch.os.system"),
+    "dotted name of torch": (
+        b"\x80\x04" + text("torch") + text("os.system") + b"\x93" + text("true") + b"\x85R.",
+        "torch.os.system",
+    ),
     "an empty name": (b"\x80\x04" + text("") + text("") + b"\x93.", "'.'"),
     # attributes of what lies on the stack
-    "attributes of a function": (b"\x80\x02" + globally("torch", "Size") + b"}" + text("call") + b"K\x01sb.", "sets attributes of a Allowed"),
-    "attributes of a class": (b"\x80\x02" + NAMESPACE + b"}" + text("__setstate__") + b"K\x01sb.", "sets attributes of a type"),
+    "attributes of a function": (
+        b"\x80\x02" + globally("torch", "Size") + b"}" + text("call") + b"K\x01sb.",
+        "sets attributes of a Allowed",
+    ),
+    "attributes of a class": (
+        b"\x80\x02" + NAMESPACE + b"}" + text("__setstate__") + b"K\x01sb.",
+        "sets attributes of a type",
+    ),
     "attributes of a list": (b"\x80\x02]}" + text("append") + b"K\x01sb.", "sets attributes of a list"),
     "items of a record": (b"\x80\x02" + NAMESPACE + b")\x81" + text("a") + b"K\x01s.", "sets items of a Namespace"),
     "appended to a record": (b"\x80\x02" + NAMESPACE + b")\x81K\x01a.", "appends to a Namespace"),
@@ -188,19 +204,40 @@ CRAFTED = {
     "not a pickle": (b"hello", "broken"),
     "a persistent id that is none": (b"\x80\x02K\x01Q.", "a storage is described as 1"),
     # numpy
-    "an array of objects": (b"\x80\x02" + globally("numpy", "dtype") + b"(" + text("O8") + b"K\x00K\x01tR.", "only numbers and text"),
+    "an array of objects": (
+        b"\x80\x02" + globally("numpy", "dtype") + b"(" + text("O8") + b"K\x00K\x01tR.",
+        "only numbers and text",
+    ),
     "a type of parts": (
-        b"\x80\x02" + globally("numpy", "dtype") + b"(" + text("V8") + b"K\x00K\x01tR(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb.",
+        b"\x80\x02"
+        + globally("numpy", "dtype")
+        + b"("
+        + text("V8")
+        + b"K\x00K\x01tR(K\x03"
+        + text("|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb.",
         "only numbers and text",
     ),
     "an array larger than its bytes": (
-        b"\x80\x02" + globally("numpy.core.multiarray", "scalar") + globally("numpy", "dtype") + text("f8") + b"\x85R"
-        + globally("_codecs", "encode") + text("abc") + b"\x85R\x86R.",
+        b"\x80\x02"
+        + globally("numpy.core.multiarray", "scalar")
+        + globally("numpy", "dtype")
+        + text("f8")
+        + b"\x85R"
+        + globally("_codecs", "encode")
+        + text("abc")
+        + b"\x85R\x86R.",
         "numpy array's shape",
     ),
-    "a codec": (b"\x80\x02" + globally("_codecs", "encode") + text("a") + text("punycode") + b"\x86R.", "string of bytes"),
-    "as many bytes as it says": (b"\x80\x02" + globally("builtins", "bytes") + b"J\xff\xff\xff\x7f\x85R.", "string of bytes"),
-}  # fmt: skip
+    "a codec": (
+        b"\x80\x02" + globally("_codecs", "encode") + text("a") + text("punycode") + b"\x86R.",
+        "string of bytes",
+    ),
+    "as many bytes as it says": (
+        b"\x80\x02" + globally("builtins", "bytes") + b"J\xff\xff\xff\x7f\x85R.",
+        "string of bytes",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", list(CRAFTED))
@@ -284,7 +321,9 @@ def test_the_helper_above_makes_good_tensors_too(tmp_path: Path) -> None:
 
 def test_a_storage_cannot_be_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"no entry 'data/../../secret'"):
-        read_torch_file(archive(tmp_path / "file.pt", tensor_pickle(1, 0, (1,), (1,), key="../../secret"), {"0": bytes(4)}))
+        read_torch_file(
+            archive(tmp_path / "file.pt", tensor_pickle(1, 0, (1,), (1,), key="../../secret"), {"0": bytes(4)})
+        )
 
 
 def test_files_that_are_no_whole_torch_files(tmp_path: Path) -> None:
@@ -317,7 +356,22 @@ def test_torch_opens_what_is_written(tmp_path: Path) -> None:
     """With weights_only, with its mapping, and with tensors that came in pieces."""
     pieces = torch.randn(3, 2).bfloat16()
     made: dict[str, Any] = {
-        "values": [1, 2.5, "é\n", None, True, False, 2**40, -1, -(2**33), 2**100, (1, 2), (), {}, {"a": {3: torch.float16}}],
+        "values": [
+            1,
+            2.5,
+            "é\n",
+            None,
+            True,
+            False,
+            2**40,
+            -1,
+            -(2**33),
+            2**100,
+            (1, 2),
+            (),
+            {},
+            {"a": {3: torch.float16}},
+        ],
         "transposed": torch.randn(5, 7).t(),
         "pieces": pieces,
         "empty": torch.empty(0),
@@ -330,7 +384,11 @@ def test_torch_opens_what_is_written(tmp_path: Path) -> None:
     with TorchFileWriter(path, hollow) as writer:
         for piece in (pieces[:1], pieces[1:], made["last"][:2], made["last"][2:]):
             writer.feed(piece)
-    for found in (torch.load(path, weights_only=True), torch.load(path, weights_only=True, mmap=True), read_torch_file(path)):
+    for found in (
+        torch.load(path, weights_only=True),
+        torch.load(path, weights_only=True, mmap=True),
+        read_torch_file(path),
+    ):
         same(found, made)
     with zipfile.ZipFile(path) as file:
         assert file.testzip() is None
@@ -361,7 +419,9 @@ def test_objects_of_classes_that_are_not_installed(tmp_path: Path) -> None:
     stage = record_type("nowhere.config.Stage")(2)
     write_torch_file(tmp_path / "file.pt", {"map": {"weight": fragment}, "stage": stage})
     found = read_torch_file(tmp_path / "file.pt", ["nowhere.*"])
-    assert found["map"]["weight"].name == "nowhere.tensor_fragment.fragment_address" and found["map"]["weight"].state == {
+    assert found["map"]["weight"].name == "nowhere.tensor_fragment.fragment_address" and found["map"][
+        "weight"
+    ].state == {
         "numel": 3,
         "start": 1,
     }

@@ -1,4 +1,6 @@
-"""Universal checkpoints and consolidated weights: written ones are read back here, and those of DeepSpeed's own converter too."""
+"""Universal checkpoints and consolidated weights: written ones are read back here, and those of DeepSpeed's own
+converter too.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def same(opened: Source, source: Source, columns: tuple[str, ...] = COLUMNS) -> 
     for name, entry in opened.entries.items():
         for column in columns:
             found = opened.read(name, column)
-            assert (found.dtype, tuple(found.shape)) == (entry.columns[column], entry.shape) == (torch.float32, source.entries[name].shape)
+            assert (
+                (found.dtype, tuple(found.shape))
+                == (entry.columns[column], entry.shape)
+                == (torch.float32, source.entries[name].shape)
+            )
             assert torch.equal(found, source.read(name, column)), (name, column)
 
 
@@ -99,7 +105,12 @@ def test_the_names_are_blooms(tmp_path):
     names = {path.name for path in (folder / "zero").iterdir() if path.is_dir()}
     block = {
         f"{part}.{kind}"
-        for part in ("input_layernorm", "post_attention_layernorm", "self_attention.query_key_value", "self_attention.dense")
+        for part in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "self_attention.query_key_value",
+            "self_attention.dense",
+        )
         for kind in ("weight", "bias")
     } | {f"mlp.{part}.{kind}" for part in ("dense_h_to_4h", "dense_4h_to_h") for kind in ("weight", "bias")}
     tied = {f"tied_modules.embed.word_embeddings.{end}" for end in ("weight", "norm.weight", "norm.bias")}
@@ -110,8 +121,11 @@ def test_the_names_are_blooms(tmp_path):
     assert torch.load(folder / "zero" / "3.input_layernorm.bias" / "fp32.pt").keys() == {"param"}
 
 
-def by_hand(folder: Path, source: Source, *, padding: int = 0, plain: bool = False, ranks: int = 1, **more: Any) -> Path:
-    """A universal checkpoint as older versions leave it: no flags but the axis, the vocabulary's padding kept, steps with the optimizer's groups.
+def by_hand(
+    folder: Path, source: Source, *, padding: int = 0, plain: bool = False, ranks: int = 1, **more: Any
+) -> Path:
+    """A universal checkpoint as older versions leave it: no flags but the axis, the vocabulary's padding kept, steps
+    with the optimizer's groups.
 
     ranks: a gated layer's rows as tp ranks have them, one after the other.
     """
@@ -150,9 +164,15 @@ def by_hand(folder: Path, source: Source, *, padding: int = 0, plain: bool = Fal
                 value = torch.cat([half for pair in zip(gates, value.chunk(ranks), strict=True) for half in pair])
             if name in ("embedding.word.weight", "head.weight"):
                 value = torch.cat([value, torch.full((padding, value.shape[1]), 5.0)])
-            torch.save({"param": value, "cat_dim": 1 if "dense.weight" in key or "4h_to_h.weight" in key else 0}, there / f"{file}.pt")
+            torch.save(
+                {"param": value, "cat_dim": 1 if "dense.weight" in key or "4h_to_h.weight" in key else 0},
+                there / f"{file}.pt",
+            )
     torch.save(
-        {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.97), "eps": 1e-8, "step": 5, "weight_decay": 0.2}], "clip_grad": 0.7},
+        {
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.97), "eps": 1e-8, "step": 5, "weight_decay": 0.2}],
+            "clip_grad": 0.7,
+        },
         inside / "zero" / "optimizer_state.pt",
     )
     args: dict[str, Any] = {
@@ -182,7 +202,12 @@ def test_blooms_own_kept_the_padding(tmp_path):
         assert opened.read("embedding.word.weight", "exp_avg")[97:].eq(5.0).all()
         assert opened.position.optimizer_steps == 5.0
         optimizer = opened.run.optimizer
-        assert (optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad, optimizer.precision) == (0.97, 0.2, 0.7, "bf16")
+        assert (optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad, optimizer.precision) == (
+            0.97,
+            0.2,
+            0.7,
+            "bf16",
+        )
     args = tmp_path / "global_step7_universal" / "mp_rank_00_model_states.pt"
     state = torch.load(args, weights_only=False)
     state["args"].vocab_size = 97
@@ -200,7 +225,9 @@ def test_names_of_the_model_without_a_pipeline_and_rows_of_two_ranks(tmp_path, r
         "normalization": "rmsnorm",
         "untie_embeddings_and_output_weights": True,
     }
-    by_hand(tmp_path, source, plain=True, ranks=ranks, use_rotary_position_embeddings=True, num_key_value_heads=2, **llama)
+    by_hand(
+        tmp_path, source, plain=True, ranks=ranks, use_rotary_position_embeddings=True, num_key_value_heads=2, **llama
+    )
     with open_source(tmp_path) as opened:
         same(opened, source)
         assert opened.model == LLAMA
@@ -214,7 +241,8 @@ def test_all_that_is_wrong_is_said(tmp_path):
     torch.save({"param": torch.zeros(3)}, inside / "zero" / "4.adapter.weight" / "fp32.pt")
     with pytest.raises(
         ConversionError,
-        match=r"4\.adapter\.weight .*3\.mlp\.dense_h_to_4h\.weight has shape \[95, 24\].*blocks\.1\.attention\.output\.bias is missing",
+        match=r"4\.adapter\.weight .*3\.mlp\.dense_h_to_4h\.weight has shape \[95, "
+        r"24\].*blocks\.1\.attention\.output\.bias is missing",
     ):
         open_source(tmp_path)
 

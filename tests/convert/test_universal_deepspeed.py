@@ -1,4 +1,7 @@
-"""What is written as a universal checkpoint, read by DeepSpeed: its engine, and its slices for tensor-parallel ranks. And what DeepSpeed makes, read here."""
+"""What is written as a universal checkpoint, read by DeepSpeed: its engine, and its slices for tensor-parallel ranks.
+
+And what DeepSpeed makes, read here.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def test_deepspeed_reads_and_is_read(tmp_path: Path) -> None:
 
     def shapes(folder: str) -> dict[str, dict[int, tuple[int, ...]]]:
         weights = expected[folder]["weight"]
-        return {n: {world: tuple(slices(n, w, world, gated[folder])[0].shape) for world in (1, 2)} for n, w in weights.items()}
+        return {
+            n: {world: tuple(slices(n, w, world, gated[folder])[0].shape) for world in (1, 2)}
+            for n, w in weights.items()
+        }
 
     in_memory = {name: tuple(value.shape) for name, value in expected[next(iter(folders))]["weight"].items()}
     # the state dictionary has no padding: an engine that is to take it strictly has none either
@@ -98,7 +104,12 @@ def test_deepspeed_reads_and_is_read(tmp_path: Path) -> None:
     torch.save({"shapes": in_memory, "slices": {folder: shapes(folder) for folder in folders}}, tmp_path / "job.pt")
     script = Path(__file__).with_name("deepspeed_universal.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False, timeout=200, cwd=tmp_path
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     read = torch.load(tmp_path / "read.pt", weights_only=False)
@@ -108,13 +119,19 @@ def test_deepspeed_reads_and_is_read(tmp_path: Path) -> None:
     assert set(engine["weight"]) == set(in_memory)
     for name, shape in in_memory.items():
         for column in COLUMNS:
-            assert torch.equal(engine[column][name], expected[next(iter(folders))][column][name][: shape[0]]), (name, column)
+            assert torch.equal(engine[column][name], expected[next(iter(folders))][column][name][: shape[0]]), (
+                name,
+                column,
+            )
         rounded = expected[next(iter(folders))]["weight"][name][: shape[0]].bfloat16()
         assert torch.equal(engine["bf16"][name], rounded) and torch.equal(engine["consolidated"][name], rounded), name
     first, second = engine["groups"]
     optimizer = bloom.run.optimizer
     assert (first["weight_decay"], second["weight_decay"]) == (optimizer.weight_decay, 0.0)
-    assert first["betas"] == second["betas"] == (optimizer.adam_beta1, optimizer.adam_beta2) and first["lr"] == bloom.run.schedule.lr
+    assert (
+        first["betas"] == second["betas"] == (optimizer.adam_beta1, optimizer.adam_beta2)
+        and first["lr"] == bloom.run.schedule.lr
+    )
     assert [float(step) for step in engine["adam steps"]] == [7.0, 7.0]
 
     for folder in folders:

@@ -87,7 +87,9 @@ ALTERED: dict[str, tuple[str, str, Callable[[Any], None], Wanted, str]] = {
 
 
 @pytest.mark.parametrize("case", ALTERED.values(), ids=ALTERED)
-def test_copies_that_contradict_each_other(case: tuple[str, str, Callable[[Any], None], Wanted, str], tmp_path: Path) -> None:
+def test_copies_that_contradict_each_other(
+    case: tuple[str, str, Callable[[Any], None], Wanted, str], tmp_path: Path
+) -> None:
     to, pattern, alter, wanted, words = case
     verdict = altered(to, pattern, alter, tmp_path / "out", wanted)
     assert not verdict.holds and verdict.lines[-1].startswith("NOT the same") and words in verdict.lines[-1]

@@ -14,17 +14,20 @@ CHATML = """{{ bos_token }}{% for message in messages %}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 """With the blocks that say what is generated."""
-PLAIN = """{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}
+PLAIN = """{{ bos_token }}{% for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 WORDS = "the quick brown fox asked a lazy dog what two and two make; it said four, naturally. Grüße, 你好 \U0001f600!"
 
 
-HEADERS = """{% for message in messages %}{% set content = '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' %}
+HEADERS = """{% for message in messages %}
+{%- set content = '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' %}
 {%- if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
 INSTRUCT = """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{{ raise_exception('roles must alternate') }}{% endif %}
+{%- if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
 {%- else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"""
 
 
@@ -36,7 +39,9 @@ def _bytes() -> tuple[Any, Any]:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return model, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+    return model, trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
 
 
 def _metaspace() -> tuple[Any, Any]:
@@ -58,7 +63,9 @@ def _unigram() -> tuple[Any, Any]:
     model.normalizer = normalizers.NFKC()
     model.pre_tokenizer = pre_tokenizers.Metaspace()
     model.decoder = decoders.Metaspace()
-    return model, trainers.UnigramTrainer(vocab_size=80, special_tokens=["<unk>", *SPECIALS], unk_token="<unk>", show_progress=False)
+    return model, trainers.UnigramTrainer(
+        vocab_size=80, special_tokens=["<unk>", *SPECIALS], unk_token="<unk>", show_progress=False
+    )
 
 
 KINDS = {"bytes": _bytes, "metaspace": _metaspace, "unigram": _unigram}
@@ -74,7 +81,9 @@ def write_tokenizer(folder: Path, template: str | None = CHATML, kind: str = "by
     folder.mkdir(parents=True, exist_ok=True)
     model.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": {"__type": "AddedToken", "content": SPECIALS[0]}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"eos_token": {"__type": "AddedToken", "content": SPECIALS[0]}})
+    )
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder
@@ -83,7 +92,9 @@ def write_tokenizer(folder: Path, template: str | None = CHATML, kind: str = "by
 def chat(*turns: str, system: str | None = None) -> dict[str, Any]:
     """User and assistant in turns."""
     messages = [{"role": "system", "content": system}] if system is not None else []
-    return {"messages": messages + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]}
+    return {
+        "messages": messages + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    }
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:

@@ -56,7 +56,10 @@ def test_a_document_has_a_largest_size(bomb: bytes, tmp_path: Path, monkeypatch:
     path = tmp_path / "x.jsonl.zst"
     path.write_bytes(bomb)
     tracemalloc.start()
-    with opened(path) as reading, pytest.raises(DataError, match=r"x\.jsonl\.zst, line 1 is longer than 4,194,304 bytes"):
+    with (
+        opened(path) as reading,
+        pytest.raises(DataError, match=r"x\.jsonl\.zst, line 1 is longer than 4,194,304 bytes"),
+    ):
         list(documents(reading, path, True, "line"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -71,7 +74,11 @@ def test_several_frames_after_small_pieces(tmp_path: Path) -> None:
     assert [len(text) for text in found] == [1, 5000, 70_000, 3]
 
 
-LINES = {"deep": "[" * 100_000, "less deep": '{"text": ' + "[" * 150 + "]" * 150 + "}", "number": '{"text": ' + "9" * 5000 + "}"}
+LINES = {
+    "deep": "[" * 100_000,
+    "less deep": '{"text": ' + "[" * 150 + "]" * 150 + "}",
+    "number": '{"text": ' + "9" * 5000 + "}",
+}
 
 
 @pytest.mark.parametrize("case", LINES)
@@ -100,9 +107,19 @@ def tokenizer_json(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-_ADDED = {"content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+_ADDED = {
+    "content": "<x>",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 TOKENIZERS: dict[str, tuple[Any, str]] = {
-    "id of the vocabulary": (tokenizer_json(model={"vocab": {"a": 0, "b": 2**31 - 1}, "merges": []}), "holds the id 2147483647"),
+    "id of the vocabulary": (
+        tokenizer_json(model={"vocab": {"a": 0, "b": 2**31 - 1}, "merges": []}),
+        "holds the id 2147483647",
+    ),
     "id of an added token": (tokenizer_json(added_tokens=[_ADDED | {"id": 2**31 - 1}]), "holds the id 2147483647"),
     "id of the post-processor": (
         tokenizer_json(post_processor={"type": "BertProcessing", "sep": ["a", 2**31 - 1], "cls": ["a", 0]}),

@@ -80,12 +80,17 @@ def test_damaged_caches_are_rebuilt(tmp_path):
     def exchange(first: int, second: int, count: int) -> None:
         """So many bytes at two places of the array in each other's."""
         content = bytearray((folder / "x.npy").read_bytes())
-        content[first : first + count], content[second : second + count] = content[second : second + count], content[first : first + count]
+        content[first : first + count], content[second : second + count] = (
+            content[second : second + count],
+            content[first : first + count],
+        )
         (folder / "x.npy").write_bytes(content)
 
     def without(*names: str) -> None:
         facts = json.loads((folder / "facts.json").read_text())
-        (folder / "facts.json").write_text(json.dumps(facts | {"arrays": {k: v for k, v in facts["arrays"].items() if k not in names}}))
+        (folder / "facts.json").write_text(
+            json.dumps(facts | {"arrays": {k: v for k, v in facts["arrays"].items() if k not in names}})
+        )
 
     damages = {
         "nothing": lambda: None,
@@ -119,7 +124,10 @@ def test_damaged_caches_are_rebuilt(tmp_path):
 
 def test_a_disk_that_is_too_small_is_named(tmp_path):
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
-        with pytest.raises(DataError, match=rf"^order-.* cannot be written to {disk}, where .* are free \(.*\); --data-cache-path chooses"):
+        with pytest.raises(
+            DataError,
+            match=rf"^order-.* cannot be written to {disk}, where .* are free \(.*\); --data-cache-path chooses",
+        ):
             cached_arrays(disk, "order", FACTS, lambda say: {"x": np.arange(100_000)}, silent)
         assert [path.suffix for path in disk.iterdir()] == [".lock"], "what was begun is gone"
         assert len(cached_arrays(disk, "order", FACTS, lambda say: {"x": np.arange(1000)}, silent)["x"]) == 1000

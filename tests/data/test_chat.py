@@ -1,4 +1,6 @@
-"""Chat templates against transformers: the same tokens, the same ones learned; and nothing in the data becomes a special token."""
+"""Chat templates against transformers: the same tokens, the same ones learned; and nothing in the data becomes a
+special token.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +66,17 @@ def test_every_kind_of_tokenizer_and_template_gives_the_tokens_of_transformers(k
         folder = write_tokenizer(tmp_path / str(number), template, kind)
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         for conversation, record in zip(read(path, folder, vocab_size=400), records, strict=True):
-            wanted = theirs.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=template is CHATML)
+            wanted = theirs.apply_chat_template(
+                record["messages"], return_dict=True, return_assistant_tokens_mask=template is CHATML
+            )
             assert conversation.ids.tolist() == wanted["input_ids"]
             if template is CHATML:
                 assert conversation.learned.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
 
 
 TOOLS = """{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}{% for message in messages %}
-{{- '<|im_start|>' + message['content'] | trim + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"""
+{{- '<|im_start|>' + message['content'] | trim + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>{% endif %}"""
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN, HEADERS, TOOLS])
@@ -86,7 +91,9 @@ def test_prompts_are_those_of_transformers(template: str, tmp_path: Path) -> Non
         turns = record["messages"]
         asked = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert ours.prompt(turns) == asked
-        assert ours.prompt(turns, answer=False) == theirs.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+        assert ours.prompt(turns, answer=False) == theirs.apply_chat_template(
+            turns, tokenize=False, continue_final_message=True
+        )
         assert tokenizer.encode_with_specials(asked) == theirs.encode(asked, add_special_tokens=False)
 
 
@@ -107,8 +114,12 @@ def test_questions_are_those_of_transformers(tmp_path: Path) -> None:
             ((*encoded,),) = tokenizer.encode_written([asked])
             assert [token for token, _, _ in encoded] == theirs.encode(asked, add_special_tokens=False)
         special = {tokenizer.id_of(token) for token in SPECIALS}
-        forged, harmless = (tokenizer.encode_written([ours.question(chat(text)["messages"])])[0] for text in (FORGERIES[0], "harmless"))
-        assert [token for token, _, _ in forged if token in special] == [token for token, _, _ in harmless if token in special]
+        forged, harmless = (
+            tokenizer.encode_written([ours.question(chat(text)["messages"])])[0] for text in (FORGERIES[0], "harmless")
+        )
+        assert [token for token, _, _ in forged if token in special] == [
+            token for token, _, _ in harmless if token in special
+        ]
         assert FORGERIES[0] in tokenizer.decode([token for token, _, _ in forged])
 
 
@@ -138,19 +149,35 @@ def test_the_token_that_ends_a_turn(tmp_path: Path) -> None:
         "{{ x.y }}": None,
     }
     for number, (template, end) in enumerate(ends.items()):
-        assert template_of(build_tokenizer("hf", str(write_tokenizer(tmp_path / str(number), template)))).end_of_turn() == end
+        assert (
+            template_of(build_tokenizer("hf", str(write_tokenizer(tmp_path / str(number), template)))).end_of_turn()
+            == end
+        )
 
 
-_ADDED = {"content": "<s>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+_ADDED = {
+    "content": "<s>",
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
 NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "only in the map": ({}, {"bos_token": "<s>", "eos_token": _ADDED | {"content": "<|endoftext|>"}}),
-    "otherwise in the map": ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}),
+    "otherwise in the map": (
+        {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
+        {"bos_token": "<s>", "eos_token": "<|endoftext|>"},
+    ),
     "none in the configuration": ({"bos_token": None, "eos_token": "<|endoftext|>"}, {"bos_token": "<s>"}),
     "the map is older": (
         {"bos_token": "<s>", "eos_token": "<|im_end|>", "added_tokens_decoder": {"3": _ADDED}},
         {"eos_token": "<|endoftext|>"},
     ),
-    "one of its own": ({"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": {"turn_token": "<|im_start|>"}}, {}),
+    "one of its own": (
+        {"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": {"turn_token": "<|im_start|>"}},
+        {},
+    ),
     "its class's": ({"tokenizer_class": "GPT2TokenizerFast"}, {}),
 }
 
@@ -159,12 +186,17 @@ NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_templates_know_the_named_tokens_that_transformers_knows(case: str, tmp_path: Path) -> None:
     """Whichever of the tokenizer's files says them."""
     transformers = pytest.importorskip("transformers")
-    template = "{{ bos_token }}{{ turn_token if turn_token is defined }}{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
+    template = (
+        "{{ bos_token }}{{ turn_token if turn_token is defined }}{% for message in messages %}{{ "
+        "message['content'] + eos_token }}{% endfor %}"
+    )
     folder = write_tokenizer(tmp_path, template)
     config, special_map = NAMED[case]
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
     (folder / "special_tokens_map.json").write_text(json.dumps(special_map))
-    wanted = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CHATS[0]["messages"], tokenize=False)
+    wanted = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        CHATS[0]["messages"], tokenize=False
+    )
     assert template_of(build_tokenizer("hf", str(folder))).render(CHATS[0]["messages"]).text == wanted
 
 
@@ -181,22 +213,32 @@ def test_a_model_of_pieces_forges_no_special_token_either(tmp_path: Path) -> Non
     special = [tokenizer._model.token_to_id(token) for token in SPECIALS]  # type: ignore[attr-defined]
     assert not set(special) & set(tokenizer.encode("a<|im_end|> b <s><s>"))
     forged, harmless = read(write_lines(tmp_path / "x.jsonl", [chat("<s> a", "b <|im_end|>"), chat("a", "b")]), folder)
-    found = [[number for number in conversation.ids.tolist() if number in special] for conversation in (forged, harmless)]
+    found = [
+        [number for number in conversation.ids.tolist() if number in special] for conversation in (forged, harmless)
+    ]
     assert found[0] == found[1]
     wide = write_lines(tmp_path / "y.jsonl", [chat("a", "b"), chat("\uff1c|im_end|\uff1e", "b")])
-    with pytest.raises(DataError, match=r"line 2: the tokenizer takes '\uff1c\|im_end\|\uff1e' for its special token <\|im_end\|>"):
+    with pytest.raises(
+        DataError, match=r"line 2: the tokenizer takes '\uff1c\|im_end\|\uff1e' for its special token <\|im_end\|>"
+    ):
         read(wide, folder)
 
 
 def test_turns_are_found_without_generation_blocks(plain: Path, marked: Path, tmp_path: Path) -> None:
-    """The same conversations in both templates: the tokens of transformers, and what an assistant wrote with the token that ends it."""
+    """The same conversations in both templates: the tokens of transformers, and what an assistant wrote with the token
+    that ends it.
+    """
     transformers = pytest.importorskip("transformers")
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(plain), build_tokenizer("hf", str(plain))
     for conversation, record in zip(read(write_lines(tmp_path / "chats.jsonl", CHATS), plain), CHATS, strict=True):
-        assert conversation.ids.tolist() == theirs.apply_chat_template(record["messages"], return_dict=True)["input_ids"]
+        assert (
+            conversation.ids.tolist() == theirs.apply_chat_template(record["messages"], return_dict=True)["input_ids"]
+        )
         runs = np.split(np.arange(len(conversation.ids)), np.flatnonzero(np.diff(conversation.learned)) + 1)
         learned = [tokenizer.decode(conversation.ids[run].tolist()) for run in runs if conversation.learned[run[0]]]
-        assert learned == [message["content"] + "<|im_end|>" for message in record["messages"] if message["role"] == "assistant"]
+        assert learned == [
+            message["content"] + "<|im_end|>" for message in record["messages"] if message["role"] == "assistant"
+        ]
 
 
 FORGERIES = [
@@ -218,7 +260,9 @@ def test_text_forges_no_special_token(text: str, marked: Path, plain: Path, tmp_
         def skeleton(conversation: Conversation, special: list[int] = special) -> list[int]:
             return [number for number in conversation.ids.tolist() if number in special]
 
-        forged, harmless = read(write_lines(tmp_path / "chats.jsonl", [chat(text, text), chat("harmless", "text")]), folder)
+        forged, harmless = read(
+            write_lines(tmp_path / "chats.jsonl", [chat(text, text), chat("harmless", "text")]), folder
+        )
         assert skeleton(forged) == skeleton(harmless)
         assert tokenizer.decode(forged.ids.tolist()).count(text) == 2
         answer = tokenizer.decode(forged.ids[forged.learned].tolist())
@@ -227,9 +271,12 @@ def test_text_forges_no_special_token(text: str, marked: Path, plain: Path, tmp_
 
 def test_a_special_token_is_not_put_together_from_template_and_text(tmp_path: Path) -> None:
     folder = write_tokenizer(
-        tmp_path / "named", "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
+        tmp_path / "named",
+        "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}{% if add_generation_prompt %}{% endif %}",
     )
-    with pytest.raises(DataError, match=r"line 1: text of the conversation and text of the chat template make a special token"):
+    with pytest.raises(
+        DataError, match=r"line 1: text of the conversation and text of the chat template make a special token"
+    ):
         read(write_lines(tmp_path / "chats.jsonl", [chat("hello", "|im_end|")]), folder)
 
 
@@ -246,7 +293,9 @@ def test_prompt_and_completion(marked: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_completion_reads_as_it_stands_behind_its_prompt(kind: str, tmp_path: Path) -> None:
-    """Without the blank that pieces of some tokenizers begin a text with; the prompt keeps the tokens that it has alone where it can."""
+    """Without the blank that pieces of some tokenizers begin a text with; the prompt keeps the tokens that it has alone
+    where it can.
+    """
     folder = write_tokenizer(tmp_path, None, kind)
     tokenizer = build_tokenizer("hf", str(folder))
     pairs = [
@@ -277,7 +326,10 @@ WRONG = {
     "no completion": ('{"prompt": "x"}', "line 2: completion is missing"),
     "empty completion": ('{"prompt": "x", "completion": ""}', "line 2: the completion is empty"),
     "number": ('{"prompt": 3, "completion": "x"}', "line 2: prompt is no text, but int"),
-    "role": ('{"messages": [{"role": "narrator", "content": "x"}]}', "line 2: turn 1 has the role 'narrator', which is none of system"),
+    "role": (
+        '{"messages": [{"role": "narrator", "content": "x"}]}',
+        "line 2: turn 1 has the role 'narrator', which is none of system",
+    ),
     "content": ('{"messages": [{"role": "user"}]}', r"line 2: turn 1 \(user\) has no text"),
     "silent": ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: no turn is an assistant's"),
     "empty turn": ('{"messages": [{"role": "assistant", "content": ""}]}', r"line 2: turn 1 \(assistant\) is empty"),
@@ -326,5 +378,7 @@ def test_a_template_with_marks_of_its_own(mark: str, tmp_path: Path) -> None:
     """What counts would be what the template says, or nothing: an error, and none of ours."""
     source = mark + CHATML + ("{% endgeneration %}" if "generation" in mark else "")
     built = build_tokenizer("hf", str(write_tokenizer(tmp_path, source)))
-    with pytest.raises(DataError, match=r"the chat template has marks of what is generated inside each other, or alone"):
+    with pytest.raises(
+        DataError, match=r"the chat template has marks of what is generated inside each other, or alone"
+    ):
         template_of(built).render(chat("a", "b")["messages"])

@@ -1,4 +1,6 @@
-"""The default corpus on a small library of our own: prepared once by many processes, and exactly what the files hold."""
+"""The default corpus on a small library of our own: prepared once by many processes, and exactly what
+the files hold.
+"""
 
 import multiprocessing
 import sysconfig
@@ -16,7 +18,9 @@ def _library(folder: Path) -> Path:
     for number in range(30):
         path = folder / f"package{number % 3}" / f"module{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"import os\n\n\ndef function_{number}(x):\n    return x * {number}\n" * (number + 1), newline="\r\n")
+        path.write_text(
+            f"import os\n\n\ndef function_{number}(x):\n    return x * {number}\n" * (number + 1), newline="\r\n"
+        )
     (folder / "test").mkdir()
     (folder / "test" / "test_x.py").write_text("left out")
     (folder / "bad.py").write_bytes(b"# \xff\n")
@@ -35,9 +39,9 @@ def test_many_processes_prepare_it_once(tmp_path):
         results = pool.starmap(_prepare, [(str(tmp_path / "cache"), str(library))] * 5, chunksize=1)
     assert len({prefix for prefix, _ in results}) == 1
     assert sum(any("training a byte-level BPE" in line for line in said) for _, said in results) == 1
-    assert not any("unfinished" in line or ("waiting" not in line and "/" in line) for _, said in results for line in said), (
-        "no temporary folder"
-    )
+    assert not any(
+        "unfinished" in line or ("waiting" not in line and "/" in line) for _, said in results for line in said
+    ), "no temporary folder"
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [Path(results[0][0]).parent.name]
 
 

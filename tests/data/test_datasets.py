@@ -21,8 +21,14 @@ def _reference(run: Path, tmp_path: Path):
     settings = json.loads(run.read_text())
     names, weights = settings["blend"]
     prefixes = [str(run.parents[1] / name) for name in names]
-    words = prefixes if weights is None else [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair]
-    cfg = DataConfig(data_path=tuple(words), split=settings["split"], seed=settings["seed"], data_cache_path=str(tmp_path))
+    words = (
+        prefixes
+        if weights is None
+        else [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair]
+    )
+    cfg = DataConfig(
+        data_path=tuple(words), split=settings["split"], seed=settings["seed"], data_cache_path=str(tmp_path)
+    )
     samples = tuple(settings["requested_samples"])
     return settings, build_datasets(cfg, seq_length=settings["sequence_length"], samples=samples, vocab_size=5000)
 
@@ -51,7 +57,9 @@ def test_all_reference_files_were_looked_at():
 
 
 def _build(tmp_path, words, samples=(10, 0, 0), split="1", seq_length=8, **more):
-    cfg = DataConfig(data_path=tuple(map(str, words)), split=split, data_cache_path=str(tmp_path / "cache"), **more.pop("cfg", {}))
+    cfg = DataConfig(
+        data_path=tuple(map(str, words)), split=split, data_cache_path=str(tmp_path / "cache"), **more.pop("cfg", {})
+    )
     return build_datasets(cfg, seq_length=seq_length, samples=samples, **more)
 
 
@@ -93,7 +101,9 @@ def test_samples_of_an_empty_split(tmp_path):
     assert len(datasets.valid) == 0 == len(datasets.test)
     with pytest.raises(IndexError):
         datasets.valid[0]
-    with pytest.raises(DataError, match=r"7 valid samples are asked of .*p, but its valid split is empty \(sequences 20 to 20 of 20"):
+    with pytest.raises(
+        DataError, match=r"7 valid samples are asked of .*p, but its valid split is empty \(sequences 20 to 20 of 20"
+    ):
         _build(tmp_path, [data.prefix], samples=(10, 7, 0))
     hollow = write_pair(tmp_path / "hollow", [0, 0])
     with pytest.raises(DataError, match="0 tokens"):
@@ -132,7 +142,9 @@ def test_named_validation_sets_read_their_whole_file(tmp_path):
     assert np.isin(named["wiki"][0], other.read(0, other.count)).all()
 
 
-@pytest.mark.parametrize("words", [(), ("a", "b"), ("1", "a", "2"), ("1", "a", "b", "c"), ("0", "a"), ("-1", "a", "2", "b"), ("nan", "a")])
+@pytest.mark.parametrize(
+    "words", [(), ("a", "b"), ("1", "a", "2"), ("1", "a", "b", "c"), ("0", "a"), ("-1", "a", "2", "b"), ("nan", "a")]
+)
 def test_wrong_data_paths(words):
     with pytest.raises(DataError, match="--data-path"):
         parse_data_path(words)
@@ -157,20 +169,27 @@ def test_more_samples_than_memory_has_an_order_for(tmp_path):
     write_pair(tmp_path / "p", [60] * 4, 200)
     cfg = DataConfig(data_path=(str(tmp_path / "p"),), split="1", data_cache_path=str(tmp_path / "cache"))
     with pytest.raises(
-        DataError, match=r"train order of .*p, 333,\d{3},\d{3},\d{3} epochs with 10,000,\d{3},\d{3},\d{3} samples, takes .* GiB"
+        DataError,
+        match=r"train order of .*p, 333,\d{3},\d{3},\d{3} epochs with 10,000,\d{3},\d{3},\d{3} samples, takes .* GiB",
     ):
         build_datasets(cfg, seq_length=8, samples=(10**13, 0, 0), vocab_size=200)
 
 
 def test_more_samples_than_memory_has_a_blend_for(tmp_path, monkeypatch):
-    """10^9 samples of eleven pairs: what each of them gives would fit, their blend does not. It is said before any order is made."""
+    """10^9 samples of eleven pairs: what each of them gives would fit, their blend does not.
+
+    It is said before any order is made.
+    """
     prefixes = [str(write_pair(tmp_path / f"p{number}", [60] * 4, 200, seed=number).prefix) for number in range(11)]
     words = tuple(word for prefix in prefixes for word in ("1", prefix))
     cfg = DataConfig(data_path=words, split="1", data_cache_path=str(tmp_path / "cache"))
     monkeypatch.setattr("megazero.system.device.available_memory_bytes", lambda: 8 << 30)
     for name in ("build_orders", "blend_index"):
         monkeypatch.setattr(f"megazero.data.dataset.{name}", lambda *_: pytest.fail("it is made"))
-    told = r"train blend of 11 datasets, 1,000,000,0\d\d samples, takes 9\.3 GiB to make, and this machine has 8\.0 free: .*--train-iters"
+    told = (
+        r"train blend of 11 datasets, 1,000,000,0\d\d samples, takes 9\.3 GiB to make, and this machine has 8\.0 "
+        r"free: .*--train-iters"
+    )
     with pytest.raises(DataError, match=told):
         build_datasets(cfg, seq_length=8, samples=(10**9, 0, 0), vocab_size=200)
     assert not list((tmp_path / "cache").glob("order-*"))

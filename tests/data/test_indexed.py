@@ -83,12 +83,30 @@ BROKEN = {
     "version": (lambda p: _patch(Path(p + ".idx"), 9, b"\x02"), r"p\.idx has version 2"),
     "dtype": (lambda p: _patch(Path(p + ".idx"), 17, b"\x09"), r"p\.idx has dtype code 9"),
     "other dtype": (lambda p: _patch(Path(p + ".idx"), 17, b"\x04"), r"p\.bin has 20 bytes.*describes"),
-    "count": (lambda p: _patch(Path(p + ".idx"), 18, struct.pack("<Q", 2**60)), r"p\.idx has 122 bytes, but its header"),
-    "last bound": (lambda p: _patch(Path(p + ".idx"), BOUNDS + 32, b"\x09"), r"p\.idx: document bounds run from 0 to 9, not from 0 to 4"),
-    "negative length": (lambda p: _patch(Path(p + ".idx"), LENGTHS + 4, struct.pack("<i", -3)), r"p\.idx: sequence 1 has length -3"),
-    "length": (lambda p: _patch(Path(p + ".idx"), LENGTHS + 4, b"\x04"), r"p\.idx: sequence 2 starts at byte 10.*end at byte 12"),
-    "pointer": (lambda p: _patch(Path(p + ".idx"), POINTERS + 8, b"\x06"), r"p\.idx: sequence 1 starts at byte 6.*end at byte 4"),
-    "bounds": (lambda p: _patch(Path(p + ".idx"), BOUNDS + 8, b"\x03"), r"p\.idx: document 1 ends at sequence 2 before"),
+    "count": (
+        lambda p: _patch(Path(p + ".idx"), 18, struct.pack("<Q", 2**60)),
+        r"p\.idx has 122 bytes, but its header",
+    ),
+    "last bound": (
+        lambda p: _patch(Path(p + ".idx"), BOUNDS + 32, b"\x09"),
+        r"p\.idx: document bounds run from 0 to 9, not from 0 to 4",
+    ),
+    "negative length": (
+        lambda p: _patch(Path(p + ".idx"), LENGTHS + 4, struct.pack("<i", -3)),
+        r"p\.idx: sequence 1 has length -3",
+    ),
+    "length": (
+        lambda p: _patch(Path(p + ".idx"), LENGTHS + 4, b"\x04"),
+        r"p\.idx: sequence 2 starts at byte 10.*end at byte 12",
+    ),
+    "pointer": (
+        lambda p: _patch(Path(p + ".idx"), POINTERS + 8, b"\x06"),
+        r"p\.idx: sequence 1 starts at byte 6.*end at byte 4",
+    ),
+    "bounds": (
+        lambda p: _patch(Path(p + ".idx"), BOUNDS + 8, b"\x03"),
+        r"p\.idx: document 1 ends at sequence 2 before",
+    ),
     "misaligned": (_misalign, r"p\.bin has 21 bytes and .*p\.idx says so: no whole number of uint16 ids"),
     "no idx": (lambda p: Path(p + ".idx").unlink(), r"no file .*p\.idx"),
 }
@@ -164,7 +182,10 @@ def test_merge_widens_and_keeps_order(tmp_path):
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.lists(st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=8)), max_size=3), cut=st.integers(0, 122) | st.none())
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=8)), max_size=3),
+    cut=st.integers(0, 122) | st.none(),
+)
 def test_a_damaged_index_is_one_error_or_reads_what_it_says(tmp_path, changes, cut):
     with PairWriter(tmp_path / "p", np.dtype("<u2"), overwrite=True) as writer:
         writer.write(np.arange(1, 11, dtype="<u2"), [2, 3, 4, 1])
@@ -182,7 +203,9 @@ def test_a_damaged_index_is_one_error_or_reads_what_it_says(tmp_path, changes, c
         assert b"".join(row.tobytes() for row in rows) == (tmp_path / "p.bin").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["p.bin", "p.idx", "shuffle_index.npy", "sample_index.npy", "document_index.npy", "dataset_index.npy"])
+@pytest.mark.parametrize(
+    "name", ["p.bin", "p.idx", "shuffle_index.npy", "sample_index.npy", "document_index.npy", "dataset_index.npy"]
+)
 def test_a_file_that_is_cut_off_under_a_run_is_named(name, tmp_path):
     """Nothing is asked before a read that could be otherwise by then: a mapped file would be SIGBUS."""
     write_pair(tmp_path / "p", [600] * 40)

@@ -27,13 +27,19 @@ def place(tmp_path_factory) -> Path:
     train_bpe([WORDS], 280, folder / "a", silent)
     train_bpe([WORDS[::-1]], 280, folder / "b", silent)
     tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(folder / "a" / "vocab.json"), str(folder / "a" / "merges.txt")))
+    model = tokenizers.Tokenizer(
+        tokenizers.models.BPE.from_file(str(folder / "a" / "vocab.json"), str(folder / "a" / "merges.txt"))
+    )
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.add_special_tokens(["<|endoftext|>"])
     (folder / "hf").mkdir()
     model.save(str(folder / "hf" / "tokenizer.json"))
     (folder / "in.txt").write_text(WORDS)
-    for name, job in {"a": Job("gpt2", str(folder / "a")), "b": Job("gpt2", str(folder / "b")), "bytes": Job("byte", None)}.items():
+    for name, job in {
+        "a": Job("gpt2", str(folder / "a")),
+        "b": Job("gpt2", str(folder / "b")),
+        "bytes": Job("byte", None),
+    }.items():
         preprocess([folder / "in.txt"], folder / f"of-{name}", job, workers=1, report=silent)
     write_pair(folder / "silent", [60] * 4, 200)
     return folder
@@ -45,14 +51,20 @@ def _build(place: Path, prefix: str, kind: str, path: str | None):
     return build_datasets(cfg, seq_length=8, samples=(4, 0, 0), vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize(("prefix", "kind", "path"), [("of-a", "gpt2", "a"), ("of-a", "hf", "hf"), ("of-bytes", "byte", None)])
+@pytest.mark.parametrize(
+    ("prefix", "kind", "path"), [("of-a", "gpt2", "a"), ("of-a", "hf", "hf"), ("of-bytes", "byte", None)]
+)
 def test_data_of_the_run_s_tokenizer_are_taken_whatever_reads_it(place, prefix, kind, path):
     assert len(_build(place, prefix, kind, path).train) >= 4
 
 
-@pytest.mark.parametrize(("prefix", "kind", "path"), [("of-b", "gpt2", "a"), ("of-b", "hf", "hf"), ("of-bytes", "gpt2", "a")])
+@pytest.mark.parametrize(
+    ("prefix", "kind", "path"), [("of-b", "gpt2", "a"), ("of-b", "hf", "hf"), ("of-bytes", "gpt2", "a")]
+)
 def test_data_of_another_tokenizer_are_refused(place, prefix, kind, path):
-    with pytest.raises(DataError, match=rf"{prefix}\.bin was made with another tokenizer \(.* tokens, hash \w+\) than the run has"):
+    with pytest.raises(
+        DataError, match=rf"{prefix}\.bin was made with another tokenizer \(.* tokens, hash \w+\) than the run has"
+    ):
         _build(place, prefix, kind, path)
 
 
@@ -66,7 +78,9 @@ def test_one_merge_or_one_token_makes_another_tokenizer(place, tmp_path):
     vocab, merges = (place / "a" / "vocab.json").read_text(), (place / "a" / "merges.txt").read_text().splitlines()
     swapped = json.loads(vocab)
     swapped["Ā"], swapped["ā"] = swapped["ā"], swapped["Ā"]
-    for number, (table, lines) in enumerate([(vocab, merges[:-1]), (vocab, [merges[0], *merges[:0:-1]]), (json.dumps(swapped), merges)]):
+    for number, (table, lines) in enumerate(
+        [(vocab, merges[:-1]), (vocab, [merges[0], *merges[:0:-1]]), (json.dumps(swapped), merges)]
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "vocab.json").write_text(table)
@@ -95,7 +109,15 @@ def test_what_lay_there_before_goes_with_its_pair(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[1]", b'{"hash": 5}', b'{"tokenizer": "x", "vocab_size": 5, "hash": "y", "format": 2}', b"[" * 10**5, b"\xff"]
+    "content",
+    [
+        b"",
+        b"[1]",
+        b'{"hash": 5}',
+        b'{"tokenizer": "x", "vocab_size": 5, "hash": "y", "format": 2}',
+        b"[" * 10**5,
+        b"\xff",
+    ],
 )
 def test_a_damaged_file_is_named(place, tmp_path, content):
     write_pair(tmp_path / "p", [60] * 4, 200)

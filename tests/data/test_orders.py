@@ -142,7 +142,9 @@ def test_blend_equals_plain_loop(seed):
     _same(weights.tolist(), int(choose.choice([0, 1, 2, 100, 4095, 4096, 20_000])))
 
 
-@pytest.mark.parametrize("weights", [[0.6, 0.3, 0.1], [1, 1], [1] * 7, [0.999, 0.0005, 0.0005], [1.0, *[1e-5] * 10], [3, 1, 1e-3, 1e-4]])
+@pytest.mark.parametrize(
+    "weights", [[0.6, 0.3, 0.1], [1, 1], [1] * 7, [0.999, 0.0005, 0.0005], [1.0, *[1e-5] * 10], [3, 1, 1e-3, 1e-4]]
+)
 def test_blend_with_ties_and_rare_datasets(weights):
     """Rare datasets are where a lane's guess is wrong and must be corrected by its predecessor."""
     _same(weights, 150_000)

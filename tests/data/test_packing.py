@@ -1,4 +1,6 @@
-"""Packed conversations: who shares a sample, what is in it, and that nobody's tokens are lost, learned twice or seen by others."""
+"""Packed conversations: who shares a sample, what is in it, and that nobody's tokens are lost, learned twice or seen by
+others.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +49,22 @@ def test_first_fit(count: int) -> None:
 def conversations(count: int = 40, seed: int = 3) -> list[dict[str, str]]:
     random = np.random.default_rng(seed)
     return [
-        {"prompt": "p" * int(random.integers(0, 9)), "completion": f"{number:02d}" * int(random.integers(1, 5))} for number in range(count)
+        {"prompt": "p" * int(random.integers(0, 9)), "completion": f"{number:02d}" * int(random.integers(1, 5))}
+        for number in range(count)
     ]
 
 
 def config(path: Path, cache: Path, **more: Any) -> DataConfig:
-    return replace(DataConfig(instruction_data=(str(path),), data_cache_path=str(cache), tokenizer="byte", eod_id=256), **more)
+    return replace(
+        DataConfig(instruction_data=(str(path),), data_cache_path=str(cache), tokenizer="byte", eod_id=256), **more
+    )
 
 
 def built(cfg: DataConfig, requested: int = 100, seq_length: int = SEQUENCE) -> tuple[PackedDataset, str]:
     tokenizer = build_tokenizer("byte", None)
-    datasets, text = build_instructions(cfg, tokenizer, seq_length=seq_length, vocab_size=257, samples=(requested, 0), report=silent)
+    datasets, text = build_instructions(
+        cfg, tokenizer, seq_length=seq_length, vocab_size=257, samples=(requested, 0), report=silent
+    )
     assert isinstance(datasets.train, PackedDataset)
     return datasets.train, text
 
@@ -107,7 +114,9 @@ def test_the_first_token_of_a_conversation_is_no_label() -> None:
     """It follows the last token of another one."""
     starts, learned = np.array([0, 3, 6, 8]), np.array([0, 1, 1, 0, 1, 1, 0, 1], dtype=np.bool_)
     packs = Packs(np.array([2, 0, 1]), np.array([0, 3]))
-    sample = PackedDataset(np.arange(8, dtype=np.int32), learned, starts, packs, seq_length=9, padding=77, seed=1, requested=1)[0]
+    sample = PackedDataset(
+        np.arange(8, dtype=np.int32), learned, starts, packs, seq_length=9, padding=77, seed=1, requested=1
+    )[0]
     assert sample.tokens.tolist() == [6, 7, 0, 1, 2, 3, 4, 5, 77, 77]
     assert sample.counts.tolist() == [True, False, True, True, False, True, True, False, False]
     assert sample.documents.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3]
@@ -130,11 +139,15 @@ def test_conversations_longer_than_a_sample(path: Path, tmp_path: Path) -> None:
     assert over > 5 and gone > 0, "this test needs both"
     with pytest.raises(
         DataError,
-        match=f"--instruction-data: {over} of 40 conversations are longer than a sample's 8 tokens .* the longest has {lengths.max()}",
+        match=f"--instruction-data: {over} of 40 conversations are longer than a sample's 8 tokens .* the longest has "
+        f"{lengths.max()}",
     ):
         built(config(path, tmp_path), seq_length=7)
     dataset, text = built(config(path, tmp_path, long_conversations="drop"), seq_length=7)
-    assert f"{over} of 40 conversations are longer than a sample and left out" in text and len(dataset.packs.members) == 40 - over
+    assert (
+        f"{over} of 40 conversations are longer than a sample and left out" in text
+        and len(dataset.packs.members) == 40 - over
+    )
     dataset, text = built(config(path, tmp_path, long_conversations="truncate"), seq_length=7)
     assert f"{over} of 40 conversations are cut off at a sample's end, {gone} of them left out" in text
     assert len(dataset.packs.members) == 40 - gone
@@ -160,13 +173,21 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path) -> None:
 
 def test_the_loader_gives_masks_documents_and_places(path: Path, tmp_path: Path) -> None:
     dataset = built(config(path, tmp_path))[0]
-    loader = TrainLoader(dataset, dp_rank=1, dp_size=2, micro_batch_size=2, seq_length=SEQUENCE, restart_positions=True, num_workers=1)
+    loader = TrainLoader(
+        dataset, dp_rank=1, dp_size=2, micro_batch_size=2, seq_length=SEQUENCE, restart_positions=True, num_workers=1
+    )
     loader.prefetch(4, 8)
     for number, batch in enumerate(loader.micro_batches(4, 8)):
         for row, sample in enumerate(dataset[4 + (number * 2 + 1) * 2 + j] for j in range(2)):
             assert batch.loss_mask is not None and batch.documents is not None and batch.positions is not None
-            assert batch.tokens[row].tolist() == sample.tokens[:-1].tolist() and batch.labels[row].tolist() == sample.tokens[1:].tolist()
-            assert batch.loss_mask[row].tolist() == sample.counts.tolist() and batch.documents[row].tolist() == sample.documents.tolist()
+            assert (
+                batch.tokens[row].tolist() == sample.tokens[:-1].tolist()
+                and batch.labels[row].tolist() == sample.tokens[1:].tolist()
+            )
+            assert (
+                batch.loss_mask[row].tolist() == sample.counts.tolist()
+                and batch.documents[row].tolist() == sample.documents.tolist()
+            )
             assert batch.positions[row].tolist() == within_documents(sample.documents[None])[0].tolist()
     loader.close()
     plain = TrainLoader(dataset, dp_rank=0, dp_size=1, micro_batch_size=2, seq_length=SEQUENCE, num_workers=0)
@@ -186,4 +207,7 @@ def test_packs_of_many(tmp_path: Path) -> None:
 def test_what_is_read_is_what_the_tokenizer_says(path: Path) -> None:
     first = next(read_conversations([path], Encoder(build_tokenizer("byte", None), 256, 257), silent))
     record = conversations()[0]
-    assert isinstance(first, Conversation) and bytes(first.ids[:-1].tolist()).decode() == record["prompt"] + record["completion"]
+    assert (
+        isinstance(first, Conversation)
+        and bytes(first.ids[:-1].tolist()).decode() == record["prompt"] + record["completion"]
+    )

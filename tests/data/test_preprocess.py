@@ -49,7 +49,9 @@ def _decoded(prefix, tokenizer, *, eod: bool) -> list[str]:
 def test_jsonl_decodes_to_its_input(tmp_path, workers, eod, monkeypatch):
     monkeypatch.setattr("megazero.data.preprocess.BATCH_DOCUMENTS", 7)
     (tmp_path / "in.jsonl").write_bytes(_jsonl(DOCUMENTS) + b"\n\n")
-    done = preprocess([tmp_path / "in.jsonl"], tmp_path / "out", Job("byte", None, append_eod=eod), workers=workers, report=silent)
+    done = preprocess(
+        [tmp_path / "in.jsonl"], tmp_path / "out", Job("byte", None, append_eod=eod), workers=workers, report=silent
+    )
     assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=eod) == DOCUMENTS
     assert done.documents == len(DOCUMENTS) and IndexedDataset(tmp_path / "out").dtype == np.dtype("<u2")
 
@@ -90,7 +92,12 @@ def test_lines_as_documents(tmp_path):
     (tmp_path / "in.txt").write_bytes("one\r\n\ntwo\x85still\u2028two\n three".encode())
     job = Job("byte", None, Reader(document="line"))
     preprocess([tmp_path / "in.txt"], tmp_path / "out", job, workers=1, report=silent)
-    assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False) == ["one", "", "two\x85still\u2028two", " three"]
+    assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False) == [
+        "one",
+        "",
+        "two\x85still\u2028two",
+        " three",
+    ]
 
 
 @pytest.mark.parametrize(("filler", "workers"), [("word ", 1), ("é", 1), ("é\n", 2), ("x", 1)])
@@ -112,7 +119,10 @@ def test_lone_surrogates_in_json():
 
 BROKEN = {
     "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2 is no JSON"),
-    "key.jsonl": (b'{"body": "a", "id": 1}', r"key\.jsonl, line 1 has no text under --json-key 'text'; it holds body, id"),
+    "key.jsonl": (
+        b'{"body": "a", "id": 1}',
+        r"key\.jsonl, line 1 has no text under --json-key 'text'; it holds body, id",
+    ),
     "list.jsonl": (b"[1]", r"list\.jsonl, line 1 has no text"),
     "latin.txt": ("ok é".encode("latin-1"), r"latin\.txt, line 1: byte 3 of the document is no UTF-8"),
     "cut.txt.gz": (gzip.compress(b"word" * 1000)[:-20], r"cut\.txt\.gz cannot be read to its end"),
@@ -163,7 +173,10 @@ def test_files_in_folders_are_chosen_by_pattern(tmp_path):
     chosen, _ = _told([tmp_path / "in"], tmp_path / "out", include=("*.txt", "*.md"))
     assert chosen == ["a.txt", "b.md", "deep/d.txt"]
     assert _told([tmp_path / "in"], tmp_path / "deep", include=("deep/*",))[0] == ["deep/d.txt", "deep/e.rst"]
-    assert _told([tmp_path / "in", tmp_path / "in" / "c.png"], tmp_path / "named", include=("*.md",))[0] == ["b.md", "c.png"]
+    assert _told([tmp_path / "in", tmp_path / "in" / "c.png"], tmp_path / "named", include=("*.md",))[0] == [
+        "b.md",
+        "c.png",
+    ]
     with pytest.raises(DataError, match=r"no files in .*in that match --include \*\.tex"):
         _told([tmp_path / "in"], tmp_path / "none", include=("*.tex",))
 
@@ -218,7 +231,13 @@ def test_a_tokenizer_that_gives_no_tokens_is_named(tmp_path):
     tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.txt").write_text("nothing known")
     with pytest.raises(DataError, match=r"--tokenizer hf .*tokenizer\.json gives no token for any of 13 characters"):
-        preprocess([tmp_path / "in.txt"], tmp_path / "out", Job("hf", str(tmp_path / "tokenizer.json")), workers=1, report=silent)
+        preprocess(
+            [tmp_path / "in.txt"],
+            tmp_path / "out",
+            Job("hf", str(tmp_path / "tokenizer.json")),
+            workers=1,
+            report=silent,
+        )
     assert not (tmp_path / "out.bin").exists()
 
 
@@ -240,8 +259,19 @@ def _alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_whole_looking_pair_and_no_workers(tmp_path):
     (tmp_path / "in.jsonl").write_bytes((_jsonl(["some words to be cut into bytes " * 300] * 300) + b"\n") * 40)
-    words = ("--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out" / "p"), "--tokenizer", "byte", "--workers", "2")
-    with subprocess.Popen(_tool("preprocess_data.py", *words), env=_environment(), stderr=subprocess.DEVNULL) as process:
+    words = (
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output-prefix",
+        str(tmp_path / "out" / "p"),
+        "--tokenizer",
+        "byte",
+        "--workers",
+        "2",
+    )
+    with subprocess.Popen(
+        _tool("preprocess_data.py", *words), env=_environment(), stderr=subprocess.DEVNULL
+    ) as process:
         unfinished: list[Path] = []
         while not unfinished or unfinished[0].stat().st_size < 1 << 21:
             assert process.poll() is None, "it finished before it could be killed"
@@ -266,24 +296,53 @@ def test_tools_from_text_to_samples(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(_jsonl(texts))
 
     def call(name, *words):
-        done = subprocess.run(_tool(name, *map(str, words)), env=_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            _tool(name, *map(str, words)), env=_environment(), capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     call("train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", "400", "--output", tmp_path / "bpe")
     kind = ("--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe")
-    call("preprocess_data.py", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "a", *kind, "--append-eod", "--workers", "1")
+    call(
+        "preprocess_data.py",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output-prefix",
+        tmp_path / "a",
+        *kind,
+        "--append-eod",
+        "--workers",
+        "1",
+    )
     tokenizer = build_tokenizer("gpt2", str(tmp_path / "bpe"))
     assert _decoded(tmp_path / "a", tokenizer, eod=True) == texts
     call("merge_data.py", "--input", tmp_path / "a", tmp_path / "a", "--output-prefix", tmp_path / "ab")
     assert _decoded(tmp_path / "ab", tokenizer, eod=True) == texts * 2
-    run = ("--split", "9,1", "--seq-length", "16", "--seed", "5", "--samples", "40,5,0", "--data-cache-path", tmp_path / "c")
-    shown = call("inspect_data.py", "--data-path", tmp_path / "ab", *run, "--dump", tmp_path / "x.npz", "--first", "12", *kind)
+    run = (
+        "--split",
+        "9,1",
+        "--seq-length",
+        "16",
+        "--seed",
+        "5",
+        "--samples",
+        "40,5,0",
+        "--data-cache-path",
+        tmp_path / "c",
+    )
+    shown = call(
+        "inspect_data.py", "--data-path", tmp_path / "ab", *run, "--dump", tmp_path / "x.npz", "--first", "12", *kind
+    )
     arrays = np.load(tmp_path / "x.npz")
     assert sorted(arrays) == ["lengths", "train", "valid"]
     assert arrays["train"].shape == (12, 17) and arrays["lengths"][0] >= 40 and arrays["lengths"][2] == 0
     assert repr(tokenizer.decode(arrays["train"][0].tolist())) in shown
-    assert call("inspect_data.py", "--data-path", tmp_path / "ab") == summary(str(tmp_path / "ab")) + "\n" == shown[: shown.index("train:")]
+    assert (
+        call("inspect_data.py", "--data-path", tmp_path / "ab")
+        == summary(str(tmp_path / "ab")) + "\n"
+        == shown[: shown.index("train:")]
+    )
 
 
 @needs_reference
@@ -292,7 +351,10 @@ def test_a_pair_is_summed_up():
     data = IndexedDataset(REFERENCE / "meg-gpt2-openwebtext_text_document")
     sizes = sorted(len(data[number]) for number in range(len(data)))
     shown = summary(data.prefix)
-    assert "1,000 documents in 1,000 sequences, 1,361,845 tokens (uint16, 2,723,690 bytes)" in shown and "made with: not said" in shown
+    assert (
+        "1,000 documents in 1,000 sequences, 1,361,845 tokens (uint16, 2,723,690 bytes)" in shown
+        and "made with: not said" in shown
+    )
     assert f"{sizes[0]:,} to {sizes[-1]:,}, mean 1,361.8, median {(sizes[499] + sizes[500]) / 2:,.0f};" in shown
 
 
@@ -301,12 +363,18 @@ def test_documents_of_several_sequences_and_of_none(tmp_path):
     preprocess_input.write_bytes(_jsonl(["four", "", "seven77"]))
     preprocess([preprocess_input], tmp_path / "p", Job("byte", None), workers=1, report=silent)
     shown = summary(str(tmp_path / "p"))
-    assert "3 documents in 3 sequences, 11 tokens" in shown and "0 to 7, mean 3.7, median 4" in shown and "1 are empty" in shown
+    assert (
+        "3 documents in 3 sequences, 11 tokens" in shown
+        and "0 to 7, mean 3.7, median 4" in shown
+        and "1 are empty" in shown
+    )
     assert "made with: byte of 257 tokens, hash " in shown
     content = bytearray((tmp_path / "p.idx").read_bytes())
     content[26:34] = struct.pack("<Q", 2)
     (tmp_path / "p.idx").write_bytes(content[:-32] + struct.pack("<2q", 0, 3))
-    assert "1 documents in 3 sequences, 11 tokens" in summary(str(tmp_path / "p")) and "11 to 11" in summary(str(tmp_path / "p"))
+    assert "1 documents in 3 sequences, 11 tokens" in summary(str(tmp_path / "p")) and "11 to 11" in summary(
+        str(tmp_path / "p")
+    )
 
 
 @pytest.mark.slow
@@ -318,7 +386,9 @@ def test_tools_report_mistakes_in_one_line(tmp_path):
         (("--data-path", str(tmp_path / "q"), "--seq-length", "8", "--samples", "1,2"), "--samples '1,2'"),
         (("--data-path", "a", "--samples", "1,2,3"), "--samples needs --seq-length"),
     ):
-        done = subprocess.run(_tool("inspect_data.py", *words), env=_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            _tool("inspect_data.py", *words), env=_environment(), capture_output=True, text=True, check=False
+        )
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 

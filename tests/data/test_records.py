@@ -1,4 +1,6 @@
-"""Alpaca's and ShareGPT's records are the chats, or the prompts and completions, that they mean; wrong ones are named."""
+"""Alpaca's and ShareGPT's records are the chats, or the prompts and completions, that they mean;
+wrong ones are named.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def test_they_are_the_chats_that_they_mean(folder: Path, tmp_path: Path) -> None
     ]
     tokenizer = build_tokenizer("hf", str(folder))
     ours, theirs = (
-        _read(write_lines(tmp_path / f"{name}.jsonl", records), tokenizer) for name, records in (("given", given), ("meant", meant))
+        _read(write_lines(tmp_path / f"{name}.jsonl", records), tokenizer)
+        for name, records in (("given", given), ("meant", meant))
     )
     assert [each.ids.tolist() for each in ours] == [each.ids.tolist() for each in theirs]
     assert [each.learned.tolist() for each in ours] == [each.learned.tolist() for each in theirs]
@@ -83,7 +86,10 @@ WRONG = {
     "number": ({"instruction": "x", "output": 4}, "output is no text, but int"),
     "empty output": ({"instruction": "x", "output": ""}, "there is nothing to learn"),
     "history": (ALPACA | {"history": ["a"]}, "history is no list of pairs"),
-    "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "turn 1 is from 'narrator', who is none of human, user, gpt"),
+    "speaker": (
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        "turn 1 is from 'narrator', who is none of human, user, gpt",
+    ),
     "no turns": ({"conversations": []}, "conversations is no list of turns"),
     "no value": ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "x"}]}, r"turn 1 \(user\) has no text"),
     "no answer": ({"conversations": [{"from": "human", "value": "x"}]}, "no turn is an assistant's"),

@@ -1,4 +1,6 @@
-"""Chat templates that would take all time, all memory or the whole process: each is one error, soon, and the next text is written."""
+"""Chat templates that would take all time, all memory or the whole process: each is one error, soon, and the next text
+is written.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from megazero.data.template_program import Limits
 QUICK = Limits(seconds=1, memory=1 << 28, characters=1 << 16, growth=2)
 IF_EVIL = "{% if evil %}%s{% endif %}fine{{ evil }}"
 ENDLESS = {
-    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% "
+    "endfor %}{% endfor %}",
     "one product": "{% set n = 10 ** 7 * evil %}{% set x = 7 ** n %}{% set y = x * x * x * x %}",
 }
 HUGE = {
@@ -82,7 +85,9 @@ def test_nothing_is_left() -> None:
         "import sys; from megazero.data.template_process import TemplateProcess as T; t = T('x');"
         "print(t._process.pid, flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as killed:
         assert killed.stdout is not None
         child = os.pidfd_open(int(killed.stdout.readline()))
         assert not select.select([child], [], [], 0)[0]

@@ -38,7 +38,14 @@ def random_text(seed: int) -> str:
     choose = random.Random(seed)
     symbols = []
     for _ in range(choose.randrange(1, 60)):
-        code = choose.choice([choose.randrange(0x110000), choose.randrange(0x3000), choose.randrange(32, 127), ord(choose.choice(PIECES))])
+        code = choose.choice(
+            [
+                choose.randrange(0x110000),
+                choose.randrange(0x3000),
+                choose.randrange(32, 127),
+                ord(choose.choice(PIECES)),
+            ]
+        )
         symbols.append("?" if 0xD800 <= code < 0xE000 else chr(code))
     return "".join(symbols)
 
@@ -46,13 +53,17 @@ def random_text(seed: int) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bpe")
-    train_bpe((random_text(seed) + " the cat sat on the mat, and the dog" * 3 for seed in range(300)), 600, folder, silent)
+    train_bpe(
+        (random_text(seed) + " the cat sat on the mat, and the dog" * 3 for seed in range(300)), 600, folder, silent
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def original(trained):
-    return pytest.importorskip("tokenizers").ByteLevelBPETokenizer(str(trained / "vocab.json"), str(trained / "merges.txt"))
+    return pytest.importorskip("tokenizers").ByteLevelBPETokenizer(
+        str(trained / "vocab.json"), str(trained / "merges.txt")
+    )
 
 
 @pytest.mark.parametrize("text", ODDITIES, ids=range(len(ODDITIES)))
@@ -137,7 +148,9 @@ def test_a_long_word_takes_steps_as_it_has_letters(trained):
 
 
 def test_a_list_that_is_out_of_order_is_joined_here(tmp_path):
-    """A join makes a pair that stands before it: the library would take that at once, the original after all others of the first."""
+    """A join makes a pair that stands before it: the library would take that at once, the original after all others of
+    the first.
+    """
     tokens = [*byte_symbols(), "bb", "abb", "bbb", "bbbb"]
     (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
     (tmp_path / "merges.txt").write_text("bb b\nb b\na bb\n")
@@ -155,7 +168,10 @@ def test_reference_tokenizer_gives_the_reference_ids():
     paths = [str(REFERENCE / f"gpt2-tiny-{name}") for name in ("vocab.json", "merges.txt")]
     mine = build_tokenizer("gpt2", str(REFERENCE / "gpt2-tiny"))
     assert (mine.vocab_size, mine.eod_id) == (5000, 4999)
-    data, other = IndexedDataset(REFERENCE / "meg-gpt2-openwebtext_text_document"), library.ByteLevelBPETokenizer(*paths)
+    data, other = (
+        IndexedDataset(REFERENCE / "meg-gpt2-openwebtext_text_document"),
+        library.ByteLevelBPETokenizer(*paths),
+    )
     for number in range(0, 1000, 25):
         ids = [number for number in data[number].tolist() if number != mine.eod_id]
         assert mine.encode(mine.decode(ids)) == ids == other.encode(other.decode(ids)).ids
@@ -188,7 +204,12 @@ def test_sentencepiece(tmp_path):
     library = pytest.importorskip("sentencepiece")
     words = ("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu " * 20).split()
     sentences = iter([" ".join(words[start : start + 9]) for start in range(200)])
-    settings = {"vocab_size": 300, "byte_fallback": True, "normalization_rule_name": "identity", "add_dummy_prefix": False}
+    settings = {
+        "vocab_size": 300,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+    }
     library.SentencePieceTrainer.train(
         sentence_iterator=sentences,
         model_prefix=str(tmp_path / "m"),
@@ -206,7 +227,9 @@ def test_sentencepiece(tmp_path):
 
 
 def test_training_is_deterministic(trained, tmp_path):
-    train_bpe((random_text(seed) + " the cat sat on the mat, and the dog" * 3 for seed in range(300)), 600, tmp_path, silent)
+    train_bpe(
+        (random_text(seed) + " the cat sat on the mat, and the dog" * 3 for seed in range(300)), 600, tmp_path, silent
+    )
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / name).read_bytes() == (trained / name).read_bytes()
     with pytest.raises(DataError, match="--vocab-size 100"):

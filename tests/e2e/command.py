@@ -12,7 +12,18 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16", "--vocab-size", "1003"]
+TINY = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--vocab-size",
+    "1003",
+]
 """Flags of a model that trains in a moment on the corpus of the tests."""
 
 
@@ -33,7 +44,12 @@ def start(ranks: int, flags: Sequence[object], output: Path) -> subprocess.Popen
     """The running program, in a session of its own; what it prints goes to `output`."""
     with output.open("ab") as sink:
         return subprocess.Popen(
-            command(ranks, flags), env=environment(), stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True
+            command(ranks, flags),
+            env=environment(),
+            stdout=sink,
+            stderr=sink,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
 
@@ -41,7 +57,13 @@ def run(ranks: int, flags: Sequence[object], *, timeout: float = 600, status: in
     """Run the program to its end and return what it printed; its status must be `status`."""
     words = command(ranks, flags, launcher=launcher)
     done = subprocess.run(
-        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
+        words,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert done.returncode == status, f"status {done.returncode}, not {status}:\n{done.stdout[-8000:]}"
     return done.stdout

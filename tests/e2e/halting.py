@@ -1,10 +1,12 @@
-"""The program with named points at which one rank stands still, to be killed there from outside, or to go on with something changed.
+"""The program with named points at which one rank stands still, to be killed there from outside, or to go on with
+something changed.
 
-A test says where (`Halt`): the rank that comes there writes its process id into a pipe and does nothing more; all others go on until they
-need it. The points are put around the program's own functions, in the process of the rank: the program knows nothing of them.
+A test says where (`Halt`): the rank that comes there writes its process id into a pipe and does nothing more; all
+others go on until they need it. The points are put around the program's own functions, in the process of the rank: the
+program knows nothing of them.
 
     torchrun ... tests/e2e/halting.py HALT FLAGS...     # a run as users start it
-    forked(ranks, flags, output, [halt])                # the same without Python's and torch's start, which is most of what a tiny run costs
+    forked(ranks, flags, output, [halt])                # without Python's and torch's start, most of a tiny run
 """
 
 from __future__ import annotations
@@ -148,12 +150,19 @@ POINTS: dict[str, Callable[[Halt], None]] = {
     "step": in_step,
     "write": in_write,
     # every file is whole, and there is no manifest yet
-    "manifest": lambda halt: before(saving, "put_manifest", lambda path, _: folder.folder_name(halt.iteration) in path.name, halt),
+    "manifest": lambda halt: before(
+        saving, "put_manifest", lambda path, _: folder.folder_name(halt.iteration) in path.name, halt
+    ),
     # all is written, under the temporary name
-    "rename": lambda halt: before(folder, "publish", lambda root, temporary, iteration, _: iteration == halt.iteration, halt),
+    "rename": lambda halt: before(
+        folder, "publish", lambda root, temporary, iteration, _: iteration == halt.iteration, halt
+    ),
     # it has its name, and `latest` names the one before
     "latest": lambda halt: before(
-        folder, "replace_file", lambda path, content, _: content.decode().strip() == folder.folder_name(halt.iteration), halt
+        folder,
+        "replace_file",
+        lambda path, content, _: content.decode().strip() == folder.folder_name(halt.iteration),
+        halt,
     ),
     # `latest` names it, and what is too old is still there
     "prune": lambda halt: before(folder, "prune", lambda root, iteration, *_: iteration == halt.iteration, halt),
@@ -216,7 +225,11 @@ def _rank(rank: int, ranks: int, port: str, halts: Sequence[Halt], flags: list[s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    elastic = {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    elastic = {
+        "TORCHELASTIC_RUN_ID": "forked",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     os.environ.update({name: str(value) for name, value in (world | elastic).items()})
     watchdog.parent_alive.__defaults__ = (os.getppid(),)  # it was imported in the server, which has another
     try:

@@ -1,4 +1,6 @@
-"""How a run ends that is told to stop, or that loses its terminal: what is saved, the status, and what is last on the screen."""
+"""How a run ends that is told to stop, or that loses its terminal: what is saved, the status, and what is last on the
+screen.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def flags(corpus: Path, tmp_path: Path) -> list[object]:
 def on_a_terminal(words: list[str], cue: str, keys: bytes) -> tuple[str, int]:
     """Run a command on a terminal of its own and type keys when it has shown the cue; the screen and the status."""
     here, there = os.openpty()
-    process = subprocess.Popen(words, env=environment(), stdin=there, stdout=there, stderr=there, start_new_session=True, preexec_fn=_take)
+    process = subprocess.Popen(
+        words, env=environment(), stdin=there, stdout=there, stderr=there, start_new_session=True, preexec_fn=_take
+    )
     os.close(there)
     screen, typed, deadline = b"", False, time.monotonic() + 120
     while True:
@@ -67,13 +71,17 @@ def test_ctrl_c_under_torchrun_saves_and_torchrun_says_1(flags: list[object], tm
 def test_a_signal_before_the_first_step_ends_at_once(ranks: int, flags: list[object], tmp_path: Path) -> None:
     """As soon as the ranks can be told; all of them are, as a launcher does it."""
     with (tmp_path / "output").open("wb") as sink:
-        process = subprocess.Popen(command(ranks, flags), env=environment(), stdout=sink, stderr=sink, start_new_session=True)
+        process = subprocess.Popen(
+            command(ranks, flags), env=environment(), stdout=sink, stderr=sink, start_new_session=True
+        )
     whom = [process.pid]
     deadline = time.monotonic() + 120
     while ranks > 1 and len(whom) < ranks:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.001)
-        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False).stdout.split()
+        found = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
         whom = [int(number) for number in found] if len(found) == ranks else []
     while not all(_handles(number, signal.SIGTERM) for number in whom):
         assert time.monotonic() < deadline and process.poll() is None

@@ -1,4 +1,6 @@
-"""kill -9 of a rank that has come to a known point: what the next run starts from is what it must be, and nobody can tell from the numbers."""
+"""kill -9 of a rank that has come to a known point: what the next run starts from is what it must be, and nobody can
+tell from the numbers.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,38 @@ class Kill:
 
 def flags_of(folder: Path, corpus: Path, precision: str, steps: int) -> list[object]:
     folder.mkdir()
-    data = ["--data-path", corpus, "--data-cache-path", folder.parent / "cache", "--split", "90,10,0", "--hidden-dropout", 0.1]
-    numbers = ["--precision", precision, "--global-batch-size", 8, "--train-iters", steps, "--lr-warmup-iters", 5, "--eval-iters", 0]
-    saves = ["--save", folder / "saved", "--load", folder / "saved", "--save-interval", EVERY, "--metrics-file", folder / "m"]
+    data = [
+        "--data-path",
+        corpus,
+        "--data-cache-path",
+        folder.parent / "cache",
+        "--split",
+        "90,10,0",
+        "--hidden-dropout",
+        0.1,
+    ]
+    numbers = [
+        "--precision",
+        precision,
+        "--global-batch-size",
+        8,
+        "--train-iters",
+        steps,
+        "--lr-warmup-iters",
+        5,
+        "--eval-iters",
+        0,
+    ]
+    saves = [
+        "--save",
+        folder / "saved",
+        "--load",
+        folder / "saved",
+        "--save-interval",
+        EVERY,
+        "--metrics-file",
+        folder / "m",
+    ]
     return [*TINY, *data, *numbers, *saves]
 
 
@@ -65,7 +96,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started_from(told: str, folder: Path) -> int:
     """The iteration of the checkpoint that the run of this output says it started from."""
-    found = re.search(r"\bstart (from scratch|\S+/iter_\d+, iteration (\d+))", " ".join(told.split()))  # the banner breaks long lines
+    found = re.search(
+        r"\bstart (from scratch|\S+/iter_\d+, iteration (\d+))", " ".join(told.split())
+    )  # the banner breaks long lines
     assert found is not None and (found[2] is None or str(folder / "saved") in found[1]), told
     return int(found[2] or 0)
 
@@ -86,16 +119,29 @@ def kill(kill: Kill, ranks: int, flags: Sequence[object], folder: Path) -> str:
         process = forked(ranks, [*flags, *kill.flags], output, [halt])
         pid = process.pid
     else:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, ROOT / "tests/e2e/halting.py"]
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            ranks,
+            ROOT / "tests/e2e/halting.py",
+        ]
         with output.open("wb") as sink:
             command = [str(word) for word in (*words, halt.word(), *flags, *kill.flags)]
             torchrun = subprocess.Popen(command, env=environment(), stdout=sink, stderr=sink, start_new_session=True)
         pid = torchrun.pid
     assert pid is not None
     launcher = os.pidfd_open(pid)
-    assert select.select([reached, launcher], [], [], SECONDS)[0] == [reached], f"it did not come to {kill}:\n{output.read_text()[-4000:]}"
+    assert select.select([reached, launcher], [], [], SECONDS)[0] == [reached], (
+        f"it did not come to {kill}:\n{output.read_text()[-4000:]}"
+    )
     victim = int(os.read(reached, 64))
-    members = [int(word) for word in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()]
+    members = [
+        int(word)
+        for word in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+    ]
     assert victim in members and len(members) == ranks
     living = [os.pidfd_open(member) for member in members]
     assert not any(ended(member, 0) for member in living), "all ranks run"
@@ -213,7 +259,9 @@ def test_killed_on_other_layouts(tmp_path: Path, corpus: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_every_point_of_a_save_beside_the_run(tmp_path: Path, corpus: Path) -> None:
-    """The writing thread stands at the point while training goes on; one process, so that the thread does every part itself."""
+    """The writing thread stands at the point while training goes on; one process, so that the thread does every part
+    itself.
+    """
     steps, reference, folder = 14, tmp_path / "reference", tmp_path / "killed"
     whole(1, flags_of(reference, corpus, "bf16", steps), reference)
     flags = [*flags_of(folder, corpus, "bf16", steps), "--async-save", "--keep-last-k", 1]
@@ -228,5 +276,10 @@ def test_killed_at_every_point_of_a_save_beside_the_run(tmp_path: Path, corpus: 
     ]
     carry_out(kills, 1, flags, folder)
     assert started_from(whole(1, flags, folder), folder) == 8
-    assert sorted(path.name for path in (folder / "saved").iterdir()) == ["iter_0000014", "latest", "run.yaml", "run_token"]
+    assert sorted(path.name for path in (folder / "saved").iterdir()) == [
+        "iter_0000014",
+        "latest",
+        "run.yaml",
+        "run_token",
+    ]
     check_bitwise(folder, reference, steps)

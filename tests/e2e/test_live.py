@@ -1,4 +1,5 @@
-"""Faults that meet a run while it works: a rank that is stopped, clocks that jump, disks and files that go away, a terminal that is lost.
+"""Faults that meet a run while it works: a rank that is stopped, clocks that jump, disks and files that go away, a
+terminal that is lost.
 
 The test meets the run at pauses (`halting.Pause`), where a rank stands in a step: each fault is there while the run is.
 """
@@ -29,8 +30,30 @@ HOURS = 5
 
 
 def flags_of(data: Path, cache: Path, saved: Path, metrics: Path) -> list[object]:
-    read = ["--data-path", data, "--data-cache-path", cache, "--split", "90,10,0", "--eval-iters", 0, "--hidden-dropout", 0.1]
-    numbers = ["--precision", "bf16", "--global-batch-size", 8, "--micro-batch-size", 2, "--train-iters", STEPS, "--zero-stage", 1]
+    read = [
+        "--data-path",
+        data,
+        "--data-cache-path",
+        cache,
+        "--split",
+        "90,10,0",
+        "--eval-iters",
+        0,
+        "--hidden-dropout",
+        0.1,
+    ]
+    numbers = [
+        "--precision",
+        "bf16",
+        "--global-batch-size",
+        8,
+        "--micro-batch-size",
+        2,
+        "--train-iters",
+        STEPS,
+        "--zero-stage",
+        1,
+    ]
     places = ["--save", saved, "--load", saved, "--save-interval", 2, "--metrics-file", metrics]
     return [*TINY, *read, *numbers, *places, "--exit-duration-in-mins", 60 * (HOURS - 1)]
 
@@ -102,7 +125,9 @@ def check_lines(path: Path, expected: Path, first: int, last: int) -> None:
     lines, undisturbed = by_iteration(path), by_iteration(expected)
     assert list(lines) == list(range(first, last + 1))
     for iteration, (*others, line) in lines.items():
-        assert not others and {key: line[key] for key in SAME} == {key: undisturbed[iteration][0][key] for key in SAME}, iteration
+        assert not others and {key: line[key] for key in SAME} == {
+            key: undisturbed[iteration][0][key] for key in SAME
+        }, iteration
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +145,18 @@ def stopped(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_a_run_goes_on_through_faults(undisturbed: Path, corpus: Path, tmp_path: Path) -> None:
-    """Ranks stopped for longer than their looks at each other, clocks hours off, a full disk, a read-only one, data deleted, no reader."""
+    """Ranks stopped for longer than their looks at each other, clocks hours off, a full disk, a read-only one, data
+    deleted, no reader.
+    """
     folder, data = tmp_path / "run", tmp_path / "data"
     data.mkdir()
     for file in (f"{corpus}.bin", f"{corpus}.idx"):
         shutil.copy(file, data)
     pipe, saved, metrics = str(folder / "pipe"), tmp_path / "disk" / "saved", folder / "m"
     jumps = [Jump("step", 2, rank, pipe, hours) for rank, hours in ((0, HOURS), (1, -HOURS))]
-    pauses = [Pause("step", iteration, rank, pipe) for iteration, rank in ((3, 0), (4, 1), (6, 0), (8, 1), (9, 0), (10, 1))]
+    pauses = [
+        Pause("step", iteration, rank, pipe) for iteration, rank in ((3, 0), (4, 1), (6, 0), (8, 1), (9, 0), (10, 1))
+    ]
     flags = flags_of(data / corpus.name, data / "cache", saved, metrics)
     with small_disk(tmp_path / "disk", 8 << 20) as disk, live(folder, flags, [*jumps, *pauses]) as run:
         first = run.arrives()
@@ -146,13 +175,19 @@ def test_a_run_goes_on_through_faults(undisturbed: Path, corpus: Path, tmp_path:
         ballast = fill(disk)
         run.goes_on()
         run.arrives()
-        assert "WARNING: the checkpoint of iteration 4 could not be written: [Errno 28] No space left on device" in run.told()
+        assert (
+            "WARNING: the checkpoint of iteration 4 could not be written: [Errno 28] No space left on device"
+            in run.told()
+        )
         assert whole(saved) == 2
         ballast.unlink()
         remount(disk, "ro")
         run.goes_on()
         run.arrives()
-        assert "WARNING: the checkpoint of iteration 6 could not be written: [Errno 30] Read-only file system" in run.told()
+        assert (
+            "WARNING: the checkpoint of iteration 6 could not be written: [Errno 30] Read-only file system"
+            in run.told()
+        )
         assert whole(saved) == 2
         remount(disk, "rw")
         run.goes_on()

@@ -7,7 +7,18 @@ import pytest
 from tests.e2e.command import metrics, relative, run
 from tests.parity.training import data_flags, train, worst
 
-SMALL = ["--num-layers", "13", "--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "24", "--position-embedding", "alibi"]
+SMALL = [
+    "--num-layers",
+    "13",
+    "--hidden-size",
+    "48",
+    "--num-attention-heads",
+    "12",
+    "--seq-length",
+    "24",
+    "--position-embedding",
+    "alibi",
+]
 NUMBERS = ["--precision", "fp64", "--micro-batch-size", "1", "--global-batch-size", "6", "--vocab-size", "1003"]
 LAYOUT = ["--tp", "4", "--pp", "12", "--zero-stage", "1"]
 

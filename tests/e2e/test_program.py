@@ -20,7 +20,18 @@ SMALL = [*TINY, "--precision", "fp32"]
 @pytest.fixture
 def flags(corpus: Path, tmp_path: Path) -> list[object]:
     data = ["--data-path", corpus, "--data-cache-path", tmp_path / "cache", "--split", "90,10,0"]
-    return [*SMALL, *data, "--global-batch-size", 8, "--metrics-file", tmp_path / "m", "--save", tmp_path / "saved", "--eval-iters", 1]
+    return [
+        *SMALL,
+        *data,
+        "--global-batch-size",
+        8,
+        "--metrics-file",
+        tmp_path / "m",
+        "--save",
+        tmp_path / "saved",
+        "--eval-iters",
+        1,
+    ]
 
 
 @pytest.mark.slow
@@ -33,9 +44,15 @@ def test_everything_wrong_is_said_once_before_anything_starts(tmp_path: Path) ->
         assert text in ours, text
     assert "exitcode  : 2" in told and "<N/A>" not in told
     last = told[told.index("Root Cause") :]
-    assert "problems in the configuration" in last and "--lerning-rate" in last, "torchrun's summary ends with what is wrong"
+    assert "problems in the configuration" in last and "--lerning-rate" in last, (
+        "torchrun's summary ends with what is wrong"
+    )
     alone = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, wrong)], env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, wrong)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert alone.returncode == 2
     assert "Traceback" not in alone.stderr
@@ -54,7 +71,9 @@ def test_a_signal_saves_and_ends_well(whom: str, flags: list[object], tmp_path: 
     if whom == "the launcher":
         process.terminate()
     else:
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
         os.kill(int(children[-1]), signal.SIGINT)
     process.wait(timeout=120)
     told = (tmp_path / "output").read_text()
@@ -94,11 +113,30 @@ def test_an_empty_folder_starts_from_scratch_and_the_saved_run_repeats_it(flags:
     first = metrics(tmp_path / "m")
     run(
         1,
-        ["--config", tmp_path / "saved" / "run.yaml", "--metrics-file", tmp_path / "again", "--load", "none", "--save", tmp_path / "other"],
+        [
+            "--config",
+            tmp_path / "saved" / "run.yaml",
+            "--metrics-file",
+            tmp_path / "again",
+            "--load",
+            "none",
+            "--save",
+            tmp_path / "other",
+        ],
     )
     again = metrics(tmp_path / "again")
     assert [line["loss"] for line in again] == [line["loss"] for line in first]
     lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert {"iteration", "valid_loss"} <= lines[-1].keys()
-    keys = {"iteration", "consumed_samples", "consumed_tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped", "global_batch_size"}
+    keys = {
+        "iteration",
+        "consumed_samples",
+        "consumed_tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "loss_scale",
+        "skipped",
+        "global_batch_size",
+    }
     assert keys | {"step_seconds", "tokens_per_second", "model_tflops_per_rank", "peak_memory_bytes"} == first[0].keys()

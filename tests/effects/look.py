@@ -1,7 +1,8 @@
 """What a command line makes the program build and do, as facets that two command lines are compared by.
 
-Nothing here is a field of the configuration or a word of the command line: a flag that is read and then forgotten changes no facet. They
-stand in the order of causes, so that the first that differs says where a flag acts, and that it acts nowhere before.
+Nothing here is a field of the configuration or a word of the command line: a flag that is read and then forgotten
+changes no facet. They stand in the order of causes, so that the first that differs says where a flag acts, and that it
+acts nowhere before.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def first_difference(one: Seen, other: Seen) -> str | None:
 
 
 def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
-    """What `pretrain_gpt.py WORDS` builds and does on this rank. out: the run's own folder. Called by all ranks of a gloo world."""
+    """What `pretrain_gpt.py WORDS` builds and does on this rank. out: the run's own folder.
+
+    Called by all ranks of a gloo world.
+    """
     seen: Seen = {"refused": []}
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said, _as_before():
         _on_a_machine_without_card(patch, seen)
@@ -111,7 +115,9 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
     told = said.getvalue()
     seen["logged"] = re.findall(r"^ *(\d+)/", told, re.MULTILINE)
     seen["text"] = re.findall(r"The model continues .*?:\n\n(.*)\n\n", told, re.DOTALL)
-    seen["files"] = sorted({re.sub(r"(events\.out).*|-[0-9a-f]{24}", r"\1", str(path.relative_to(out))) for path in out.rglob("*")})
+    seen["files"] = sorted(
+        {re.sub(r"(events\.out).*|-[0-9a-f]{24}", r"\1", str(path.relative_to(out))) for path in out.rglob("*")}
+    )
     return seen
 
 
@@ -119,7 +125,11 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
 def _as_before() -> Iterator[None]:
     """What a run sets for its whole process."""
     settings: Any = torch.utils.deterministic
-    number, strict, filled = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    number, strict, filled = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        settings.fill_uninitialized_memory,
+    )
     try:
         yield
     finally:
@@ -163,7 +173,9 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
     seen["rates"], seen["scales"] = [r.lr for r in recorder.records], [r.loss_scale for r in recorder.records]
     seen["loss"], seen["norm"] = (first.loss, first.grad_norm) if first else (None, None)
     groups = {"world": grid.world, "tp": grid.tp, "dp": grid.dp, "pp": grid.pp}
-    seen["traffic"] = {name: {f"{op} {dtype}": n for (op, dtype), n in group.traffic.items()} for name, group in groups.items()}
+    seen["traffic"] = {
+        name: {f"{op} {dtype}": n for (op, dtype), n in group.traffic.items()} for name, group in groups.items()
+    }
     seen["weights"], seen["evaluations"] = _digest(nn.ModuleList(job.stages).parameters()), recorder.evaluations
     save = job.run.checkpoint.save
     found = find(save) if save else None
@@ -176,7 +188,9 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
     return {
         "process": torch.are_deterministic_algorithms_enabled(),
         "carrier": grid.world.exchange is not None,
-        "parameters": [(place.name, place.shape, tuple(p.shape), str(p.dtype), p.requires_grad) for place, p in parameters],
+        "parameters": [
+            (place.name, place.shape, tuple(p.shape), str(p.dtype), p.requires_grad) for place, p in parameters
+        ],
         "history": None if job.trainer.fp8 is None else len(job.trainer.fp8.history),
         "buckets": [bucket.layout.numel for bucket in job.state.buckets],
         "memory": job.state.bytes(),
@@ -187,7 +201,10 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
 
 
 def _digest(tensors: Iterable[Tensor]) -> list[str]:
-    return [hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for tensor in tensors]
+    return [
+        hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for tensor in tensors
+    ]
 
 
 def _numbers(tensor: Tensor | None) -> Any:
@@ -201,7 +218,9 @@ def _spy_on_batches(job: Job, seen: Seen) -> None:
     def micro_batches(consumed: int, size: int) -> list[MicroBatch]:
         batches: list[MicroBatch] = load(consumed, size)
         samples.append([(_numbers(batch.tokens), _numbers(batch.samples)) for batch in batches])
-        masks.append([[_numbers(marks) for marks in (batch.loss_mask, batch.documents, batch.positions)] for batch in batches])
+        masks.append(
+            [[_numbers(marks) for marks in (batch.loss_mask, batch.documents, batch.positions)] for batch in batches]
+        )
         return batches
 
     loader.micro_batches, seen["samples"], seen["masks"] = micro_batches, samples, masks

@@ -1,20 +1,28 @@
-"""Every flag of a run: two command lines that differ in it alone, and the facet (tests/effects/look.py) where the runs part.
+"""Every flag of a run: two command lines that differ in it alone, and the facet (tests/effects/look.py) where the runs
+part.
 
-The first command line is the base with `given`, the second has `words` behind it. Several rows of a flag try several of its values.
-What a card or a backend alone can show (--device cuda, --cuda-graphs, --optimizer-impl apex, --backend nccl and mpi) is compared as far as a
-machine without goes: it is refused by name. The rest is in tests/gpu and tests/zero/test_apex.py. FP8 has its state here; what it computes
-is in tests/parity/test_fp8.py.
+The first command line is the base with `given`, the second has `words` behind it. Several rows of a flag try several of
+its values. What a card or a backend alone can show (--device cuda, --cuda-graphs, --optimizer-impl apex, --backend nccl
+and mpi) is compared as far as a machine without goes: it is refused by name. The rest is in tests/gpu and
+tests/zero/test_apex.py. FP8 has its state here; what it computes is in tests/parity/test_fp8.py.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --make-vocab-size-divisible-by 8 --device cpu"
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --make-vocab-size-divisible-by 8 "
+    "--device cpu"
+)
 LENGTH = "--global-batch-size 4 --micro-batch-size 2 --eval-iters 1 --num-workers 0 --precision fp32 --train-iters 3"
 DATA = "--data-path {corpus} --vocab-size 1003 --split 80,10,10 --data-cache-path {cache}"
 CHATS = "--instruction-data {talks} --tokenizer byte --seq-length 24 --data-cache-path {cache}"
-BASES = {"text": f"{MODEL} {LENGTH} {DATA}", "chats": f"{MODEL} {LENGTH} {CHATS}", "ranks": f"{MODEL} {LENGTH} {DATA} --num-layers 4"}
+BASES = {
+    "text": f"{MODEL} {LENGTH} {DATA}",
+    "chats": f"{MODEL} {LENGTH} {CHATS}",
+    "ranks": f"{MODEL} {LENGTH} {DATA} --num-layers 4",
+}
 """Of one rank, of one rank on conversations, of two ranks."""
 
 
@@ -28,8 +36,15 @@ class Row(NamedTuple):
     base: str = "text"
 
 
-ALIBI_LESS, DYNAMIC, OVERFLOWS = "--position-embedding learned", "--precision fp16", "--precision fp16 --initial-loss-scale 1e30"
-SAMPLES, DECAYS = "--train-iters none --train-samples 12", "--train-iters none --train-samples 12 --lr-decay-style linear"
+ALIBI_LESS, DYNAMIC, OVERFLOWS = (
+    "--position-embedding learned",
+    "--precision fp16",
+    "--precision fp16 --initial-loss-scale 1e30",
+)
+SAMPLES, DECAYS = (
+    "--train-iters none --train-samples 12",
+    "--train-iters none --train-samples 12 --lr-decay-style linear",
+)
 SPEAKS = "--tokenizer byte --sample-prompt ab --sample-tokens 5"
 READS = "--tokenizer gpt2 --tokenizer-path {bpe} --sample-prompt ab"
 SAVES, LOADS = "--save {out}/saved --save-interval 1", "--load {kept}"

@@ -1,4 +1,7 @@
-"""Every flag does something: two runs that differ in it alone differ, first where it acts. Nothing is compared with the parser."""
+"""Every flag does something: two runs that differ in it alone differ, first where it acts.
+
+Nothing is compared with the parser.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,12 @@ def places(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     for name, text in texts.items():
         for chat in (False, True):  # of two kinds: gpt2 and hf
             train_bpe([text], 262, folder / name, silent, chat=chat)
-    made = {"corpus": corpus, "other": write_corpus(folder / "other", seed=6), "cache": folder / "cache", "kept": folder / "kept"}
+    made = {
+        "corpus": corpus,
+        "other": write_corpus(folder / "other", seed=6),
+        "cache": folder / "cache",
+        "kept": folder / "kept",
+    }
     made |= {name: write_lines(folder / f"{name}.jsonl", records) for name, records in talks.items()}
     found = {name: str(path) for name, path in made.items()} | {name: str(folder / name) for name in texts}
     look(f"{BASES['text']} --save {{kept}} --exit-interval 2".format(**found).split(), folder)
@@ -82,7 +90,9 @@ def test_two_runs_differ_first_where_the_flag_acts(row: Row, seen: Callable[[str
     problems = [*without["refused"], *having["refused"]]
     shown = first_difference(without, having)
     assert shown == row.shows, problems
-    assert any(flag in problem for flag in known.flags for problem in problems) if row.shows == "refused" else not problems
+    assert (
+        any(flag in problem for flag in known.flags for problem in problems) if row.shows == "refused" else not problems
+    )
 
 
 def test_every_flag_has_a_row() -> None:
@@ -93,10 +103,17 @@ def test_every_flag_has_a_row() -> None:
 def test_one_command_line_twice_does_the_same(places: dict[str, str], tmp_path: Path) -> None:
     """Else a difference would prove nothing."""
     for number, more in enumerate(
-        (ROWS[0].given, "--save {out}/saved --save-interval 1 --tokenizer byte --sample-prompt ab", "--precision bf16 --fp8")
+        (
+            ROWS[0].given,
+            "--save {out}/saved --save-interval 1 --tokenizer byte --sample-prompt ab",
+            "--precision bf16 --fp8",
+        )
     ):
         one, other = (
-            look(f"{BASES['text']} {more}".format(**places, out=tmp_path / f"{number}{time}").split(), tmp_path / f"{number}{time}")
+            look(
+                f"{BASES['text']} {more}".format(**places, out=tmp_path / f"{number}{time}").split(),
+                tmp_path / f"{number}{time}",
+            )
             for time in range(2)
         )
         assert set(one) == set(FACETS) - {"world"} and not one["refused"] and first_difference(one, other) is None

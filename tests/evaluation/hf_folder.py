@@ -63,11 +63,21 @@ WORDS = [
 ]
 SPECIALS = {"bloom": ("<s>", "</s>"), "llama": ("<s>", "</s>"), "gpt2": ("<|endoftext|>", "<|endoftext|>")}
 CASES = {
-    "bloom": Case("bloom", (), {"n_layer": 3, "hidden_size": 24, "n_head": 6, "vocab_size": VOCABULARY, "eos_token_id": 2}, 1e-8),
+    "bloom": Case(
+        "bloom", (), {"n_layer": 3, "hidden_size": 24, "n_head": 6, "vocab_size": VOCABULARY, "eos_token_id": 2}, 1e-8
+    ),
     "gpt2": Case(
         "gpt2",
         (),
-        {"n_layer": 3, "n_embd": 24, "n_head": 4, "n_positions": CONTEXT, "vocab_size": VOCABULARY, "eos_token_id": 1, "bos_token_id": 1},
+        {
+            "n_layer": 3,
+            "n_embd": 24,
+            "n_head": 4,
+            "n_positions": CONTEXT,
+            "vocab_size": VOCABULARY,
+            "eos_token_id": 1,
+            "bos_token_id": 1,
+        },
         1e-11,
     ),
     "llama": Case(
@@ -106,15 +116,23 @@ def write_tokenizer(family: str, folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     specials = list(dict.fromkeys(["<unk>", begin, end]))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
     if family == "llama":
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": CONTEXT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind | {"bos_token": begin, "eos_token": end, "pad_token": end}))
+    kind = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(kind | {"bos_token": begin, "eos_token": end, "pad_token": end})
+    )
 
 
 def text(words: int, seed: int) -> str:

@@ -1,4 +1,6 @@
-"""The adapter for lm_eval against lm_eval's own for `transformers`, on the same weights, with the same requests, in float64."""
+"""The adapter for lm_eval against lm_eval's own for `transformers`, on the same weights, with the same requests, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,17 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Contexts of all lengths, none and too long ones included, spaces at their ends, and continuations of one and several tokens."""
+    """Contexts of all lengths, none and too long ones included, spaces at their ends, and continuations of one and
+    several tokens.
+    """
     found = [(text(count, count), " " + text(1 + count % 4, 100 + count)) for count in (1, 2, 3, 5, 8, 13, 21, 60)]
-    found += [("", text(3, 7)), (text(4, 8) + " ", text(2, 9)), (text(4, 8) + "  ", "cat"), ("the", text(15, 5)), ("é", "ü the")]
+    found += [
+        ("", text(3, 7)),
+        (text(4, 8) + " ", text(2, 9)),
+        (text(4, 8) + "  ", "cat"),
+        ("the", text(15, 5)),
+        ("é", "ü the"),
+    ]
     return [*found, *((text(4, 8), f" {word}") for word in ("cat", "dog", "sea"))]
 
 
@@ -78,7 +88,9 @@ def asked() -> list[tuple[str, dict[str, Any]]]:
 
 
 def after(lm: Any, context: str) -> list[tuple[float, bool]]:
-    """Every token of the vocabulary after a context, one of which is the greedy one; then after that again; then the two together."""
+    """Every token of the vocabulary after a context, one of which is the greedy one; then after that again; then the
+    two together.
+    """
     ids = lm.tok_encode(context)
     found: list[tuple[float, bool]] = []
     likely: list[int] = []
@@ -93,7 +105,9 @@ def answers(lm: Any) -> Answers:
     return {
         "loglikelihood": lm.loglikelihood(instances("loglikelihood", pairs())),
         "greedy": after(lm, "the cat sat on"),
-        "rolling": lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(text(n, n),) for n in (1, 4, 40, 90)] + [("",)])),
+        "rolling": lm.loglikelihood_rolling(
+            instances("loglikelihood_rolling", [(text(n, n),) for n in (1, 4, 40, 90)] + [("",)])
+        ),
         "generated": lm.generate_until(instances("generate_until", asked())),
     }
 
@@ -129,7 +143,9 @@ def answers_on_rank(rank: int, size: int, tp: int, pp: int, folder: Path) -> Ans
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "size", "tp", "pp"), [("bloom", 2, 2, 1), ("llama", 2, 1, 1), ("gpt2", 2, 1, 2)])
-def test_on_ranks(family: str, size: int, tp: int, pp: int, folders: dict[str, Path], right: dict[str, Answers]) -> None:
+def test_on_ranks(
+    family: str, size: int, tp: int, pp: int, folders: dict[str, Path], right: dict[str, Answers]
+) -> None:
     for found in run_ranks(size, answers_on_rank, size, tp, pp, folders[family]):
         same(found, right[family], CASES[family].tolerance)
 
@@ -182,7 +198,10 @@ def test_simple_evaluate(folders: dict[str, Path], tmp_path: Path, monkeypatch: 
     def results(model: Any, **how: Any) -> dict[str, dict[str, float]]:
         how |= {"tasks": tasks(tmp_path), "task_manager": manager, "bootstrap_iters": 0, "log_samples": False}
         found = lm_eval.simple_evaluate(model=model, **how)["results"]
-        numbers = {task: {name: value for name, value in row.items() if isinstance(value, float)} for task, row in found.items()}
+        numbers = {
+            task: {name: value for name, value in row.items() if isinstance(value, float)}
+            for task, row in found.items()
+        }
         return {task: row for task, row in numbers.items() if row}
 
     with theirs("llama", folder) as lm:
@@ -195,23 +214,35 @@ def test_simple_evaluate(folders: dict[str, Path], tmp_path: Path, monkeypatch: 
             assert found[task] == pytest.approx(row, rel=1e-10), task
 
 
-CHAT = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' and 'no' in message['content'] %}
-{{- raise_exception('no system here') }}{% endif %}{{ message['role'] + ': ' + message['content'] | trim + eos_token }}{% endfor %}
+CHAT = """{{ bos_token }}{% for message in messages %}
+{%- if message['role'] == 'system' and 'no' in message['content'] %}
+{{- raise_exception('no system here') }}{% endif %}
+{{- message['role'] + ': ' + message['content'] | trim + eos_token }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 
 
 @pytest.mark.slow
 def test_chat_templates(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """The begin token that a template writes is not put there twice; turns of a system that a template refuses are left out, as there."""
+    """The begin token that a template writes is not put there twice; turns of a system that a template refuses are left
+    out, as there.
+    """
     pytest.importorskip("datasets")
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = Path(shutil.copytree(folders["llama"], tmp_path / "chats"))
     (folder / "chat_template.jinja").write_text(CHAT)
-    turns = [{"role": "user", "content": " the cat "}, {"role": "assistant", "content": "sat</s> on"}, {"role": "user", "content": "why?"}]
+    turns = [
+        {"role": "user", "content": " the cat "},
+        {"role": "assistant", "content": "sat</s> on"},
+        {"role": "user", "content": "why?"},
+    ]
     lm = ours(folder)
-    how: dict[str, Any] = {"apply_chat_template": True, "task_manager": TaskManager(include_defaults=False), "bootstrap_iters": 0}
+    how: dict[str, Any] = {
+        "apply_chat_template": True,
+        "task_manager": TaskManager(include_defaults=False),
+        "bootstrap_iters": 0,
+    }
     with theirs("llama", folder) as right:
         for system in ("be brief", "no more"):
             history = [{"role": "system", "content": system}, *turns]
@@ -221,7 +252,8 @@ def test_chat_templates(folders: dict[str, Path], tmp_path: Path, monkeypatch: p
                 assert lm.tok_encode(wanted) == right.tok_encode(wanted) and lm.tok_encode(wanted)[:2].count(1) == 1
         assert lm.chat_template(True) == right.chat_template(True) == CHAT and lm.chat_template(False) is None
         found, wanted = (
-            lm_eval.simple_evaluate(model=each, tasks=tasks(tmp_path), system_instruction="be brief", **how) for each in (lm, right)
+            lm_eval.simple_evaluate(model=each, tasks=tasks(tmp_path), system_instruction="be brief", **how)
+            for each in (lm, right)
         )
     assert caplog.text.count("turns of a system are left out") == 1
     for task, samples in wanted["samples"].items():
@@ -229,7 +261,9 @@ def test_chat_templates(folders: dict[str, Path], tmp_path: Path, monkeypatch: p
     for task in ("choice", "told"):
         assert "system: be brief</s>" in str(found["samples"][task][0]["arguments"])
         for name, value in wanted["results"][task].items():
-            assert found["results"][task][name] == (pytest.approx(value, rel=1e-10) if isinstance(value, float) else value)
+            assert found["results"][task][name] == (
+                pytest.approx(value, rel=1e-10) if isinstance(value, float) else value
+            )
     assert lm.tokenizer_name and lm.tokenizer_name == ours(folder).tokenizer_name
     with pytest.raises(ValueError, match="only the default chat template"):
         lm.chat_template("rag")
@@ -247,7 +281,9 @@ def test_begin_tokens(folders: dict[str, Path]) -> None:
     assert ours(folders["gpt2"], prefix_token_id=9).prefix_token_id == 9
 
 
-def test_special_tokens_that_are_generated_are_no_text(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_that_are_generated_are_no_text(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They can stop a text all the same."""
     lm = ours(folders["bloom"])
     ids = [*lm.tok_encode("the cat "), 0, *lm.tok_encode("sat"), 1, *lm.tok_encode("on a mat")]
@@ -259,9 +295,13 @@ def test_special_tokens_that_are_generated_are_no_text(folders: dict[str, Path],
     monkeypatch.setattr("megazero.evaluation.harness.generate", speak)
     with theirs("bloom", folders["bloom"]) as right:
         assert all(lm.tok_decode(ids, skip) == right.tok_decode(ids, skip) for skip in (True, False))
-        monkeypatch.setattr(right, "_model_generate", lambda context, **more: torch.tensor([[*context[0].tolist(), *ids]]))
+        monkeypatch.setattr(
+            right, "_model_generate", lambda context, **more: torch.tensor([[*context[0].tolist(), *ids]])
+        )
         asked = [("the", {"until": [], "max_gen_toks": 40})]
-        assert lm.generate_until(instances("generate_until", asked)) == right.generate_until(instances("generate_until", asked))
+        assert lm.generate_until(instances("generate_until", asked)) == right.generate_until(
+            instances("generate_until", asked)
+        )
     found = lm.generate_until(instances("generate_until", [("the", {"until": ["<s>"], "max_gen_toks": 40})]))
     assert found == ["the cat sat"], "stopped by a special token"
 
@@ -296,7 +336,9 @@ def test_what_it_has_not_is_refused(folders: dict[str, Path]) -> None:
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [
-        name for name in sys.modules if name.partition(".")[0] == "lm_eval" or name in ("megazero.harness", "megazero.evaluation.harness")
+        name
+        for name in sys.modules
+        if name.partition(".")[0] == "lm_eval" or name in ("megazero.harness", "megazero.evaluation.harness")
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)

@@ -25,8 +25,12 @@ from tests.ranks import run_ranks
 
 SHAPES = {
     "tied alibi": model(),
-    "untied learned": model(position_embedding="learned", embedding_layernorm=False, untie_embeddings_and_output_weights=True),
-    "rotary": model(position_embedding="rotary", norm="rmsnorm", activation="swiglu", num_query_groups=2, disable_bias_linear=True),
+    "untied learned": model(
+        position_embedding="learned", embedding_layernorm=False, untie_embeddings_and_output_weights=True
+    ),
+    "rotary": model(
+        position_embedding="rotary", norm="rmsnorm", activation="swiglu", num_query_groups=2, disable_bias_linear=True
+    ),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
@@ -58,7 +62,9 @@ def reference(shape: ModelConfig, windows: list[Window]) -> list[tuple[float, bo
 
 
 def likely(shape: ModelConfig, count: int) -> list[Window]:
-    """Windows whose scored tokens are the likeliest ones, as `reference` finds them: greedy must be told from nearly greedy."""
+    """Windows whose scored tokens are the likeliest ones, as `reference` finds them: greedy must be told from nearly
+    greedy.
+    """
     stage = Stage(ModelLayout(shape, solo(), torch.float64), whole_model(shape))
     initialise(stage, 5)
     stage.eval()
@@ -87,7 +93,9 @@ def test_one_process(name: str, size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
-    """On layouts whose tp ranks hold padding of the vocabulary (101 of 104 or 128 rows), whose replicas get unequal shares, ..."""
+    """On layouts whose tp ranks hold padding of the vocabulary (101 of 104 or 128 rows), whose replicas get unequal
+    shares, ...
+    """
     size, parallel = LAYOUTS[layout]
     for name, shape in SHAPES.items():
         if name == "rotary" and parallel.get("tp") == 4:
@@ -118,7 +126,9 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "linear", counting)
     monkeypatch.setattr(losses, "BLOCK_BYTES", {"cpu": 5 * 8 * 104})
     again = scorer.score(windows)
-    assert max(rows) == 5 and sum(rows) == sum(window.scored for window in windows), "the head works for what is scored only"
+    assert max(rows) == 5 and sum(rows) == sum(window.scored for window in windows), (
+        "the head works for what is scored only"
+    )
     assert [score.loss for score in again] == pytest.approx([score.loss for score in whole], rel=1e-13)
 
 

@@ -1,4 +1,6 @@
-"""tools/evaluate.py against `transformers` in float64: every document's loss, their sum, perplexity and bits per byte, on any layout."""
+"""tools/evaluate.py against `transformers` in float64: every document's loss, their sum, perplexity and bits per byte,
+on any layout.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ END = 1
 
 LENGTHS: tuple[list[int], ...] = ([3], [60, 20, 41], [1], [], [49], [48])
 """Of the sequences of each document of a pair: there are such of several, and of none."""
-PAIR = [[np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in lengths] for lengths in LENGTHS]
+PAIR = [
+    [np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in lengths]
+    for lengths in LENGTHS
+]
 
 
 def write_pair(prefix: Path, documents: list[list[list[int]]]) -> None:
@@ -46,7 +51,9 @@ def write_pair(prefix: Path, documents: list[list[list[int]]]) -> None:
     bounds = np.cumsum([0, *(len(document) for document in documents)]).astype("<i8")
     prefix.with_suffix(".bin").write_bytes(np.concatenate([np.array(ids, dtype="<u2") for ids in sequences]).tobytes())
     head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(bounds))
-    prefix.with_suffix(".idx").write_bytes(head + lengths.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes())
+    prefix.with_suffix(".idx").write_bytes(
+        head + lengths.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,9 @@ def arguments(folder: Path, *words: object) -> Any:
     return tool.parser().parse_args([str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)])
 
 
-def evaluated(folder: Path, capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def evaluated(
+    folder: Path, capsys: pytest.CaptureFixture[str], *words: object
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(what is printed, the lines of --output)."""
     output = folder / "scores.jsonl"
     tool.evaluate(arguments(folder, "--json", "--output", output, *words), single_process_grid())
@@ -119,16 +128,25 @@ def test_pairs_and_prefixes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     ids = [[token for sequence in document for token in sequence] for document in PAIR]
     record, lines = evaluated(folder, capsys, "--data-path", folder / "pair", "--no-prefix")
     check(record, lines, their_losses(ids, CONTEXT, None))
-    assert record["bits_per_byte"] is None and record["bytes"] is None and record["prefix_id"] is None and "bytes" not in lines[0]
+    assert (
+        record["bits_per_byte"] is None
+        and record["bytes"] is None
+        and record["prefix_id"] is None
+        and "bytes" not in lines[0]
+    )
     record, lines = evaluated(folder, capsys, "--data-path", folder / "pair", "--prefix-id", 9, "--context", 20)
     assert record["tokens"] == sum(map(len, ids)) and record["context"] == record["stride"] == 20
-    both, _ = evaluated(folder, capsys, "--data-path", folder / "pair", "--input", folder / "texts.jsonl", "--append-eod")
+    both, _ = evaluated(
+        folder, capsys, "--data-path", folder / "pair", "--input", folder / "texts.jsonl", "--append-eod"
+    )
     plain, _ = evaluated(folder, capsys, "--input", folder / "texts.jsonl")
     assert both["tokens"] == sum(map(len, ids)) + plain["tokens"] + len(TEXTS), "each text ends with its separator"
     assert both["bits_per_byte"] is None, "where the bytes of some are not known"
 
 
-def test_first_tokens_that_are_not_scored_give_no_bits_per_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_tokens_that_are_not_scored_give_no_bits_per_byte(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record, lines = evaluated(folder, capsys, "--input", folder / "texts.jsonl", "--no-prefix")
     assert record["bits_per_byte"] is None and record["bytes"] == sum(line["bytes"] for line in lines)
 
@@ -147,7 +165,12 @@ def test_layouts(size: int, tp: int, pp: int, batch: int, folder: Path, capsys: 
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(found) == len(wanted)
     for line, right in zip(found, wanted, strict=True):
-        assert {**line, "loss": 0, "total_loss": 0, "perplexity": 0} == {**right, "loss": 0, "total_loss": 0, "perplexity": 0}
+        assert {**line, "loss": 0, "total_loss": 0, "perplexity": 0} == {
+            **right,
+            "loss": 0,
+            "total_loss": 0,
+            "perplexity": 0,
+        }
         assert line["total_loss"] == pytest.approx(right["total_loss"], rel=1e-12)
 
 
@@ -195,7 +218,9 @@ def test_bytes_that_are_no_utf8(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert replaced["total_loss"] == evaluated(folder, capsys, "--input", tmp_path / "utf8.txt")[0]["total_loss"]
 
 
-def test_nothing_to_score_is_not_a_loss_that_overflowed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_score_is_not_a_loss_that_overflowed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty.txt").write_text("")
     tool.evaluate(arguments(folder, "--input", tmp_path / "empty.txt"), single_process_grid())
     out = capsys.readouterr().out
@@ -204,10 +229,27 @@ def test_nothing_to_score_is_not_a_loss_that_overflowed(folder: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_the_command(folder: Path) -> None:
-    """A mistake that shows only once the model is open has status 2 and one message too, and leaves no file that looks whole."""
+    """A mistake that shows only once the model is open has status 2 and one message too, and leaves no file that looks
+    whole.
+    """
     output = folder / "never.jsonl"
-    words = ["--data-path", folder / "pair", folder / "nothing", "--output", output, "--precision", "fp64", "--device", "cpu"]
+    words = [
+        "--data-path",
+        folder / "pair",
+        folder / "nothing",
+        "--output",
+        output,
+        "--precision",
+        "fp64",
+        "--device",
+        "cpu",
+    ]
     command = [sys.executable, str(TOOL), str(folder), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "1 problem" in done.stderr and "no file" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "1 problem" in done.stderr
+        and "no file" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert done.stdout == "" and not output.exists()

@@ -34,8 +34,8 @@ RECIPES = {
 }
 STUB = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\nenv > "$RECORD.env"\n'
 SHRUNK = (
-    "--tp 1 --pp 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000 --precision fp32 "
-    "--micro-batch-size 1 --global-batch-size 4 --rampup-batch-size none --train-iters 3"
+    "--tp 1 --pp 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000 "
+    "--precision fp32 --micro-batch-size 1 --global-batch-size 4 --rampup-batch-size none --train-iters 3"
 )
 
 
@@ -48,7 +48,13 @@ def start(folder: Path, script: Path, *words: str, **environment: str) -> list[s
     """What the script hands to torchrun."""
     stub(folder, "torchrun")
     meet = {"RDZV_ENDPOINT": "node1:29500", "RDZV_ID": "a-job"}
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "RECORD": str(folder / "record"), **meet, **environment}
+    env = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "RECORD": str(folder / "record"),
+        **meet,
+        **environment,
+    }
     subprocess.run(["bash", str(script), *words], cwd=folder, env=env, check=True)
     return (folder / "record").read_text().splitlines()
 
@@ -76,23 +82,42 @@ def test_syntax(script: str) -> None:
 def test_a_recipe_is_valid_on_its_ranks_and_is_its_preset(script: str, tmp_path: Path) -> None:
     name, nodes, gpus, tp, pp = RECIPES[script]
     options, words = taken_apart(start(tmp_path, EXAMPLES / script))
-    assert (options["--nnodes"], options["--nproc-per-node"], options["--rdzv-backend"]) == (str(nodes), str(gpus), "c10d")
+    assert (options["--nnodes"], options["--nproc-per-node"], options["--rdzv-backend"]) == (
+        str(nodes),
+        str(gpus),
+        "c10d",
+    )
     run = parse_run([*words, "--validate-only", "--world-size", str(ranks(options))], None)
     assert run == parse_run(words, nodes * gpus)
     assert (run.parallel.tp, run.parallel.pp) == (tp, pp)
     for field, value in presets()[name].items():
-        assert getattr(getattr(run, run_options()[field].section), field) == value, f"the script departs from the preset in {field}"
+        assert getattr(getattr(run, run_options()[field].section), field) == value, (
+            f"the script departs from the preset in {field}"
+        )
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900" in (tmp_path / "record.env").read_text()
     assert not read_command_line(words).level.problems
 
 
 @pytest.mark.parametrize("script", RECIPES)
 def test_flags_behind_the_script_win(script: str, tmp_path: Path) -> None:
-    words = start(tmp_path, EXAMPLES / script, *SHRUNK.split(), NNODES="1", GPUS_PER_NODE="4", DATA_PATH="0.5 a 0.5 b", SAVE="here")
+    words = start(
+        tmp_path,
+        EXAMPLES / script,
+        *SHRUNK.split(),
+        NNODES="1",
+        GPUS_PER_NODE="4",
+        DATA_PATH="0.5 a 0.5 b",
+        SAVE="here",
+    )
     options, flags = taken_apart(words)
     assert ranks(options) == 4
     run: Run = parse_run(flags, 4)
-    assert (run.schedule.train_iters, run.schedule.train_samples, run.model.hidden_size, run.parallel.pp) == (3, None, 64, 1)
+    assert (run.schedule.train_iters, run.schedule.train_samples, run.model.hidden_size, run.parallel.pp) == (
+        3,
+        None,
+        64,
+        1,
+    )
     assert run.data.data_path == ("0.5", "a", "0.5", "b") and run.checkpoint.save == run.checkpoint.load == "here"
 
 
@@ -110,9 +135,14 @@ def core_only(folder: Path) -> Path:
 @pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("script", RECIPES)
 def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> None:
-    """Its own precision, schedule and features on two ranks of this machine, as data-parallel ranks or as stages, after a plain install."""
+    """Its own precision, schedule and features on two ranks of this machine, as data-parallel ranks or as stages, after
+    a plain install.
+    """
     stages = "2" if RECIPES[script][4] > 1 else "1"
-    words = f"--device cpu --tp 1 --pp {stages} --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 16 --vocab-size 1003"
+    words = (
+        f"--device cpu --tp 1 --pp {stages} --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length "
+        "16 --vocab-size 1003"
+    )
     words += " --micro-batch-size 1 --global-batch-size 4 --rampup-batch-size 2 2 4 --train-iters 3 --eval-iters 0"
     env = {
         **os.environ,
@@ -124,7 +154,9 @@ def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> No
         "DATA_PATH": str(corpus),
     }
     flags = [*words.split(), "--data-cache-path", str(tmp_path / "cache")]
-    done = subprocess.run(["bash", str(EXAMPLES / script), *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / script), *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -135,7 +167,9 @@ def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> No
 
 def test_the_176b_stages_are_published_ones() -> None:
     partition = pytest.importorskip("megazero.pipeline.partition").partition
-    counts = pytest.importorskip("megazero.config.count").parameters_per_layer(parse_run(["--preset", "bloom-176b"], None).model)
+    counts = pytest.importorskip("megazero.config.count").parameters_per_layer(
+        parse_run(["--preset", "bloom-176b"], None).model
+    )
     assert partition([counts.block] * 70, counts.embedding, counts.head + counts.output, 12) == (5, *[6] * 10, 5)
 
 
@@ -188,11 +222,8 @@ def test_a_signal_goes_to_the_ranks_and_the_status_is_theirs(kind: signal.Signal
 def test_the_status_of_a_wrong_configuration_is_the_ranks_own(tmp_path: Path) -> None:
     """torchrun's is 1; the file that it writes says what its rank had."""
     for code, status in ((2, 2), (1, 1), (-9, 1)):
-        stub(
-            tmp_path,
-            "torchrun",
-            f"""#!/usr/bin/env bash\necho '{{"message": {{"errorCode": {code}}}}}' >"$TORCHELASTIC_ERROR_FILE"; exit 1\n""",
-        )
+        said = json.dumps({"message": {"errorCode": code}})
+        stub(tmp_path, "torchrun", f"""#!/usr/bin/env bash\necho '{said}' >"$TORCHELASTIC_ERROR_FILE"; exit 1\n""")
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": "1"}
         done = subprocess.run(["bash", str(EXAMPLES / "gpt/124m.sh")], cwd=tmp_path, env=env, check=False)
         assert done.returncode == status
@@ -207,7 +238,12 @@ printf "%s\n" "$@" > "$RECORD.srun"
 while [[ $1 == -* ]]; do [[ $1 == *=* ]] && shift || shift 2; done
 SLURM_NODEID=1 exec "$@"
 """
-SLURM = {"SLURM_JOB_NUM_NODES": "48", "SLURM_JOB_NODELIST": "node[7-9]", "SLURM_JOB_ID": "123456", "SLURM_GPUS_ON_NODE": "8"}
+SLURM = {
+    "SLURM_JOB_NUM_NODES": "48",
+    "SLURM_JOB_NODELIST": "node[7-9]",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_GPUS_ON_NODE": "8",
+}
 
 
 def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
@@ -225,7 +261,8 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
     assert not (tmp_path / "record.requeued").exists(), "a run that has finished"
 
 
-# A step that ends with 0 when it gets TERM, as ranks do; of one that "fails" the status is 1. scancel signals the step only.
+# A step that ends with 0 when it gets TERM, as ranks do; of one that "fails" the status is 1. scancel signals the step
+# only.
 STEP = """#!/usr/bin/env bash
 trap 'exit %s' TERM
 echo $$ >"$RECORD.step.new"; mv "$RECORD.step.new" "$RECORD.step"

@@ -13,7 +13,11 @@ from fused_ops.native import library
 from fused_ops.native.compile import LEVELS
 
 CARD = pytest.param(
-    "CUDA", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine")]
+    "CUDA",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
+    ],
 )
 CPU_LEVELS = list(LEVELS)[list(LEVELS).index(library.level()) :]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -21,7 +25,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=[*CPU_LEVELS, library.EMULATED, CARD])
 def level(request, monkeypatch) -> Iterator[str]:
-    """The kernels of one level; skipped where there is no compiler. Tensors that say nothing else lie where its kernels take them."""
+    """The kernels of one level; skipped where there is no compiler.
+
+    Tensors that say nothing else lie where its kernels take them.
+    """
     yield from _of_level(request, monkeypatch)
 
 
@@ -38,7 +45,9 @@ def cuda_level(request, monkeypatch) -> Iterator[str]:
 
 
 def _of_level(request, monkeypatch) -> Iterator[str]:
-    """One thread: what a kernel does with more is a test of its own, and threads that wait for each other on a busy machine take long."""
+    """One thread: what a kernel does with more is a test of its own, and threads that wait for each other on a busy
+    machine take long.
+    """
     if request.param == "CUDA":
         found = library.cuda_library("auto", torch.cuda.current_device())
         assert found is not None, "the machine has a card and no kernels for it"
@@ -72,10 +81,14 @@ SHORT = 1 / 16
 """What functions computed for 16 bits may be off before they are rounded, in units of that rounding."""
 
 
-def assert_close(found: Tensor, exact: Tensor, slack: float = 1.0, size: float = 0.0, terms: Tensor | None = None) -> None:
-    """Within one rounding of the dtype plus `slack` times fp32's error of a short computation, relative to the largest value.
+def assert_close(
+    found: Tensor, exact: Tensor, slack: float = 1.0, size: float = 0.0, terms: Tensor | None = None
+) -> None:
+    """Within one rounding of the dtype plus `slack` times fp32's error of a short computation, relative to the largest
+    value.
 
-    size: that of the terms, where they cancel. terms: where functions of SHORT precision enter, how large each of them is.
+    size: that of the terms, where they cancel. terms: where functions of SHORT precision enter, how large each of them
+    is.
     """
     assert found.shape == exact.shape
     size = max(size, exact.abs().max().item() if exact.numel() else 0.0)

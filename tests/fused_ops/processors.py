@@ -1,4 +1,6 @@
-"""Kernels on the block products of processors that this machine is not: compiled once, with a stand-in for torch's product (stand_in.h)."""
+"""Kernels on the block products of processors that this machine is not: compiled once, with a stand-in for torch's
+product (stand_in.h).
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def test_adam_is_torchs_over_many_steps(path, decoupled, decay):
     n = 70_000  # more than one block
     ours, theirs = drawn(n, 1), torch.nn.Parameter(drawn(n, 1))
     m, v = torch.zeros_like(ours), torch.zeros_like(ours)
-    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([theirs], lr=1.0, betas=BETAS, eps=EPS, weight_decay=decay)
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        [theirs], lr=1.0, betas=BETAS, eps=EPS, weight_decay=decay
+    )
     for number in range(1, 101):
         lr, multiplier = 1e-2 / number, 1.0 / (1 + number % 3)
         grad = drawn(n, 100 + number) * 10.0 ** (number % 5 - 2)
@@ -72,7 +74,17 @@ def test_sgd_is_torchs(path, decay):
         grad = drawn(70_000, 100 + number)
         theirs.grad = grad * 0.25
         optimizer.step()
-        sgd_step(None, ours, grad, buffer, lr=1e-2, momentum=0.9, weight_decay=decay, multiplier=scalar(0.25), skip=torch.tensor(False))
+        sgd_step(
+            None,
+            ours,
+            grad,
+            buffer,
+            lr=1e-2,
+            momentum=0.9,
+            weight_decay=decay,
+            multiplier=scalar(0.25),
+            skip=torch.tensor(False),
+        )
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-13)
 
 
@@ -87,7 +99,9 @@ def test_fault_15_a_skipped_step_leaves_every_bit(path, poison):
     grad = drawn(n, 4, torch.bfloat16)
     grad[::7] = poison
     step_of(master, grad, m, v, 3, skip=True, out=out, multiplier=float("nan"))
-    sgd_step(out, master, grad, m, lr=1.0, momentum=0.9, weight_decay=0.1, multiplier=scalar(poison), skip=torch.tensor(True))
+    sgd_step(
+        out, master, grad, m, lr=1.0, momentum=0.9, weight_decay=0.1, multiplier=scalar(poison), skip=torch.tensor(True)
+    )
     for old, new in zip(before, (master, m, v, out), strict=True):
         kind = torch.int16 if old.dtype == torch.bfloat16 else torch.int32
         assert torch.equal(old.view(kind), new.view(kind))

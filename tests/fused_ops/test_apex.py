@@ -1,4 +1,6 @@
-"""apex's Adam in place of ours, with a module that stands for its CUDA extension: its interface, in torch's operations."""
+"""apex's Adam in place of ours, with a module that stands for its CUDA extension: its interface, in
+torch's operations.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """What apex's kernel computes, the multiplied gradient left in its place included. It takes these dtypes and no others."""
+    """What apex's kernel computes, the multiplied gradient left in its place included.
+
+    It takes these dtypes and no others.
+    """
     assert noop_flag.dtype == step.dtype == torch.int32 and lr.dtype == inv_scale.dtype == torch.float32
     assert {tensor.numel() for tensor in (noop_flag, step, lr, inv_scale)} == {1} and chunk_size > 0
     if int(noop_flag) == 1:
@@ -49,7 +54,9 @@ def multi_tensor_adam_capturable(
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "amp_C", SimpleNamespace(multi_tensor_adam_capturable=multi_tensor_adam_capturable))
+    monkeypatch.setitem(
+        sys.modules, "amp_C", SimpleNamespace(multi_tensor_adam_capturable=multi_tensor_adam_capturable)
+    )
 
 
 def drawn(seed: int) -> Tensor:
@@ -82,7 +89,12 @@ def test_it_is_our_step(installed: None, decoupled: bool, decay: float) -> None:
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_skipped_step_leaves_every_bit(installed: None, bad: float) -> None:
-    state = [drawn(2), drawn(3), drawn(4).abs(), drawn(5).bfloat16()]  # an output that is not the rounded weight: it may not be written
+    state = [
+        drawn(2),
+        drawn(3),
+        drawn(4).abs(),
+        drawn(5).bfloat16(),
+    ]  # an output that is not the rounded weight: it may not be written
     before = [tensor.clone() for tensor in state]
     master, first, second, out = state
     how: dict[str, Any] = {"weight_decay": 0.1, "decoupled": True, "step": scalar(3), "skip": torch.tensor(True)}

@@ -28,7 +28,16 @@ class Case:
     """Inputs of one call. Documents are runs whose lengths are drawn up to `run`; sample by sample others."""
 
     def __init__(
-        self, s: int, b: int, groups: int, repeats: int, d: int, dtype: torch.dtype, sloped: bool = True, run: int = 0, seed: int = 1
+        self,
+        s: int,
+        b: int,
+        groups: int,
+        repeats: int,
+        d: int,
+        dtype: torch.dtype,
+        sloped: bool = True,
+        run: int = 0,
+        seed: int = 1,
     ) -> None:
         self.heads, self.dtype = (groups, repeats, d), dtype
         self.mixed = drawn(s, b, groups * (repeats + 2) * d, seed=seed, dtype=dtype)
@@ -83,7 +92,14 @@ def compiled() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("s", "b", "groups", "repeats", "d"),
-    [(1, 1, 1, 1, 8), (7, 2, 1, 2, 20), (129, 2, 3, 2, 33), (300, 1, 2, 1, 64), (520, 1, 1, 3, 128), (1000, 1, 1, 1, 64)],
+    [
+        (1, 1, 1, 1, 8),
+        (7, 2, 1, 2, 20),
+        (129, 2, 3, 2, 33),
+        (300, 1, 2, 1, 64),
+        (520, 1, 1, 3, 128),
+        (1000, 1, 1, 1, 64),
+    ],
 )
 def test_equals_the_specification(s, b, groups, repeats, d, dtype):
     for sloped, run in ((False, 0), (True, 0), (True, 100), (False, 3)):
@@ -137,7 +153,9 @@ def test_the_same_bits_for_any_number_of_threads(b, groups, repeats, dtype):
 @pytest.mark.parametrize("slot", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_not_a_number_reaches_what_depends_on_it(dtype, slot):
-    """slot: query, key or value. What depends on a number is what its change changes; other heads and samples stay clean."""
+    """slot: query, key or value. What depends on a number is what its change changes; other heads and samples stay
+    clean.
+    """
     case = Case(200, 2, 2, 1, 8, dtype, run=60)
     at = (150, 1, (3 + slot) * 8 + 5)
     changed, poisoned = case.mixed.double(), case.mixed.clone()
@@ -156,8 +174,8 @@ def test_not_a_number_reaches_what_depends_on_it(dtype, slot):
 def test_infinite_keys_act_as_in_the_specification(dtype, value):
     """A score of inf makes its row NaN, one of -inf takes its key out; also where a block's only scores are -inf.
 
-    In float64, and not beside `reference_attention` in 16 bits: that multiplies probabilities by torch's product, which on AMX reads
-    beyond a row where the sequence is no multiple of 32, and carries a row's NaN into the one before.
+    In float64, and not beside `reference_attention` in 16 bits: that multiplies probabilities by torch's product, which
+    on AMX reads beyond a row where the sequence is no multiple of 32, and carries a row's NaN into the one before.
     """
     case = Case(700, 1, 2, 1, 8, dtype)
     case.mixed[130, 0, 8] = value

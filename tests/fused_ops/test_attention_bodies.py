@@ -1,7 +1,8 @@
-"""Which body computes attention, and that each computes the same: SDPA and FlexAttention against the scored path, in float64.
+"""Which body computes attention, and that each computes the same: SDPA and FlexAttention against the scored path, in
+float64.
 
-FlexAttention refuses gradients on a CPU in a check of its own, before it looks at anything else. Without the check its eager form has
-them, so that all but the code generated for CUDA is tested here; tests/gpu/test_attention.py tests that.
+FlexAttention refuses gradients on a CPU in a check of its own, before it looks at anything else. Without the check its
+eager form has them, so that all but the code generated for CUDA is tested here; tests/gpu/test_attention.py tests that.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def with_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def results(body: Callable[..., Tensor], s: int, b: int, groups: int, repeats: int, d: int, **options: Any) -> list[Tensor]:
+def results(
+    body: Callable[..., Tensor], s: int, b: int, groups: int, repeats: int, d: int, **options: Any
+) -> list[Tensor]:
     """Context and the projection's gradient, in float64."""
     draw = torch.Generator().manual_seed(s)
     mixed = torch.randn(s, b, groups * (repeats + 2) * d, generator=draw, dtype=FP64).requires_grad_()
@@ -136,7 +139,9 @@ def results(body: Callable[..., Tensor], s: int, b: int, groups: int, repeats: i
 
 
 def options(s: int, b: int, heads: int, sloped: bool, run: int, shard: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Slopes of a shard of the heads of a model, and documents of up to about `run` positions, other ones in each sample."""
+    """Slopes of a shard of the heads of a model, and documents of up to about `run` positions, other ones in each
+    sample.
+    """
     rank, size = shard
     slopes = torch.tensor(alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads], dtype=FP64)
     starts = torch.rand(b, s, generator=torch.Generator().manual_seed(s)) < 1 / max(run, 1)
@@ -149,7 +154,9 @@ def agree(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
-def in_eager(mixed: Tensor, groups: int, repeats: int, d: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+def in_eager(
+    mixed: Tensor, groups: int, repeats: int, d: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None
+) -> Tensor:
     blocks = causal_blocks(mixed.shape[0], mixed.device) if documents is None else None
     return flex_body(mixed, groups, repeats, d, scale, slopes, documents, blocks)
 
@@ -186,13 +193,17 @@ def test_flex_with_the_slopes_of_a_shard(rank: int, with_gradients: None) -> Non
 
 @pytest.mark.slow
 def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiled for CUDA, up to the generated code: one graph with its backward, whatever the documents are; recomputed, too."""
+    """As compiled for CUDA, up to the generated code: one graph with its backward, whatever the documents are;
+    recomputed, too.
+    """
     compiled = torch.compile(flex_body, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(attention_flex, "_compiled", lambda: compiled)
     torch._dynamo.utils.counters.clear()
 
     def recomputed(mixed: Tensor, *heads: int, **given: Any) -> Tensor:
-        found = torch.utils.checkpoint.checkpoint(flex_attention, mixed, *heads, use_reentrant=False, preserve_rng_state=False, **given)
+        found = torch.utils.checkpoint.checkpoint(
+            flex_attention, mixed, *heads, use_reentrant=False, preserve_rng_state=False, **given
+        )
         assert isinstance(found, Tensor)
         return found
 
@@ -212,22 +223,31 @@ def test_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length: int,
 
     theirs = torchs.create_block_mask(within, 3, None, length, length, device="cpu")
     ours = visible_blocks(length, documents, torch.device("cpu"))
-    names = [f"{full}{side}_{kind}" for side in ("kv", "q") for full in ("", "full_") for kind in ("num_blocks", "indices")]
+    names = [
+        f"{full}{side}_{kind}" for side in ("kv", "q") for full in ("", "full_") for kind in ("num_blocks", "indices")
+    ]
     found = dict(zip(names, ours, strict=True))
     for name in names[::2]:
         assert torch.equal(found[name], getattr(theirs, name))
         indices = name.replace("num_blocks", "indices")
         mine, other = found[indices], getattr(theirs, indices)
         assert mine.shape == other.shape and mine.dtype == other.dtype
-        for row, also, count in zip(mine.flatten(0, 2), other.flatten(0, 2), found[name].flatten().tolist(), strict=True):
+        for row, also, count in zip(
+            mine.flatten(0, 2), other.flatten(0, 2), found[name].flatten().tolist(), strict=True
+        ):
             assert sorted(row[:count].tolist()) == sorted(also[:count].tolist())
     if share == 0:
-        assert all(torch.equal(one[:1], other) for one, other in zip(ours, causal_blocks(length, torch.device("cpu")), strict=True))
+        assert all(
+            torch.equal(one[:1], other)
+            for one, other in zip(ours, causal_blocks(length, torch.device("cpu")), strict=True)
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("body", [flash_attention, efficient_attention])
-def test_sdpa_equals_the_scored_path(shape: tuple[int, ...], body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_equals_the_scored_path(
+    shape: tuple[int, ...], body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fused_ops.attention.sdpa.EFFICIENT", ())  # on a CPU torch chooses
     agree(results(body, *shape), results(reference_attention, *shape, slopes=None, documents=None))
 
@@ -282,7 +302,9 @@ def test_the_chosen_body_runs(
     mixed = torch.randn(20, 2, 2 * 3 * 8, dtype=dtype, requires_grad=True)
     slopes = torch.tensor(alibi_slopes(2)) if sloped else None
     dropout = (lambda probabilities: probabilities * 1.0) if dropped else None
-    out = causal_attention(mixed, 2, 1, 8, scale=0.3, slopes=slopes, documents=None, dropout=dropout, offer=Offer(asked))
+    out = causal_attention(
+        mixed, 2, 1, 8, scale=0.3, slopes=slopes, documents=None, dropout=dropout, offer=Offer(asked)
+    )
     out.sum().backward()
     assert called == [expected]
 
@@ -311,7 +333,9 @@ def test_the_offer_of_a_cpu_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_fails_in_the_trial_is_not_chosen(
     alibi: bool, failing: set[str], body: Body, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card that this machine need not have: what would run is tried, once, and where it fails the next is taken."""
+    """On a card that this machine need not have: what would run is tried, once, and where it fails
+    the next is taken.
+    """
     asked: list[str] = []
 
     def tries(function: Any, wanted: Wanted, device: torch.device) -> str:

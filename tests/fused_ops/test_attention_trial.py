@@ -1,4 +1,6 @@
-"""The trial of a body of attention: it passes what gives float64's numbers, and nothing that only runs and is finite."""
+"""The trial of a body of attention: it passes what gives float64's numbers, and nothing that only
+runs and is finite.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,19 @@ def plain(mixed: Tensor, wanted: Wanted, *, slopes: bool = True, documents: bool
     return reference_attention(mixed, wanted.groups, wanted.repeats, wanted.head_dim, scale=scale, **given)
 
 
-TRIED = [Wanted(FP32, 200, 2, 2, 3, 8, alibi=True, documents=True), Wanted(BF16, 130, 3, 1, 4, 16, alibi=True, documents=True)]
+TRIED = [
+    Wanted(FP32, 200, 2, 2, 3, 8, alibi=True, documents=True),
+    Wanted(BF16, 130, 3, 1, 4, 16, alibi=True, documents=True),
+]
 WRONG: dict[str, Callable[[Tensor, Wanted], Tensor]] = {
     "zeros": lambda mixed, wanted: plain(mixed, wanted) * 0.0,
     "no slopes": lambda mixed, wanted: plain(mixed, wanted, slopes=False),
     "no documents": lambda mixed, wanted: plain(mixed, wanted, documents=False),
     "another scale": lambda mixed, wanted: plain(mixed, wanted, factor=1.3),
     "samples in another order": lambda mixed, wanted: plain(mixed.roll(1, 1), wanted),
-    "heads in another order": lambda mixed, wanted: plain(mixed, wanted).unflatten(2, (-1, wanted.head_dim)).roll(1, 2).flatten(2),
+    "heads in another order": lambda mixed, wanted: (
+        plain(mixed, wanted).unflatten(2, (-1, wanted.head_dim)).roll(1, 2).flatten(2)
+    ),
     "nothing from the last key": lambda mixed, wanted: plain(torch.cat([mixed[:-1], mixed[-2:-1]]), wanted),
     "a gradient too many": lambda mixed, wanted: TooMany.apply(plain(mixed, wanted), mixed),
 }
@@ -74,7 +81,9 @@ def test_a_body_that_computes_something_else_fails_its_trial(fault: str, wanted:
     """All of these give finite numbers."""
     cpu = torch.device("cpu")
     assert failure(lambda mixed: plain(mixed, wanted), wanted, cpu) == ""
-    assert re.fullmatch("its numbers are off by .* on this machine", failure(lambda mixed: WRONG[fault](mixed, wanted), wanted, cpu))
+    assert re.fullmatch(
+        "its numbers are off by .* on this machine", failure(lambda mixed: WRONG[fault](mixed, wanted), wanted, cpu)
+    )
 
 
 @pytest.mark.parametrize("body", [flash_attention, efficient_attention])

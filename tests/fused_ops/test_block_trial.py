@@ -1,4 +1,6 @@
-"""Block products that are borrowed of torch: how each processor wants its operands is found by trying, and what is wrong is refused."""
+"""Block products that are borrowed of torch: how each processor wants its operands is found by trying, and what is
+wrong is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def layout(found: Library, dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_each_processor_gets_its_operands_as_it_wants_them(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_processor_gets_its_operands_as_it_wants_them(
+    processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = PROCESSORS[processor]
     found = kernels_of(tmp_path, wanted, monkeypatch)
     assert [layout(found, dtype) for dtype in HALVES] == [LAYOUTS[wanted[kind]] for kind in ("BF16", "FP16")]
@@ -55,7 +59,9 @@ def test_a_product_that_is_wrong_is_refused(fault: str, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_the_ops_are_right_on_each_processor(processor: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ops_are_right_on_each_processor(
+    processor: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Attention forward and backward, and the weight gradient, with sizes that are no multiples of a block."""
     on_processor(processor, tmp_path, monkeypatch)
     for s, d, run in ((5, 8, 0), (150, 40, 0), (200, 33, 70)):
@@ -70,7 +76,9 @@ def test_the_ops_are_right_on_each_processor(processor: str, dtype: torch.dtype,
 
 
 class Off(Library):
-    """Kernels that are wrong although their products are right: half of what they write (name -> which argument) is too large."""
+    """Kernels that are wrong although their products are right: half of what they write (name -> which argument) is too
+    large.
+    """
 
     def __init__(self, inner: Library, results: Mapping[str, int]) -> None:
         super().__init__(inner.path, inner.level)

@@ -1,4 +1,6 @@
-"""Compiled bodies beside the plain ones, op by op; and what keeps them from being compiled twice or where they should not be."""
+"""Compiled bodies beside the plain ones, op by op; and what keeps them from being compiled twice or where they should
+not be.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def reference_bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def rotary(mixed: Tensor) -> Tensor:
-    return rotate_mixed(mixed, 2, 3, *(table[:, None, None] for table in rotary_tables(torch.arange(6), 8, 1e4, mixed.dtype)))
+    return rotate_mixed(
+        mixed, 2, 3, *(table[:, None, None] for table in rotary_tables(torch.arange(6), 8, 1e4, mixed.dtype))
+    )
 
 
 def softmax(scores: Tensor) -> Tensor:
@@ -70,7 +74,9 @@ def results(op: Callable[..., Tensor | tuple[Tensor, Tensor]], given: list[Tenso
 
 @pytest.mark.slow
 @pytest.mark.sampled(strength=1)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 1.6e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 1.6e-2)]
+)
 @pytest.mark.parametrize("name", OPS)
 def test_compiled_equals_plain(name: str, dtype: torch.dtype, tolerance: float) -> None:
     op, shapes = OPS[name]

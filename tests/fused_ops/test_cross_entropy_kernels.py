@@ -33,8 +33,14 @@ def both_passes(logits: Tensor, target: Tensor, real: int, smooth: bool, weight:
     return [log_normaliser, *sums[1:], logits]
 
 
-def compare(rows: int, columns: int, real: int, dtype: torch.dtype, smooth: bool, scale: float = 3.0, seed: int = 1) -> None:
-    logits, target, weight = (drawn(rows, columns, seed=seed) * scale).to(dtype), targets(rows, real, seed), drawn(rows, seed=seed + 1)
+def compare(
+    rows: int, columns: int, real: int, dtype: torch.dtype, smooth: bool, scale: float = 3.0, seed: int = 1
+) -> None:
+    logits, target, weight = (
+        (drawn(rows, columns, seed=seed) * scale).to(dtype),
+        targets(rows, real, seed),
+        drawn(rows, seed=seed + 1),
+    )
     found = both_passes(logits, target, real, smooth, weight)
     exact = both_passes(logits.double(), target, real, smooth, weight)
     assert not found[-1][:, real:].any()
@@ -50,7 +56,8 @@ def compare(rows: int, columns: int, real: int, dtype: torch.dtype, smooth: bool
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "columns", "real"), [(1, 1, 1), (5, 17, 16), (4, 33, 33), (7, 64, 1), (3, 20, 0), (3, 5001, 4999), (2, 50304, 50257)]
+    ("rows", "columns", "real"),
+    [(1, 1, 1), (5, 17, 16), (4, 33, 33), (7, 64, 1), (3, 20, 0), (3, 5001, 4999), (2, 50304, 50257)],
 )
 def test_equal_float64(level, rows, columns, real, smooth, dtype):
     compare(rows, columns, real, dtype, smooth)
@@ -83,8 +90,20 @@ def test_the_loss_of_a_large_vocabulary(level):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_inf_as_in_the_reference(level, monkeypatch, dtype):
     logits, target = drawn(9, 4500, dtype=dtype), torch.tensor([0, 5, -1, 4000, 0, 1, 2, 3, 4])
-    logits[0, 7], logits[1, :2500], logits[2], logits[3, 4000], logits[4, 4400] = math.nan, -math.inf, -math.inf, -math.inf, math.inf
-    logits[5, 0], logits[6, 0], logits[6, 4000], logits[7, 10], logits[7, 4000] = math.inf, math.nan, math.inf, math.inf, math.inf
+    logits[0, 7], logits[1, :2500], logits[2], logits[3, 4000], logits[4, 4400] = (
+        math.nan,
+        -math.inf,
+        -math.inf,
+        -math.inf,
+        math.inf,
+    )
+    logits[5, 0], logits[6, 0], logits[6, 4000], logits[7, 10], logits[7, 4000] = (
+        math.inf,
+        math.nan,
+        math.inf,
+        math.inf,
+        math.inf,
+    )
     found = both_passes(logits, target, 4490, True, torch.ones(9))
     monkeypatch.setenv("MEGAZERO_FUSED", "reference")
     expected = both_passes(logits, target, 4490, True, torch.ones(9))

@@ -1,4 +1,6 @@
-"""What is so of the CUDA kernels only: every way of sharing a row among threads, pointers that lie anywhere, scratch memory, streams."""
+"""What is so of the CUDA kernels only: every way of sharing a row among threads, pointers that lie anywhere, scratch
+memory, streams.
+"""
 
 import math
 from typing import Any
@@ -29,11 +31,15 @@ MARGIN = 64
 
 
 class Guarded:
-    """Memory of `n` elements that begins `offset` elements behind an aligned place, between margins that nobody may write to."""
+    """Memory of `n` elements that begins `offset` elements behind an aligned place, between margins that nobody may
+    write to.
+    """
 
     def __init__(self, n: int, dtype: torch.dtype, offset: int) -> None:
         self.whole = torch.full((n + 2 * MARGIN,), 7.0, dtype=dtype)
-        self.own = self.whole[MARGIN + offset - 8 : MARGIN + offset - 8 + n] if offset else self.whole[MARGIN : MARGIN + n]
+        self.own = (
+            self.whole[MARGIN + offset - 8 : MARGIN + offset - 8 + n] if offset else self.whole[MARGIN : MARGIN + n]
+        )
         self.first = self.own.storage_offset()
 
     def put(self, values: Tensor) -> Tensor:
@@ -97,9 +103,25 @@ def test_optimizer_steps_wherever_the_arrays_lie(cuda_level, dtype, offsets):
         g = grad.put(drawn(n, seed=5, dtype=dtype))
         exact = [tensor.double() for tensor in (w, m, v, g)]
         scalars: dict[str, Any] = {"multiplier": torch.tensor(0.7, dtype=torch.float64), "skip": torch.tensor(False)}
-        numbers: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+        numbers: dict[str, Any] = {
+            "lr": 1e-2,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "decoupled": True,
+        }
         adam_step(out.own, w, g, m, v, step=torch.tensor(3.0, dtype=torch.float64), **numbers, **scalars)
-        adam_step(None, exact[0], exact[3], exact[1], exact[2], step=torch.tensor(3.0, dtype=torch.float64), **numbers, **scalars)
+        adam_step(
+            None,
+            exact[0],
+            exact[3],
+            exact[1],
+            exact[2],
+            step=torch.tensor(3.0, dtype=torch.float64),
+            **numbers,
+            **scalars,
+        )
         sgd_step(out.own, w, g, m, lr=0.1, momentum=0.9, weight_decay=0.1, **scalars)
         sgd_step(None, exact[0], exact[3], exact[1], lr=0.1, momentum=0.9, weight_decay=0.1, **scalars)
         for ours, theirs in zip((w, m, v), exact, strict=False):
@@ -116,7 +138,14 @@ def test_bias_corrections_keep_their_digits(cuda_level, beta1, beta2, step):
     fp64 = [tensor.double() for tensor in fp32]
     for w, g, m, v in (fp32, fp64):
         scalars: dict[str, Any] = {"multiplier": torch.tensor(1.0, dtype=torch.float64), "skip": torch.tensor(False)}
-        numbers: dict[str, Any] = {"lr": 1e-2, "beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+        numbers: dict[str, Any] = {
+            "lr": 1e-2,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "decoupled": True,
+        }
         adam_step(None, w, g, m, v, step=torch.tensor(step, dtype=torch.float64), **numbers, **scalars)
     torch.testing.assert_close(fp32[0].double(), fp64[0], rtol=2e-6, atol=1e-7)
 
@@ -126,10 +155,24 @@ def test_a_skipped_step_leaves_every_bit(cuda_level):
     out, before = state[0].bfloat16(), [tensor.clone() for tensor in state]
     grad = torch.full((1000,), math.nan)
     scalars: dict[str, Any] = {"multiplier": torch.tensor(math.inf, dtype=torch.float64), "skip": torch.tensor(True)}
-    adam_step(out, state[0], grad, *state[1:], lr=1.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, decoupled=True,
-              step=torch.tensor(1.0, dtype=torch.float64), **scalars)  # fmt: skip
+    adam_step(
+        out,
+        state[0],
+        grad,
+        *state[1:],
+        lr=1.0,
+        beta1=0.9,
+        beta2=0.9,
+        eps=1e-8,
+        weight_decay=0.1,
+        decoupled=True,
+        step=torch.tensor(1.0, dtype=torch.float64),
+        **scalars,
+    )
     sgd_step(out, state[0], grad, state[1], lr=1.0, momentum=0.9, weight_decay=0.1, **scalars)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(state, before, strict=True)) and torch.equal(out, before[0].bfloat16())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(state, before, strict=True)) and torch.equal(
+        out, before[0].bfloat16()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,7 +210,8 @@ def test_sum_of_squares_of_many_chunks(cuda_level, offset):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2])
 @pytest.mark.parametrize(
-    ("rows", "columns", "stride"), [(1, 1, 1), (16, 16, 16), (48, 272, 288), (130, 140, 140), (37, 8, 16), (144, 129, 131)]
+    ("rows", "columns", "stride"),
+    [(1, 1, 1), (16, 16, 16), (48, 272, 288), (130, 140, 140), (37, 8, 16), (144, 129, 131)],
 )
 def test_fp8_copies_are_the_reference_to_the_bit(cuda_level, monkeypatch, rows, columns, stride, format, dtype):
     """By rows and by columns, with a given scale and with its own; what is beyond the format saturates."""
@@ -181,7 +225,11 @@ def test_fp8_copies_are_the_reference_to_the_bit(cuda_level, monkeypatch, rows, 
             with monkeypatch.context() as patch:
                 patch.setenv("MEGAZERO_FUSED", "reference")
                 expected = fp8.fill("input", x, theirs, scale=scale)
-            assert torch.equal(found, expected) and torch.equal(fp8.measure(x), expected) and torch.equal(ours.inverse, theirs.inverse)
+            assert (
+                torch.equal(found, expected)
+                and torch.equal(fp8.measure(x), expected)
+                and torch.equal(ours.inverse, theirs.inverse)
+            )
             assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
             if ours.transposed is not None and theirs.transposed is not None:
                 assert torch.equal(ours.transposed.view(torch.uint8), theirs.transposed.view(torch.uint8))

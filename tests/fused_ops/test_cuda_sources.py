@@ -42,7 +42,9 @@ class Card:
 
 @pytest.fixture(scope="module")
 def card(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, seed: int) -> Card:
-    """Compiled once for all tests, as at first use, by a compiler that is also asked for reports, and for other generations."""
+    """Compiled once for all tests, as at first use, by a compiler that is also asked for reports, and for other
+    generations.
+    """
     folder = tmp_path_factory.mktemp("card")
     drawn = CAPABILITIES[seed % len(CAPABILITIES)]
     others = [other for other in CAPABILITIES if other != drawn and pytestconfig.option.depth == "all"]
@@ -51,7 +53,8 @@ def card(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, 
     # Each source's words in one piece: ninja has several compiled at once.
     wrapper.write_text(
         f'#!/bin/sh\ncase "$*" in *--version*|*-shared*) exec {nvcc()} "$@";; esac\n'
-        f'words=$({nvcc()} "$@" {more} 2>&1); status=$?\nprintf "%s\\n" "$words" >> {folder}/said; echo "$words"; exit $status\n'
+        f'words=$({nvcc()} "$@" {more} 2>&1); status=$?\nprintf "%s\\n" "$words" >> {folder}/said; echo "$words"; exit '
+        "$status\n"
     )
     wrapper.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
@@ -106,5 +109,11 @@ def test_the_library_for_a_card_is_built_and_has_every_function_of_the_emulated_
 def exported(path: Path) -> set[str]:
     """C functions of ours that a library offers."""
     tool = shutil.which("nm") or pytest.skip("no nm")
-    listed = subprocess.run([tool, "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True).stdout
-    return {line.split()[-1] for line in listed.splitlines() if line.split()[-2] == "T" and not line.split()[-1].startswith("_")}
+    listed = subprocess.run(
+        [tool, "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    return {
+        line.split()[-1]
+        for line in listed.splitlines()
+        if line.split()[-2] == "T" and not line.split()[-1].startswith("_")
+    }

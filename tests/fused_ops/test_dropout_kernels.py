@@ -1,4 +1,6 @@
-"""The kernel of bias, dropout and residual: the reference's mask bit for bit, values against float64, on every level."""
+"""The kernel of bias, dropout and residual: the reference's mask bit for bit, values against float64,
+on every level.
+"""
 
 import math
 

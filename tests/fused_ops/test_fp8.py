@@ -26,7 +26,9 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, sprea
     return (x * torch.exp(spread * torch.randn(shape, generator=generator, dtype=torch.float64) - spread)).to(dtype)
 
 
-def quantised(x: Tensor, dtype: torch.dtype, scale: float | None = None, compiled: bool = False) -> tuple[Quantised, Tensor]:
+def quantised(
+    x: Tensor, dtype: torch.dtype, scale: float | None = None, compiled: bool = False
+) -> tuple[Quantised, Tensor]:
     made = empty(x, dtype, True)
     amax = fill(ROLE[dtype], x, made, scale=None if scale is None else torch.tensor(scale), compiled=compiled)
     return made, amax
@@ -47,8 +49,12 @@ def bound(x: Tensor, copy: Quantised) -> Tensor:
 def test_a_scale_is_the_largest_power_of_two_that_fits(dtype: torch.dtype) -> None:
     largest = 1.75 * 2.0 ** LARGEST[dtype]
     assert largest == torch.finfo(dtype).max
-    edges = [m * 2.0**e for m in (1.0, 1.75 - 2**-23, 1.75, 1.75 + 2**-23, 2.0 - 2**-23) for e in (-100, -31, -1, 0, 1, 60)]
-    values = torch.cat([torch.tensor(edges), torch.exp(12 * torch.randn(2000, generator=torch.Generator().manual_seed(1)))])
+    edges = [
+        m * 2.0**e for m in (1.0, 1.75 - 2**-23, 1.75, 1.75 + 2**-23, 2.0 - 2**-23) for e in (-100, -31, -1, 0, 1, 60)
+    ]
+    values = torch.cat(
+        [torch.tensor(edges), torch.exp(12 * torch.randn(2000, generator=torch.Generator().manual_seed(1)))]
+    )
     for amax, scale in zip(values.tolist(), scale_of(values, LARGEST[dtype]).tolist(), strict=True):
         assert math.frexp(scale)[0] == 0.5 and amax * scale <= largest < 2 * amax * scale
     ends = scale_of(torch.tensor([0.0, 1e-45, 3.4e38]), LARGEST[dtype])
@@ -104,8 +110,12 @@ def test_zeros_stay_zeros() -> None:
 def test_the_output_and_the_input_gradient(m: int, n: int, k: int, bias: bool) -> None:
     x, weight, grad = drawn(m, k), drawn(n, k, seed=1), drawn(m, n, seed=2)
     added = drawn(n + 1, seed=3)[1:] if bias else None  # at an odd address
-    narrow_x, narrow_weight, narrow_grad = (quantised(t, dtype)[0] for t, dtype in ((x, E4M3), (weight, E4M3), (grad, E5M2)))
-    y = product(narrow_x.values, narrow_weight.values, narrow_x.inverse, narrow_weight.inverse, torch.bfloat16, added, fast=True)
+    narrow_x, narrow_weight, narrow_grad = (
+        quantised(t, dtype)[0] for t, dtype in ((x, E4M3), (weight, E4M3), (grad, E5M2))
+    )
+    y = product(
+        narrow_x.values, narrow_weight.values, narrow_x.inverse, narrow_weight.inverse, torch.bfloat16, added, fast=True
+    )
     exact = held(narrow_x) @ held(narrow_weight).t() + (0 if added is None else added.double())
     # Of the operands as they are: one rounding to bf16 (2^-9), and fp32 sums, of few bits where they are fast.
     size = held(narrow_x).abs() @ held(narrow_weight).abs().t()
@@ -115,7 +125,9 @@ def test_the_output_and_the_input_gradient(m: int, n: int, k: int, bias: bool) -
     wanted = x.double() @ weight.double().t() + (0 if added is None else added.double())
     assert (y.double() - wanted).abs().le(error + 2.0**-8 * exact.abs() + 1e-6 * size).all()
     assert narrow_weight.transposed is not None
-    back = product(narrow_grad.values, narrow_weight.transposed, narrow_grad.inverse, narrow_weight.inverse, torch.bfloat16)
+    back = product(
+        narrow_grad.values, narrow_weight.transposed, narrow_grad.inverse, narrow_weight.inverse, torch.bfloat16
+    )
     exact, size = held(narrow_grad) @ held(narrow_weight), held(narrow_grad).abs() @ held(narrow_weight).abs()
     assert (back.double() - exact).abs().le(2.0**-8 * exact.abs() + 1e-6 * size).all()
 
@@ -186,7 +198,9 @@ def test_products_that_run_and_are_wrong_are_refused(fault: str, monkeypatch: py
     """Each is right where all that is multiplied are ones, or where nobody looks."""
     right = torch._scaled_mm
 
-    def wrong(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, **given: Any) -> Tensor:
+    def wrong(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, **given: Any
+    ) -> Tensor:
         if fault == "no scale":
             scale_a = torch.ones_like(scale_a)
         made = right(a, b, scale_a=scale_a, scale_b=scale_b, bias=None if fault == "no bias" else bias, **given)

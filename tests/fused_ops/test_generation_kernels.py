@@ -1,4 +1,6 @@
-"""What computes the next token: products of few rows, and attention on a cache, on every level of instruction set, against float64."""
+"""What computes the next token: products of few rows, and attention on a cache, on every level of instruction set,
+against float64.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from fused_ops.attention.reference import reference_attention
 from fused_ops.graph import applied
 from fused_ops.linear import FEW, linear
 from fused_ops.softmax import alibi_slopes
-from tests.fused_ops.levels import CPU_LEVELS, DTYPES, assert_close, cpu_level, drawn, same_kind, the_same_for_any_threads
+from tests.fused_ops.levels import (
+    CPU_LEVELS,
+    DTYPES,
+    assert_close,
+    cpu_level,
+    drawn,
+    same_kind,
+    the_same_for_any_threads,
+)
 
 pytestmark = pytest.mark.sampled
 
@@ -52,13 +62,18 @@ def test_what_is_not_finite_arrives(cpu_level: str) -> None:
 
 def test_gradients_are_autograds() -> None:
     """Where gradients are recorded the kernel is no part of the graph."""
-    x, weight = drawn(2, 5, dtype=torch.float32).requires_grad_(), drawn(3, 5, dtype=torch.float32, seed=2).requires_grad_()
+    x, weight = (
+        drawn(2, 5, dtype=torch.float32).requires_grad_(),
+        drawn(3, 5, dtype=torch.float32, seed=2).requires_grad_(),
+    )
     linear(x, weight, None).sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, weight.detach().sum(0).expand(2, 5))
 
 
 class Kept:
-    """Rows of different lengths in slots 0, 1, 3 of a cache, whose next tokens are then computed; NaN where nobody may look."""
+    """Rows of different lengths in slots 0, 1, 3 of a cache, whose next tokens are then computed; NaN where nobody may
+    look.
+    """
 
     def __init__(self, groups: int, repeats: int, head_dim: int, dtype: torch.dtype) -> None:
         self.heads = groups, repeats, head_dim
@@ -82,13 +97,21 @@ def test_attention_on_a_cache(cpu_level: str, heads: tuple[int, int, int], alibi
     """As attention over the whole row computes it, in float64; the cache then holds the new tokens too."""
     kept = Kept(*heads, dtype)
     groups, repeats, head_dim = heads
-    slopes = torch.tensor(alibi_slopes(groups * repeats), dtype=torch.promote_types(dtype, torch.float32)) if alibi else None
+    slopes = (
+        torch.tensor(alibi_slopes(groups * repeats), dtype=torch.promote_types(dtype, torch.float32)) if alibi else None
+    )
     if dtype == torch.float64:  # the specification multiplies with zero what lies beyond
         kept.keys.nan_to_num_(), kept.values.nan_to_num_()
     positions = kept.starts, 20
-    found = cached_attention(kept.new(), kept.keys, kept.values, kept.slots, *positions, *heads, scale=head_dim**-0.5, slopes=slopes)
+    found = cached_attention(
+        kept.new(), kept.keys, kept.values, kept.slots, *positions, *heads, scale=head_dim**-0.5, slopes=slopes
+    )
     exact = reference_attention(
-        kept.whole.double(), *heads, scale=head_dim**-0.5, slopes=None if slopes is None else slopes.double(), documents=None
+        kept.whole.double(),
+        *heads,
+        scale=head_dim**-0.5,
+        slopes=None if slopes is None else slopes.double(),
+        documents=None,
     )
     places = kept.starts + torch.arange(kept.count).unsqueeze(1)
     assert_close(found, exact[places, torch.arange(3)], slack=2, size=4)
@@ -104,7 +127,9 @@ def test_scores_of_any_size() -> None:
     kept = Kept(1, 1, 16, torch.float32)
     kept.whole[:, :, :32] *= 40
     kept = _again(kept)
-    found = cached_attention(kept.new(), kept.keys, kept.values, kept.slots, kept.starts, 20, *kept.heads, scale=1.0, slopes=None)
+    found = cached_attention(
+        kept.new(), kept.keys, kept.values, kept.slots, kept.starts, 20, *kept.heads, scale=1.0, slopes=None
+    )
     exact = reference_attention(kept.whole.double(), *kept.heads, scale=1.0, slopes=None, documents=None)
     places = kept.starts + torch.arange(kept.count).unsqueeze(1)
     assert torch.isfinite(found).all()

@@ -105,7 +105,9 @@ def test_a_bias_is_added_before_the_product_is_rounded(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("fault", ["none", "rounds", "forgets", "swaps", "raises"])
 def test_a_product_with_its_bias_is_tried_with_numbers(fault: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for oneDNN's: right, rounded before the bias is added, without it, with weights in another order, or not there."""
+    """A stand-in for oneDNN's: right, rounded before the bias is added, without it, with weights in another order, or
+    not there.
+    """
     calls = []
 
     def stand_in(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -131,7 +133,9 @@ def test_a_product_with_its_bias_is_tried_with_numbers(fault: str, level: str, m
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("fault", ["none", "rounds", "forgets", "swaps"])
 def test_a_widening_product_is_tried_with_numbers(fault: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has these overloads on CUDA only; here a stand-in that rounds to 16 bits, adds to nothing or reads columns in another order."""
+    """torch has these overloads on CUDA only; here a stand-in that rounds to 16 bits, adds to nothing or reads columns
+    in another order.
+    """
 
     def widened(a: Tensor, b: Tensor, before: Tensor | None, out: Tensor) -> None:
         made = a.float() @ (b.roll(1, 1) if fault == "swaps" else b).float()

@@ -22,7 +22,9 @@ EPS = 1e-5
 SHAPES = [(1, 1), (3, 16), (5, 17), (2, 3, 33), (70, 2), (300, 250), (2, 9001)]
 
 
-def run(centred: bool, added: bool, x: Tensor, residual: Tensor, parameters: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+def run(
+    centred: bool, added: bool, x: Tensor, residual: Tensor, parameters: list[Tensor], weights: list[Tensor]
+) -> list[Tensor]:
     """Outputs and gradients of every input."""
     inputs = [x, *([residual] if added else []), *parameters[: 2 if centred else 1]]
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
@@ -52,7 +54,10 @@ def compare(centred: bool, added: bool, shape: tuple[int, ...], dtype: torch.dty
     x, residual, parameters, weights = inputs_of(shape, dtype, **rest)
     if added:
         # What is normalised is the rounded sum: the exact one is made of values whose sum needs no rounding.
-        x, residual = x.to(torch.bfloat16).mul(8).round().div(8).to(dtype), residual.to(torch.bfloat16).mul(8).round().div(8).to(dtype)
+        x, residual = (
+            x.to(torch.bfloat16).mul(8).round().div(8).to(dtype),
+            residual.to(torch.bfloat16).mul(8).round().div(8).to(dtype),
+        )
         x, residual = x.clamp(-8, 8), residual.clamp(-8, 8)
     found = run(centred, added, x, residual, parameters, weights)
     wide = [[tensor.double() for tensor in group] for group in ([x, residual], parameters, weights)]
@@ -62,7 +67,10 @@ def compare(centred: bool, added: bool, shape: tuple[int, ...], dtype: torch.dty
     if values.numel():
         spread = values.var(-1, correction=0) if centred else values.square().mean(-1)
         steepest = (spread.min() + EPS).rsqrt().item()
-        slack, terms = 1 + values.abs().max().item() * steepest, (exact[0].abs().max() + weights[0].abs().max() * 5).item() * (1 + steepest)
+        slack, terms = (
+            1 + values.abs().max().item() * steepest,
+            (exact[0].abs().max() + weights[0].abs().max() * 5).item() * (1 + steepest),
+        )
     for ours, theirs in zip(found, exact, strict=True):
         assert ours.dtype == dtype
         if ours.numel() and values.numel():

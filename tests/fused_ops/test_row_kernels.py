@@ -29,7 +29,9 @@ def run(function, x: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("s", "b", "groups", "repeats", "d"), [(1, 1, 1, 1, 2), (5, 2, 3, 1, 6), (4, 3, 2, 4, 34), (70, 1, 2, 2, 64)])
+@pytest.mark.parametrize(
+    ("s", "b", "groups", "repeats", "d"), [(1, 1, 1, 1, 2), (5, 2, 3, 1, 6), (4, 3, 2, 4, 34), (70, 1, 2, 2, 64)]
+)
 def test_rotary_equals_float64(level, s, b, groups, repeats, d, dtype):
     x, grad = (drawn(s, b, groups * (repeats + 2) * d, seed=i, dtype=dtype) for i in (1, 2))
 
@@ -94,10 +96,22 @@ def test_steps_equal_float64(level, decoupled, grad_dtype, out_dtype):
         for number in range(1, 21 if n < 100 else 4):
             grad = drawn(n, seed=10 + number, dtype=grad_dtype)
             for w, sgd_w, m, v, u in (fp32, fp64):
-                scalars: dict[str, Any] = {"multiplier": torch.tensor(0.3, dtype=torch.float64), "skip": torch.tensor(False)}
+                scalars: dict[str, Any] = {
+                    "multiplier": torch.tensor(0.3, dtype=torch.float64),
+                    "skip": torch.tensor(False),
+                }
                 written = out if w.dtype == torch.float32 else None
-                adam: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.9999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
-                adam_step(written, w, grad, m, v, step=torch.tensor(float(number), dtype=torch.float64), **adam, **scalars)
+                adam: dict[str, Any] = {
+                    "lr": 1e-2,
+                    "beta1": 0.9,
+                    "beta2": 0.9999,
+                    "eps": 1e-8,
+                    "weight_decay": 0.1,
+                    "decoupled": decoupled,
+                }
+                adam_step(
+                    written, w, grad, m, v, step=torch.tensor(float(number), dtype=torch.float64), **adam, **scalars
+                )
                 sgd_step(None, sgd_w, grad, u, lr=1e-2, momentum=0.9, weight_decay=0.1, **scalars)
         for ours, theirs in zip(fp32, fp64, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
@@ -113,8 +127,19 @@ def test_the_parameter_is_the_rounded_master_wherever_it_lies(level, threads, dt
         master = drawn(n, dtype=torch.float32) * torch.tensor([1.0, 1e-39, 3e-41, 1e-7, 1e30]).repeat(n)[:n]
         master[::11], master[5::13], master[7::17] = -0.0, math.inf, math.nan
         place = torch.full((n + 40,), 7.0, dtype=dtype)
-        zeros: dict[str, Any] = {"multiplier": torch.tensor(1.0), "skip": torch.tensor(False), "lr": 0.0, "weight_decay": 0.0}
-        adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": True, "step": torch.tensor(1.0).double()}
+        zeros: dict[str, Any] = {
+            "multiplier": torch.tensor(1.0),
+            "skip": torch.tensor(False),
+            "lr": 0.0,
+            "weight_decay": 0.0,
+        }
+        adam: dict[str, Any] = {
+            "beta1": 0.9,
+            "beta2": 0.99,
+            "eps": 1e-8,
+            "decoupled": True,
+            "step": torch.tensor(1.0).double(),
+        }
         gradient = torch.zeros(n)
         adam_step(place[offset : offset + n], master.clone(), gradient, torch.zeros(n), torch.ones(n), **adam, **zeros)
         expected = torch.full((n + 40,), 7.0, dtype=dtype)
@@ -139,6 +164,9 @@ def test_sum_of_squares_equals_float64(level, n, dtype):
 
 def test_the_registry_names_the_level(level, monkeypatch):
     bodies = describe(torch.get_default_device())
-    assert all(bodies[op].startswith(level) and bodies[op].endswith("kernel") for op in (OPS if level not in CPU_LEVELS else bodies))
+    assert all(
+        bodies[op].startswith(level) and bodies[op].endswith("kernel")
+        for op in (OPS if level not in CPU_LEVELS else bodies)
+    )
     monkeypatch.setenv("MEGAZERO_FUSED", "reference")
     assert set(describe("cpu").values()) == {"torch reference"}

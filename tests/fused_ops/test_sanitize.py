@@ -19,7 +19,9 @@ def test_every_kernel_is_run(monkeypatch) -> None:
     monkeypatch.setenv("MEGAZERO_FUSED", library.EMULATED)
     found = library.cpu_library(library.EMULATED)
     assert found is not None
-    listed = subprocess.run(["nm", "-D", "--defined-only", str(found.path)], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", str(found.path)], capture_output=True, text=True, check=True
+    ).stdout
     names = {line.split()[-1] for line in listed.splitlines() if " T " in line}
     exported = {name for name in names if not name.startswith("_") and name != "error_text"}
     assert len(exported) > 80

@@ -35,12 +35,18 @@ def assert_rounded_once(found: list[Tensor], exact: list[Tensor], slack: float =
     """Each 16-bit tensor is within half a unit in the last place of its largest value, for every element."""
     for ours, theirs in zip(found, exact, strict=True):
         unit = torch.finfo(ours.dtype).eps / 2
-        assert ((ours.double() - theirs).abs() <= slack * unit * theirs.abs().clamp(min=1e-2 * theirs.abs().max())).all()
+        assert (
+            (ours.double() - theirs).abs() <= slack * unit * theirs.abs().clamp(min=1e-2 * theirs.abs().max())
+        ).all()
 
 
 NORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int]] = {
     "layernorm": (lambda x, w, b: layer_norm(x, w, b, 1e-5), lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5), 3),
-    "rmsnorm": (lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w, 2),
+    "rmsnorm": (
+        lambda x, w: rms_norm(x, w, 1e-5),
+        lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w,
+        2,
+    ),
 }
 
 
@@ -49,7 +55,9 @@ def test_norms_in_fp64(name):
     ours, theirs, count = NORMS[name]
     inputs = [drawn(5, 3, 16), *(drawn(16, seed=i + 2) for i in range(count - 1))]
     for mine, other in zip(
-        gradients(ours, inputs, drawn(5, 3, 16, seed=9)), gradients(theirs, inputs, drawn(5, 3, 16, seed=9)), strict=True
+        gradients(ours, inputs, drawn(5, 3, 16, seed=9)),
+        gradients(theirs, inputs, drawn(5, 3, 16, seed=9)),
+        strict=True,
     ):
         assert mine.dtype == torch.float64
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-13)
@@ -97,7 +105,9 @@ def test_bias_gelu_and_swiglu():
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_sixteen_bit_swiglu_rounds_once(dtype):
     inputs, weight = [drawn(9, 50, dtype=dtype), drawn(9, 50, seed=2, dtype=dtype)], drawn(9, 50, seed=3, dtype=dtype)
-    assert_rounded_once(gradients(swiglu, inputs, weight), gradients(swiglu, [x.double() for x in inputs], weight.double()), 1.1)
+    assert_rounded_once(
+        gradients(swiglu, inputs, weight), gradients(swiglu, [x.double() for x in inputs], weight.double()), 1.1
+    )
 
 
 def test_swiglu_of_halves_of_one_tensor():
@@ -115,9 +125,14 @@ def test_rotary_is_a_rotation_by_position():
     cos, sin = (table.view(s, 1, 1, -1) for table in rotary_tables(torch.arange(s), d, base, torch.float64))
     assert cos.dtype == torch.float64
     # Complex numbers x_i + i x_{i+d/2} times exp(i m theta_i).
-    turn = torch.polar(torch.ones(s, d // 2, dtype=torch.float64), torch.arange(s)[:, None] * base ** (-torch.arange(0, d, 2).double() / d))
+    turn = torch.polar(
+        torch.ones(s, d // 2, dtype=torch.float64),
+        torch.arange(s)[:, None] * base ** (-torch.arange(0, d, 2).double() / d),
+    )
     turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn.view(s, 1, 1, -1)
-    torch.testing.assert_close(apply_rotary(x, cos, sin), torch.cat([turned.real, turned.imag], -1), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(
+        apply_rotary(x, cos, sin), torch.cat([turned.real, turned.imag], -1), rtol=1e-13, atol=1e-14
+    )
     # Only distances matter to products.
     later = [table.view(s, 1, 1, -1) for table in rotary_tables(torch.arange(s) + 17, d, base, torch.float64)]
     near = torch.einsum("sbnd,tbnd->bnst", apply_rotary(x, cos, sin), apply_rotary(y, cos, sin))

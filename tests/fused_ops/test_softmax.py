@@ -46,7 +46,9 @@ def test_fault_23_slopes_of_any_count(heads):
 
 @pytest.mark.parametrize("documented", [False, True])
 @pytest.mark.parametrize("sloped", [False, True])
-@pytest.mark.parametrize(("b", "n", "queries", "keys"), [(2, 3, 7, 7), (1, 2, 300, 300), (2, 3, 5, 11), (1, 1, 1, 9), (3, 40, 70, 70)])
+@pytest.mark.parametrize(
+    ("b", "n", "queries", "keys"), [(2, 3, 7, 7), (1, 2, 300, 300), (2, 3, 5, 11), (1, 1, 1, 9), (3, 40, 70, 70)]
+)
 def test_equals_dense_formula(b, n, queries, keys, sloped, documented):
     scores = drawn(b, n, queries, keys)
     slopes = torch.tensor(alibi_slopes(n), dtype=torch.float64) if sloped else None

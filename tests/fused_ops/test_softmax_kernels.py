@@ -14,7 +14,16 @@ from tests.fused_ops.levels import DTYPES, assert_close, drawn, integers, level
 pytestmark = pytest.mark.sampled
 
 __all__ = ["level"]
-SHAPES = [(1, 1, 1, 1), (2, 3, 7, 7), (1, 5, 16, 16), (2, 3, 5, 21), (1, 2, 70, 70), (1, 1, 1, 9), (1, 2, 2, 8193), (1, 1, 1, 32768)]
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 3, 7, 7),
+    (1, 5, 16, 16),
+    (2, 3, 5, 21),
+    (1, 2, 70, 70),
+    (1, 1, 1, 9),
+    (1, 2, 2, 8193),
+    (1, 1, 1, 32768),
+]
 
 
 def run(scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None, grad: Tensor) -> list[Tensor]:
@@ -27,7 +36,9 @@ def run(scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor |
     return [found, leaf.grad]
 
 
-def compare(shape: tuple[int, ...], dtype: torch.dtype, sloped: bool, documented: bool, seed: int = 1, scale: float = 0.3) -> None:
+def compare(
+    shape: tuple[int, ...], dtype: torch.dtype, sloped: bool, documented: bool, seed: int = 1, scale: float = 0.3
+) -> None:
     b, n, queries, keys = shape
     scores, grad = drawn(*shape, seed=seed, dtype=dtype) * 4, drawn(*shape, seed=seed + 1, dtype=dtype)
     slopes = torch.tensor(alibi_slopes(n), dtype=torch.float64) if sloped else None
@@ -53,7 +64,12 @@ def test_equals_float64(level, shape, sloped, documented, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_inf_as_in_the_reference(level, monkeypatch, dtype):
     scores, grad = drawn(1, 2, 40, 40, dtype=dtype), drawn(1, 2, 40, 40, seed=2, dtype=dtype)
-    scores[0, 0, 5, 3], scores[0, 0, 6, 3], scores[0, 0, 7, 3], scores[0, 0, 8] = math.nan, math.inf, -math.inf, -math.inf
+    scores[0, 0, 5, 3], scores[0, 0, 6, 3], scores[0, 0, 7, 3], scores[0, 0, 8] = (
+        math.nan,
+        math.inf,
+        -math.inf,
+        -math.inf,
+    )
     scores[0, 1].masked_fill_(torch.ones(40, 40, dtype=torch.bool).triu(1), math.nan)  # never looked at
     grad[0, 1, 9, 4], grad[0, 1, 10, 4] = math.nan, math.inf
     slopes = torch.tensor(alibi_slopes(2))

@@ -1,4 +1,6 @@
-"""`python -m tests.fuzz`: the corpus of every reader and so many drawn files, once or for some minutes; status 1 where something is found."""
+"""`python -m tests.fuzz`: the corpus of every reader and so many drawn files, once or for some minutes; status 1 where
+something is found.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--target", nargs="*", help="readers to try; all without it")
     parser.add_argument("--examples", type=int, default=100, help="files drawn for a reader in each round")
-    parser.add_argument("--minutes", type=float, default=0.0, help="rounds with new seeds until then; one round without it")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="rounds with new seeds until then; one round without it"
+    )
     parser.add_argument("--seed", type=int, help="of the first round; a random one without it")
     parser.add_argument("--found", type=Path, default=Path("tests/fuzz/found"), help="where what is found is put")
     args = parser.parse_args()
@@ -28,7 +32,9 @@ def main() -> int:
     seed = random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
     end, findings, drawn = time.monotonic() + 60 * args.minutes, 0, 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, within_bounds():
-        targets = {name: target for name, target in all_targets(Path(folder)).items() if not args.target or name in args.target}
+        targets = {
+            name: target for name, target in all_targets(Path(folder)).items() if not args.target or name in args.target
+        }
         print(f"{len(targets)} readers, {args.examples} files each, seed {seed}", flush=True)
         for name, target in targets.items():
             for data in corpus(name):

@@ -1,4 +1,6 @@
-"""Damaged files out of whole ones, as hypothesis draws them: so it can draw less of what fails, down to the little that matters."""
+"""Damaged files out of whole ones, as hypothesis draws them: so it can draw less of what fails, down to the little that
+matters.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,42 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-NUMBERS = (0, -1, 1, 2, 255, 65536, 2**31 - 1, 2**32, 2**53 + 1, 2**63 - 1, 10**12, 10**17, 10**60, -(2**31), 0.5, 1e308)
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    255,
+    65536,
+    2**31 - 1,
+    2**32,
+    2**53 + 1,
+    2**63 - 1,
+    10**12,
+    10**17,
+    10**60,
+    -(2**31),
+    0.5,
+    1e308,
+)
 ODD: tuple[Any, ...] = (
     *NUMBERS,
-    *(None, True, False, "", "x", "1", "../x", "/etc/passwd", "\x00", "\ud800", "ü" * 300, "9" * 400, "none", "2024-13-45"),
+    *(
+        None,
+        True,
+        False,
+        "",
+        "x",
+        "1",
+        "../x",
+        "/etc/passwd",
+        "\x00",
+        "\ud800",
+        "ü" * 300,
+        "9" * 400,
+        "none",
+        "2024-13-45",
+    ),
     *([], {}, [0], [[]], {"": None}, [None, None], [1, "a", {}], float("inf"), float("-inf"), float("nan")),
 )
 """Values that a reader may not expect where they stand."""
@@ -106,7 +140,9 @@ def _elsewhere(draw: st.DrawFn, value: Any) -> Any:
         return draw(st.sampled_from(ODD)) if kind == "odd" else _deep(value, 150) if kind == "deep" else [value]
     key = draw(st.sampled_from(keys))
     if draw(st.integers(0, 7)) == 0:
-        return {k: v for k, v in value.items() if k != key} if isinstance(value, dict) else value[:key] + value[key + 1 :]
+        return (
+            {k: v for k, v in value.items() if k != key} if isinstance(value, dict) else value[:key] + value[key + 1 :]
+        )
     inside = _elsewhere(draw, value[key])
     return {**value, key: inside} if isinstance(value, dict) else [*value[:key], inside, *value[key + 1 :]]
 

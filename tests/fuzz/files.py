@@ -15,7 +15,9 @@ def _itself(path: Path) -> Callable[[bytes], bytes]:
 
 @dataclass(frozen=True)
 class File:
-    """format: of the checkpoint. pattern: of the file in it. part: what of it is changed; whole: what makes a file of that again."""
+    """format: of the checkpoint. pattern: of the file in it. part: what of it is changed; whole: what makes a file of
+    that again.
+    """
 
     format: str
     pattern: str

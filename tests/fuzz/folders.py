@@ -28,7 +28,13 @@ from tests.convert.sources import made
 from tests.convert.test_torch_dist import save_dist
 
 MODEL = ModelConfig(
-    num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16, seq_length=8, embedding_layernorm=True, position_embedding="alibi"
+    num_layers=1,
+    hidden_size=8,
+    num_attention_heads=2,
+    vocab_size=16,
+    seq_length=8,
+    embedding_layernorm=True,
+    position_embedding="alibi",
 )
 
 
@@ -38,7 +44,9 @@ def checkpoint(folder: Path, format: str, *, moments: bool = False) -> Path:
     source = made(model, moments=moments, precision="bf16" if moments else "fp32")
     convert(source, format_table()[format], folder / format, Wanted(), silent)
     if format == "hf":
-        (folder / format / GENERATION).write_text(json.dumps({"eos_token_id": [2, 3], "bos_token_id": 1, "temperature": 0.7}))
+        (folder / format / GENERATION).write_text(
+            json.dumps({"eos_token_id": [2, 3], "bos_token_id": 1, "temperature": 0.7})
+        )
     return folder / format
 
 
@@ -63,13 +71,21 @@ def sharded(whole: Path, folder: Path) -> dict[str, Path]:
 def torch_dist(folder: Path) -> Path:
     """A checkpoint as Megatron-core lays it out, with the optimizer's state."""
     model = replace(MODEL, position_embedding="learned", embedding_layernorm=False)
-    save_dist(made(model, moments=True, precision="bf16"), folder / "torch_dist", optimizer="flat", dtype=torch.bfloat16)
+    save_dist(
+        made(model, moments=True, precision="bf16"), folder / "torch_dist", optimizer="flat", dtype=torch.bfloat16
+    )
     return folder / "torch_dist"
 
 
 def adapters(folder: Path) -> Path:
     """Adapters as PEFT has them, on a Hugging Face folder beside them."""
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(checkpoint(folder, "hf")), "use_rslora": False}
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "base_model_name_or_path": str(checkpoint(folder, "hf")),
+        "use_rslora": False,
+    }
     (folder / "peft").mkdir()
     (folder / "peft" / "adapter_config.json").write_text(json.dumps(config))
     layer = "base_model.model.transformer.h.0.self_attention.query_key_value"
@@ -116,7 +132,9 @@ def tokenizers() -> list[bytes]:
         made_of = Tokenizer(model)
         made_of.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
         made_of.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
-        made_of.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 3 if "ab" in made_of.get_vocab() else 0)])
+        made_of.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 3 if "ab" in made_of.get_vocab() else 0)]
+        )
         made_of.decoder = decoders.WordPiece()
         made_of.add_special_tokens([AddedToken("<x>", special=True)])
         found.append(made_of.to_str().encode())
@@ -176,7 +194,9 @@ def arguments_of(path: Path) -> bytes:
     """The arguments in a Megatron file, as JSON."""
     args = torch.load(path, weights_only=False)["args"]
     held = args if isinstance(args, dict) else vars(args)
-    return json.dumps({key: value for key, value in held.items() if isinstance(value, int | float | str | bool | list | None)}).encode()
+    return json.dumps(
+        {key: value for key, value in held.items() if isinstance(value, int | float | str | bool | list | None)}
+    ).encode()
 
 
 def with_arguments(path: Path) -> Callable[[bytes], bytes]:

@@ -1,7 +1,8 @@
 """A search for files that a reader does not cope with; a process of its own, for a reader may end it.
 
-Anything but the reader's own error is a finding: another exception, a crash, more than `MEGABYTES` of memory or `SECONDS` of processor time. Found
-files are made as small as hypothesis can and put into the folder `found`; once the reader is mended, they belong into the corpus.
+Anything but the reader's own error is a finding: another exception, a crash, more than `MEGABYTES` of memory or
+`SECONDS` of processor time. Found files are made as small as hypothesis can and put into the folder `found`; once the
+reader is mended, they belong into the corpus.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class TooSlow(BaseException):
 
 @contextmanager
 def within_bounds() -> Iterator[None]:
-    """Ends what takes too much memory by a MemoryError. Whatever hangs in a library for a minute ends the process, with a traceback."""
+    """Ends what takes too much memory by a MemoryError.
+
+    Whatever hangs in a library for a minute ends the process, with a traceback.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (MEGABYTES << 20), before[1]))
@@ -76,8 +80,16 @@ def search(name: str, target: Target, examples: int, seed: int, found: Path) -> 
     smallest: list[bytes] = []
 
     @hypothesis.seed(seed)
-    @settings(max_examples=max(1, examples // target.dear), database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
-              report_multiple_bugs=False, print_blob=False, verbosity=hypothesis.Verbosity.quiet)  # fmt: skip
+    @settings(
+        max_examples=max(1, examples // target.dear),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=hypothesis.Verbosity.quiet,
+    )
     @given(drawn)
     def read(data: bytes) -> None:
         try:

@@ -49,8 +49,11 @@ ARRAYS: dict[str, NDArray[Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """read: opens `path` and uses all of it. seeds: whole files, or of each the part that is changed. is_json: the seeds are JSON.
-    whole: what makes a file of such a part. errors: by which it may refuse. dear: one file is drawn here for so many elsewhere."""
+    """read: opens `path` and uses all of it. seeds: whole files, or of each the part that is changed. is_json: the
+    seeds are JSON.
+    whole: what makes a file of such a part. errors: by which it may refuse. dear: one file is drawn here for so many
+    elsewhere.
+    """
 
     read: Callable[[], object]
     path: Path
@@ -104,7 +107,9 @@ def _chats(path: Path, tokenizer: Path) -> None:
 def _cached(root: Path) -> None:
     """A cache has no errors: what is damaged is made again."""
     arrays = cached_arrays(root, *CACHED, lambda _: ARRAYS, silent)
-    assert all(np.array_equal(arrays[name][:], value) and arrays[name].dtype == value.dtype for name, value in ARRAYS.items())
+    assert all(
+        np.array_equal(arrays[name][:], value) and arrays[name].dtype == value.dtype for name, value in ARRAYS.items()
+    )
 
 
 def _pair(prefix: Path) -> None:
@@ -134,12 +139,18 @@ def _distributed(path: Path) -> None:
 
 
 def settings_targets(folder: Path) -> dict[str, Target]:
-    nested = b"model:\n  num_layers: 2\n  hidden_size: &a 24\n  ffn_hidden_size: *a\nvocab_size: 99\nseed: 3\ndata_path: [0.5, a, 0.5, b]\nsave: 2024-01-02\n"
+    nested = (
+        b"model:\n  num_layers: 2\n  hidden_size: &a 24\n  ffn_hidden_size: *a\nvocab_size: 99\nseed: "
+        b"3\ndata_path: [0.5, a, 0.5, b]\nsave: 2024-01-02\n"
+    )
     deepspeed = {
         "train_batch_size": 8,
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear"}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear"},
+        },
         "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
         "gradient_clipping": 1.0,
         "tensorboard": {"enabled": True, "output_path": "runs"},
@@ -148,7 +159,11 @@ def settings_targets(folder: Path) -> dict[str, Target]:
     return {
         "yaml": Target(partial(_settings, "--config", yaml), yaml, (dump(Run()).encode(), nested), ConfigError),
         "deepspeed_json": Target(
-            partial(_settings, "--deepspeed-config", ds), ds, (json.dumps(deepspeed).encode(),), ConfigError, is_json=True
+            partial(_settings, "--deepspeed-config", ds),
+            ds,
+            (json.dumps(deepspeed).encode(),),
+            ConfigError,
+            is_json=True,
         ),
     }
 
@@ -157,12 +172,20 @@ def data_targets(folder: Path) -> dict[str, Target]:
     import zstandard
 
     text = b'{"text": "one", "id": 1}\n\n{"text": "two \\ud83d\\ude00", "more": {"a": [1, 2]}}\n'
-    talk = b'{"prompt": "a", "completion": "b"}\n{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n'
+    talk = (
+        b'{"prompt": "a", "completion": "b"}\n{"messages": [{"role": "user", "content": "x"}, {"role": '
+        b'"assistant", '
+        b'"content": "y"}]}\n'
+    )
     shapes = (
         b'{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]], "system": ""}',
         b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": []}',
     )
-    packs: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+    packs: dict[str, Callable[[bytes], bytes]] = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".zst": zstandard.ZstdCompressor().compress,
+    }
     found = {
         f"jsonl{ending}": Target(partial(_texts, path, "jsonl"), path, (pack(text), text), DataError)
         for ending, pack in packs.items()
@@ -176,10 +199,16 @@ def data_targets(folder: Path) -> dict[str, Target]:
     _cached(cache)
     (kept,) = cache.glob("order-*[!k]")
     found |= {
-        "made_with": Target(partial(read_made_with, prefix), path_of(prefix), (path_of(prefix).read_bytes(),), DataError, is_json=True),
+        "made_with": Target(
+            partial(read_made_with, prefix), path_of(prefix), (path_of(prefix).read_bytes(),), DataError, is_json=True
+        ),
         "cache_facts": Target(partial(_cached, cache), kept / FACTS, ((kept / FACTS).read_bytes(),), (), is_json=True),
-        "cache_array": Target(partial(_cached, cache), kept / "sample_index.npy", ((kept / "sample_index.npy").read_bytes(),), ()),
-        "text.zst": Target(partial(_texts, folder / "x.txt.zst", "text"), folder / "x.txt.zst", (packs[".zst"](text),), DataError),
+        "cache_array": Target(
+            partial(_cached, cache), kept / "sample_index.npy", ((kept / "sample_index.npy").read_bytes(),), ()
+        ),
+        "text.zst": Target(
+            partial(_texts, folder / "x.txt.zst", "text"), folder / "x.txt.zst", (packs[".zst"](text),), DataError
+        ),
         "conversations": Target(partial(_conversations, chats), chats, (talk, *talk.splitlines(), *shapes), DataError),
         "prompts": Target(partial(read_prompts, (), str(prompts)), prompts, (b'"a"\n{"prompt": "b"}\n',), DataError),
         "idx": Target(partial(_pair, prefix), Path(f"{prefix}.idx"), (Path(f"{prefix}.idx").read_bytes(),), DataError),
@@ -192,22 +221,39 @@ def tokenizer_targets(folder: Path) -> dict[str, Target]:
     vocab, merges = gpt2 / "vocab.json", gpt2 / "merges.txt"
     return {
         "gpt2_vocab": Target(
-            partial(_tokenizer, "gpt2", _copy(gpt2, "v")), folder / "v" / vocab.name, (vocab.read_bytes(),), DataError, is_json=True
+            partial(_tokenizer, "gpt2", _copy(gpt2, "v")),
+            folder / "v" / vocab.name,
+            (vocab.read_bytes(),),
+            DataError,
+            is_json=True,
         ),
-        "gpt2_merges": Target(partial(_tokenizer, "gpt2", _copy(gpt2, "m")), folder / "m" / merges.name, (merges.read_bytes(),), DataError),
+        "gpt2_merges": Target(
+            partial(_tokenizer, "gpt2", _copy(gpt2, "m")), folder / "m" / merges.name, (merges.read_bytes(),), DataError
+        ),
         "tokenizer_json": Target(partial(_tokenizer, "hf", hf), hf, folders.tokenizers(), DataError, is_json=True),
-        "sentencepiece": Target(partial(_tokenizer, "sentencepiece", model), model, (folders.sentencepiece_model(folder),), DataError),
+        "sentencepiece": Target(
+            partial(_tokenizer, "sentencepiece", model), model, (folders.sentencepiece_model(folder),), DataError
+        ),
     }
 
 
 def chat_targets(folder: Path) -> dict[str, Target]:
-    """The files beside a tokenizer, each in a folder of its own that is whole but for it. Each look starts a template's process."""
+    """The files beside a tokenizer, each in a folder of its own that is whole but for it.
+
+    Each look starts a template's process.
+    """
     whole, talk = write_tokenizer(folder / "whole", template=None), folder / "talk.jsonl"
     talk.write_text(json.dumps(chat("one", "two <|im_end|>", "three", "four")) + "\n")
     config, special = whole / "tokenizer_config.json", whole / "special_tokens_map.json"
     told = json.loads(config.read_text())
     special.write_text(
-        json.dumps({"eos_token": "<|im_end|>", "bos_token": {"content": "<s>", "lstrip": False}, "additional_special_tokens": ["<s>"]})
+        json.dumps(
+            {
+                "eos_token": "<|im_end|>",
+                "bos_token": {"content": "<s>", "lstrip": False},
+                "additional_special_tokens": ["<s>"],
+            }
+        )
     )
     several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": PLAIN}]
     seeds: dict[str, list[bytes]] = {
@@ -220,7 +266,9 @@ def chat_targets(folder: Path) -> dict[str, Target]:
         place = _copy(whole, Path(name).stem)
         if name == special.name:
             (place / "chat_template.jinja").write_text(PLAIN)
-        found[Path(name).stem] = Target(partial(_chats, talk, place), place / name, wholes, DataError, name.endswith("json"), dear=4)
+        found[Path(name).stem] = Target(
+            partial(_chats, talk, place), place / name, wholes, DataError, name.endswith("json"), dear=4
+        )
     return found
 
 
@@ -235,8 +283,18 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
     """Of every format each kind of its files, in a folder of its own that is whole but for it."""
     from tests.fuzz.files import FILES
 
-    wholes = {format: folders.checkpoint(folder, format, moments=format in ("megazero", "megatron-deepspeed", "universal")) for format in
-              ("megazero", "hf", "megatron", "megatron-deepspeed", "universal", "consolidated", "consolidated-safetensors")}  # fmt: skip
+    wholes = {
+        format: folders.checkpoint(folder, format, moments=format in ("megazero", "megatron-deepspeed", "universal"))
+        for format in (
+            "megazero",
+            "hf",
+            "megatron",
+            "megatron-deepspeed",
+            "universal",
+            "consolidated",
+            "consolidated-safetensors",
+        )
+    }
     wholes |= folders.sharded(wholes["hf"], folder)
     wholes["torch_dist"] = folders.torch_dist(folder)
     (folder / "lora").mkdir()
@@ -245,21 +303,34 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
     for name, known in FILES.items():
         place = _copy(wholes[known.format], name)
         (path,) = sorted(place.rglob(known.pattern))[:1]
-        found[name] = Target(partial(_source, place), path, [known.part(path)], (ConversionError,), known.is_json, known.whole(path))
+        found[name] = Target(
+            partial(_source, place), path, [known.part(path)], (ConversionError,), known.is_json, known.whole(path)
+        )
     native = _copy(wholes["megazero"], "inspected")
     (inside,) = native.glob("iter_*/manifest.json")
     errors = (CheckpointError, ValueError)
-    found["inspected"] = Target(partial(_inspected, native), inside, [folders.unsealed(inside)], errors, True, folders.manifest)
-    dcp.save({"a": torch.ones(3), "b": torch.arange(12.0).view(3, 4), "n": 3}, checkpoint_id=folder / "dist", no_dist=True)
+    found["inspected"] = Target(
+        partial(_inspected, native), inside, [folders.unsealed(inside)], errors, True, folders.manifest
+    )
+    dcp.save(
+        {"a": torch.ones(3), "b": torch.arange(12.0).view(3, 4), "n": 3}, checkpoint_id=folder / "dist", no_dist=True
+    )
     metadata = folder / "dist" / ".metadata"
-    found["torch_dist"] = Target(partial(_distributed, folder / "dist"), metadata, (metadata.read_bytes(),), ConversionError)
+    found["torch_dist"] = Target(
+        partial(_distributed, folder / "dist"), metadata, (metadata.read_bytes(),), ConversionError
+    )
     return found
 
 
 def all_targets(folder: Path) -> dict[str, Target]:
     """By name. folder: an empty one that they may fill."""
-    makers = {"settings": settings_targets, "data": data_targets, "tokenizers": tokenizer_targets, "chats": chat_targets,
-              "checkpoints": checkpoint_targets}  # fmt: skip
+    makers = {
+        "settings": settings_targets,
+        "data": data_targets,
+        "tokenizers": tokenizer_targets,
+        "chats": chat_targets,
+        "checkpoints": checkpoint_targets,
+    }
     found: dict[str, Target] = {}
     for name, make in makers.items():
         (folder / name).mkdir()

@@ -1,4 +1,6 @@
-"""Every reader, a corpus of damaged files and some new ones: it reads a file or refuses it by its own error, quickly and within memory."""
+"""Every reader, a corpus of damaged files and some new ones: it reads a file or refuses it by its own error, quickly
+and within memory.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,23 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_no_file_surprises_a_reader(tmp_path: Path) -> None:
     """In a process of its own, which a reader may end."""
-    command = [sys.executable, "-m", "tests.fuzz", "--examples", str(EXAMPLES), "--seed", str(SEED), "--found", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz",
+        "--examples",
+        str(EXAMPLES),
+        "--seed",
+        str(SEED),
+        "--found",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     left = [f"{path.name}: {path.read_bytes()[:200]!r}" for path in tmp_path.glob("last-*")]
     print(done.stdout[-8000:])
-    assert done.returncode == 0, f"status {done.returncode}; read at the end: {left}\n{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"status {done.returncode}; read at the end: {left}\n{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
+    )
     assert "0 findings" in done.stdout
 
 
@@ -46,15 +60,27 @@ def reads(fault):
         if b"a" not in path.read_bytes():
             fault()
     return read
-faults = {"key": lambda: {}["x"], "memory": lambda: bytearray(4 << 30), "time": lambda: [None for _ in iter(int, 1)], "none": lambda: None,
-          "refused": lambda: int("x")}
+faults = {
+    "key": lambda: {}["x"],
+    "memory": lambda: bytearray(4 << 30),
+    "time": lambda: [None for _ in iter(int, 1)],
+    "none": lambda: None,
+    "refused": lambda: int("x"),
+}
 with within_bounds():
     for name, fault in faults.items():
         told = search(name, Target(reads(fault), path, [b"aXX"], ValueError), 200, 1, folder)
         print(name, told is not None, flush=True)
     search("crash", Target(reads(os.abort), path, [b"aXX"], ValueError), 200, 1, folder)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     told = dict(line.split() for line in done.stdout.splitlines())
     assert told == {"key": "True", "memory": "True", "time": "True", "none": "False", "refused": "False"}, done.stderr
     assert done.returncode < 0 and b"a" not in (tmp_path / "last-crash").read_bytes()
@@ -66,8 +92,9 @@ class Waits(BaseException):
 
 @pytest.mark.slow
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    """No reader reads a pipe into which nobody writes: a folder that somebody sends may hold one. Refused, or passed over where there need be
-    no such file."""
+    """No reader reads a pipe into which nobody writes: a folder that somebody sends may hold one. Refused, or passed
+    over where there need be no such file.
+    """
 
     def raise_(*_: object) -> None:
         raise Waits

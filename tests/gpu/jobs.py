@@ -21,10 +21,22 @@ from megazero.train.prepare import prepare
 from tests.parity.training import Recorder, data_flags
 from tests.places import values_of
 
-# torch looks at it once, before the first product: other tests of this process would have it refuse the deterministic ones.
+# torch looks at it once, before the first product: other tests of this process would have it refuse the deterministic
+# ones.
 os.environ.setdefault(*devices.CUBLAS_WORKSPACE)
 
-MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "8", "--seq-length", "128", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "128",
+    "--num-attention-heads",
+    "8",
+    "--seq-length",
+    "128",
+    "--vocab-size",
+    "1003",
+]
 
 
 def flags_of(flags: list[str], corpus: Path, cache: Path) -> list[str]:
@@ -33,7 +45,9 @@ def flags_of(flags: list[str], corpus: Path, cache: Path) -> list[str]:
 
 
 def job_on_card(flags: list[str], grid: ProcessGrid | None = None) -> tuple[Job, Recorder]:
-    """As the program builds it, with a recorder instead of its log. grid: default that of a world without process groups."""
+    """As the program builds it, with a recorder instead of its log. grid: default that of a world without process
+    groups.
+    """
     run = parse_run(flags, 1)
     prepared = prepare(run, 1, silent)
     job = build_job(prepared, grid or build_grid(axes_of(prepared.run.parallel, 1), devices.resolve("cuda", 0)))

@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
     python tests/gpu/sanitize.py --emulated            # the same kernels on the CPU
 
-Inputs are made on the host, so that hardly any kernel is not ours. Rows are of one warp, of several and of a whole block; some lengths
-are no multiple of a pack, and some tensors begin beside an aligned place.
+Inputs are made on the host, so that hardly any kernel is not ours. Rows are of one warp, of several and of a whole
+block; some lengths are no multiple of a pack, and some tensors begin beside an aligned place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ LENGTHS = (7, 264, 1023, 4104)
 
 
 class Draw:
-    """Tensors of one dtype on the device, drawn on the host. offset: elements between an aligned place and their begin."""
+    """Tensors of one dtype on the device, drawn on the host. offset: elements between an aligned
+    place and their begin.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, offset: int) -> None:
         self.device, self.dtype, self.offset = device, dtype, offset
@@ -58,7 +60,9 @@ class Draw:
 
 def backward(*results: Tensor) -> None:
     """From gradients of ones, made on the host."""
-    torch.autograd.backward(results, [torch.ones(result.shape, dtype=result.dtype).to(result.device) for result in results])
+    torch.autograd.backward(
+        results, [torch.ones(result.shape, dtype=result.dtype).to(result.device) for result in results]
+    )
 
 
 def softmax(draw: Draw) -> None:
@@ -71,7 +75,12 @@ def softmax(draw: Draw) -> None:
 
 def norms(draw: Draw) -> None:
     for h in LENGTHS:
-        x, residual, weight, bias = draw(5, h, gradient=True), draw(5, h, gradient=True), draw(h, gradient=True), draw(h, gradient=True)
+        x, residual, weight, bias = (
+            draw(5, h, gradient=True),
+            draw(5, h, gradient=True),
+            draw(h, gradient=True),
+            draw(h, gradient=True),
+        )
         backward(layer_norm(x, weight, bias, 1e-5))
         backward(rms_norm(x, weight, 1e-5))
         backward(*add_layer_norm(x, residual, weight, bias, 1e-5))
@@ -92,12 +101,16 @@ def dropouts(draw: Draw) -> None:
         backward(dropout(draw(37, width, gradient=True), keys, 0.1))
         for bias in (draw(width, gradient=True), None):
             for own, p in ((keys, 0.1), (None, 0.0)):
-                backward(bias_dropout_residual(draw(37, width, gradient=True), bias, draw(37, width, gradient=True), own, p))
+                backward(
+                    bias_dropout_residual(draw(37, width, gradient=True), bias, draw(37, width, gradient=True), own, p)
+                )
 
 
 def rotary(draw: Draw) -> None:
     for d in (2, 34, 128):
-        cos, sin = (table[:, None, None].to(draw.device) for table in rotary_tables(torch.arange(5), d, 10000.0, draw.dtype))
+        cos, sin = (
+            table[:, None, None].to(draw.device) for table in rotary_tables(torch.arange(5), d, 10000.0, draw.dtype)
+        )
         backward(apply_rotary(draw(5, 2, 3, d, gradient=True), cos, sin))
 
 
@@ -126,19 +139,37 @@ def embeddings(draw: Draw) -> None:
         kernels, grad = library.kernels(draw(1)), draw(tokens, h)
         assert kernels is not None
         name = f"embedding_gradient_sorted_{library.suffix(draw.dtype)}"
-        kernels.call(name, tokens, rows, h, draw(rows, h, dtype=torch.float32), ids.to(draw.device), order.to(draw.device), grad)
+        kernels.call(
+            name, tokens, rows, h, draw(rows, h, dtype=torch.float32), ids.to(draw.device), order.to(draw.device), grad
+        )
 
 
 def steps(draw: Draw) -> None:
     """Every dtype of the parameter beside this one of the gradient."""
     for n in (1, 5001):
         state = [draw(n, dtype=torch.float32) for _ in range(3)]
-        scalars = {"multiplier": torch.tensor(0.7, dtype=torch.float64).to(draw.device), "skip": torch.tensor(False).to(draw.device)}
+        scalars = {
+            "multiplier": torch.tensor(0.7, dtype=torch.float64).to(draw.device),
+            "skip": torch.tensor(False).to(draw.device),
+        }
         number = torch.tensor(3.0, dtype=torch.float64).to(draw.device)
         for out in (None, draw(n, dtype=torch.bfloat16), draw(n, dtype=torch.float16)):
             w, m, v = state[0], state[1], state[2].abs()
-            adam_step(out, w, draw(n), m, v, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True, step=number,
-                      **scalars)  # fmt: skip
+            adam_step(
+                out,
+                w,
+                draw(n),
+                m,
+                v,
+                lr=1e-3,
+                beta1=0.9,
+                beta2=0.95,
+                eps=1e-8,
+                weight_decay=0.1,
+                decoupled=True,
+                step=number,
+                **scalars,
+            )
             sgd_step(out, w, draw(n), m, lr=0.1, momentum=0.9, weight_decay=0.1, **scalars)
 
 
@@ -155,7 +186,18 @@ def copies(draw: Draw) -> None:
                 fp8.fill("input", x, fp8.empty(x, form, transposed), scale=scale)
 
 
-PARTS: tuple[Callable[[Draw], None], ...] = (softmax, norms, activations, dropouts, rotary, losses, sums, embeddings, steps, copies)
+PARTS: tuple[Callable[[Draw], None], ...] = (
+    softmax,
+    norms,
+    activations,
+    dropouts,
+    rotary,
+    losses,
+    sums,
+    embeddings,
+    steps,
+    copies,
+)
 
 
 def run(device: torch.device) -> Counter[str]:

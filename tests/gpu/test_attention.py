@@ -1,4 +1,5 @@
-"""Every body of attention on a card against the scored path in float64 on the CPU: contexts and gradients, odd shapes, and the rule.
+"""Every body of attention on a card against the scored path in float64 on the CPU: contexts and gradients, odd shapes,
+and the rule.
 
 FlexAttention is compiled for each case, which takes some seconds.
 """
@@ -26,7 +27,10 @@ from fused_ops.softmax import alibi_slopes
 from megazero.system.device import cuda_available
 from tests.e2e.command import metrics, relative, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine"),
+]
 
 CARD = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -53,11 +57,16 @@ def check(body: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, sloped:
     draw = torch.Generator().manual_seed(s + d)
     mixed = torch.randn(s, b, groups * (repeats + 2) * d, generator=draw).to(dtype)
     weight = torch.randn(s, b, groups * repeats * d, generator=draw).to(dtype)
-    given: dict[str, Any] = {"slopes": torch.tensor(alibi_slopes(groups * repeats)) if sloped else None, "documents": None}
+    given: dict[str, Any] = {
+        "slopes": torch.tensor(alibi_slopes(groups * repeats)) if sloped else None,
+        "documents": None,
+    }
     if run:
         given["documents"] = (torch.rand(b, s, generator=draw) < 1 / run).long().cumsum(1)
 
-    def results(function: Callable[..., Tensor], to: Callable[[Tensor], Tensor], options: dict[str, Any]) -> list[Tensor]:
+    def results(
+        function: Callable[..., Tensor], to: Callable[[Tensor], Tensor], options: dict[str, Any]
+    ) -> list[Tensor]:
         leaf = to(mixed).requires_grad_()
         context = function(leaf, groups, repeats, d, scale=1 / math.sqrt(d), **options)
         kept = context.detach().clone()
@@ -74,7 +83,14 @@ def check(body: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, sloped:
         assert error.abs().max() <= bounds[1] * theirs.abs().max()
 
 
-PLAIN: list[Shape] = [(1, 1, 1, 1, 64), (7, 2, 3, 2, 40), (129, 2, 5, 1, 64), (300, 1, 2, 4, 128), (512, 2, 3, 1, 80), (200, 1, 1, 3, 256)]
+PLAIN: list[Shape] = [
+    (1, 1, 1, 1, 64),
+    (7, 2, 3, 2, 40),
+    (129, 2, 5, 1, 64),
+    (300, 1, 2, 4, 128),
+    (512, 2, 3, 1, 80),
+    (200, 1, 1, 3, 256),
+]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -161,7 +177,9 @@ def test_the_trial_compiles_what_training_uses_and_other_lengths_are_not_compile
     torch._dynamo.utils.counters.clear()
     offer = find_offer("auto", wanted, CARD)
     mixed = torch.randn(256, 2, 4 * 3 * 64, device=CARD, dtype=BF16, requires_grad=True)
-    attend = partial(causal_attention, scale=0.125, slopes=torch.tensor(alibi_slopes(4), device=CARD), documents=None, offer=offer)
+    attend = partial(
+        causal_attention, scale=0.125, slopes=torch.tensor(alibi_slopes(4), device=CARD), documents=None, offer=offer
+    )
     for _ in range(3):
         attend(mixed * 1.0, 4, 1, 64).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -187,7 +205,17 @@ STEPS = ["--train-iters", 10, "--micro-batch-size", 2, "--global-batch-size", 8,
     ],
 )
 def test_training_through_each_equals_the_cpu(asked: str, more: list[object], tmp_path: Path, corpus: Path) -> None:
-    flags = [*MODEL, *STEPS, *more, "--data-path", corpus, "--data-cache-path", tmp_path / "cache", "--precision", "bf16"]
+    flags = [
+        *MODEL,
+        *STEPS,
+        *more,
+        "--data-path",
+        corpus,
+        "--data-cache-path",
+        tmp_path / "cache",
+        "--precision",
+        "bf16",
+    ]
     paths = {kind: tmp_path / kind for kind in ("cpu", "gpu")}
     run(1, [*flags, "--device", "cpu", "--metrics-file", paths["cpu"]])
     told = run(1, [*flags, "--device", "cuda", "--attention", asked, "--metrics-file", paths["gpu"]])

@@ -1,4 +1,6 @@
-"""--fp8 on the card: copies to the bit those of the CPU, products against float64, training near bf16's, graphs and compiled casts."""
+"""--fp8 on the card: copies to the bit those of the CPU, products against float64, training near bf16's, graphs and
+compiled casts.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def held(copy: Quantised) -> Tensor:
 @pytest.mark.parametrize("scale", [None, 64.0])
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_copies_are_those_of_the_cpu(dtype: torch.dtype, source: torch.dtype, scale: float | None, compiled: bool) -> None:
+def test_copies_are_those_of_the_cpu(
+    dtype: torch.dtype, source: torch.dtype, scale: float | None, compiled: bool
+) -> None:
     for spoil in (None, float("inf"), float("nan")):
         x = drawn(272, 144, seed=1, dtype=source)
         if spoil is not None:
@@ -88,7 +92,10 @@ def test_products_against_float64(m: int, n: int, k: int, bias: bool) -> None:
         into = torch.full((n * k + shift,), torch.nan, device="cuda")[shift:].view(n, k)
         for times in (1, 2):
             add_weight_gradient(grad.transposed, x.transposed, grad.inverse, x.inverse, into, times > 1)
-            assert (into.double() - times * exact).abs().le(times * 2.0**-11 * size + 1e-6 * exact.abs()).all(), (shift, times)
+            assert (into.double() - times * exact).abs().le(times * 2.0**-11 * size + 1e-6 * exact.abs()).all(), (
+                shift,
+                times,
+            )
 
 
 def test_what_is_not_finite_is_in_every_element() -> None:
@@ -114,10 +121,14 @@ def test_the_loss_is_near_that_of_16_bits(precision: str, corpus: Path, tmp_path
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("more", [[], ["--activation", "swiglu", "--recompute-granularity", "full"]], ids=["plain", "swiglu-recompute"])
+@pytest.mark.parametrize(
+    "more", [[], ["--activation", "swiglu", "--recompute-granularity", "full"]], ids=["plain", "swiglu-recompute"]
+)
 def test_graphs_train_as_ever(scaling: str, more: list[str], corpus: Path, tmp_path: Path) -> None:
     """Weights are cast in the graph of the first micro-batch, into the memory that the others' graph reads."""
-    flags = flags_of([*NUMBERS, *SCALINGS[scaling], *more, "--deterministic", "--train-iters", "20"], corpus, tmp_path / "cache")
+    flags = flags_of(
+        [*NUMBERS, *SCALINGS[scaling], *more, "--deterministic", "--train-iters", "20"], corpus, tmp_path / "cache"
+    )
     with deterministic_again():
         eager, graphed = train(flags), train([*flags, "--cuda-graphs"])
     assert_equal(graphed, eager)
@@ -147,7 +158,18 @@ def test_a_step_waits_for_nothing(scaling: str, corpus: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_layouts_that_share_the_card_are_near_the_cpu(scaling: str, corpus: Path, tmp_path: Path) -> None:
-    model = ["--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 64, "--vocab-size", 1003]
+    model = [
+        "--num-layers",
+        4,
+        "--hidden-size",
+        64,
+        "--num-attention-heads",
+        4,
+        "--seq-length",
+        64,
+        "--vocab-size",
+        1003,
+    ]
     flags = [*model, *NUMBERS, *SCALINGS[scaling], "--train-iters", 20, "--eval-iters", 0, "--data-path", corpus]
     flags += ["--data-cache-path", tmp_path / "cache"]
 
@@ -156,5 +178,8 @@ def test_layouts_that_share_the_card_are_near_the_cpu(scaling: str, corpus: Path
         return [line["loss"] for line in metrics(tmp_path / name)]
 
     cpu = losses(1, ["--device", "cpu"], "cpu")
-    for name, layout in {"tp2-pp2": ["--tp", 2, "--pp", 2], "tp2-sp-dp2": ["--tp", 2, "--sequence-parallel", "--zero-stage", 2]}.items():
+    for name, layout in {
+        "tp2-pp2": ["--tp", 2, "--pp", 2],
+        "tp2-sp-dp2": ["--tp", 2, "--sequence-parallel", "--zero-stage", 2],
+    }.items():
         assert relative(losses(4, [*layout, "--device", "cuda", "--backend", "gloo"], name), cpu) < 2 * DISTANCE, name

@@ -13,7 +13,10 @@ from megazero.system.streams import raise_on_synchronisation
 from tests.e2e.command import metrics, run
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine"),
+]
 
 NUMBERS = ["--micro-batch-size", "2", "--lr", "1e-3", "--deterministic"]
 RUNS = {
@@ -48,7 +51,17 @@ def test_graphs_train_as_ever(name: str, corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_replay_waits_for_nothing(corpus: Path, tmp_path: Path) -> None:
-    flags = ["--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "50", "--log-interval", "50", "--cuda-graphs"]
+    flags = [
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "8",
+        "--train-iters",
+        "50",
+        "--log-interval",
+        "50",
+        "--cuda-graphs",
+    ]
     job, _ = job_on_card(flags_of(flags, corpus, tmp_path / "cache"))
     assert isinstance(job.trainer.engine, GraphedEngine)
     for _ in range(WARM_UP + 1):
@@ -73,7 +86,9 @@ def test_a_resumed_run_goes_on_as_the_whole_one(corpus: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_ranks_that_share_the_card_replay_between_their_first_and_last_micro_batch(corpus: Path, tmp_path: Path) -> None:
+def test_ranks_that_share_the_card_replay_between_their_first_and_last_micro_batch(
+    corpus: Path, tmp_path: Path
+) -> None:
     """dp 2 over gloo, ZeRO-1; four micro-batches a rank, of which two are replayed."""
     numbers = ["--global-batch-size", "16", "--train-iters", "12", "--zero-stage", "1", "--backend", "gloo"]
     flags = flags_of([*NUMBERS, *numbers], corpus, tmp_path / "cache")

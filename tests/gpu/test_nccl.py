@@ -1,7 +1,7 @@
 """NCCL with a world of one: its groups as the program makes them, and every collective of a step through it.
 
-One rank sums and gathers nothing new, so a run equals the one without process groups to the bit; what is shown is that the calls are
-taken, that waits are those of streams, and that graphs are captured beside NCCL's threads.
+One rank sums and gathers nothing new, so a run equals the one without process groups to the bit; what is shown is that
+the calls are taken, that waits are those of streams, and that graphs are captured beside NCCL's threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_c
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not devices.cuda_available() or not dist.is_nccl_available(), reason="no NVIDIA GPU, or torch without NCCL"),
+    pytest.mark.skipif(
+        not devices.cuda_available() or not dist.is_nccl_available(), reason="no NVIDIA GPU, or torch without NCCL"
+    ),
 ]
 
 NUMBERS = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-3", "--deterministic"]
@@ -42,7 +44,9 @@ def one_rank(backend: str, device: torch.device) -> Iterator[ProcessGrid]:
         pg_options=stream_options(backend, timeout),
     )
     world = Group((0,), 0, dist.group.WORLD)
-    made = dist.new_group([0], timeout=timeout, pg_options=stream_options(backend, timeout), use_local_synchronization=True)
+    made = dist.new_group(
+        [0], timeout=timeout, pg_options=stream_options(backend, timeout), use_local_synchronization=True
+    )
     assert isinstance(made, dist.ProcessGroup)
     dp = Group((0,), 0, made)
     yield ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), device, world, solo(), solo(), dp, solo(), dp, dp, timeout)
@@ -73,7 +77,9 @@ def test_every_collective(grid: ProcessGrid) -> None:
         assert torch.equal(out, x)
 
 
-@pytest.mark.parametrize("more", [["--zero-stage", "1"], ["--zero-stage", "2"], ["--zero-stage", "1", "--cuda-graphs"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "more", [["--zero-stage", "1"], ["--zero-stage", "2"], ["--zero-stage", "1", "--cuda-graphs"]], ids=" ".join
+)
 def test_a_run_equals_the_one_without_groups(more: list[str], grid: ProcessGrid, corpus: Path, tmp_path: Path) -> None:
     flags = flags_of([*NUMBERS, "--train-iters", "10", *more], corpus, tmp_path / "cache")
     with deterministic_again():
@@ -82,7 +88,18 @@ def test_a_run_equals_the_one_without_groups(more: list[str], grid: ProcessGrid,
 
 
 def test_a_step_waits_for_no_collective(grid: ProcessGrid, corpus: Path, tmp_path: Path) -> None:
-    flags = ["--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "50", "--log-interval", "50", "--zero-stage", "1"]
+    flags = [
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "50",
+        "--log-interval",
+        "50",
+        "--zero-stage",
+        "1",
+    ]
     job, _ = job_on_card(flags_of(flags, corpus, tmp_path / "cache"), grid)
     for _ in range(2):
         job.trainer.train_step(stop=False)

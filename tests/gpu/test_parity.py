@@ -20,16 +20,50 @@ from tests.parity.training import Outcome, Recorder, data_flags, train, worst
 from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices.cuda_available(), reason="torch finds no NVIDIA GPU on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not devices.cuda_available(), reason="torch finds no NVIDIA GPU on this machine"),
+]
 
 STEPS = 5
 TOLERANCE = 1e-9
 LAYOUTS: dict[str, dict[str, object]] = {
     "tp 2, pp 2": {"tp": 2, "pp": 2, "dp": 1, "tied": True, "positions": "alibi"},
-    "tp 2, dp 2, ZeRO-2, sequence parallel": {"tp": 2, "pp": 1, "dp": 2, "zero": 2, "sequence_parallel": True, "recompute": "full"},
-    "pp 2, dp 2, interleaved, ZeRO-1": {"tp": 1, "pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved", "tied": True, "accumulation": 3},
-    "pp 4, zb-h1": {"tp": 1, "pp": 4, "dp": 1, "schedule": "zb-h1", "layers": 7, "accumulation": 3, "positions": "learned"},
-    "pp 2, dp 2, zb-v, ZeRO-2": {"tp": 1, "pp": 2, "dp": 2, "schedule": "zb-v", "zero": 2, "tied": True, "positions": "rotary"},
+    "tp 2, dp 2, ZeRO-2, sequence parallel": {
+        "tp": 2,
+        "pp": 1,
+        "dp": 2,
+        "zero": 2,
+        "sequence_parallel": True,
+        "recompute": "full",
+    },
+    "pp 2, dp 2, interleaved, ZeRO-1": {
+        "tp": 1,
+        "pp": 2,
+        "dp": 2,
+        "zero": 1,
+        "schedule": "interleaved",
+        "tied": True,
+        "accumulation": 3,
+    },
+    "pp 4, zb-h1": {
+        "tp": 1,
+        "pp": 4,
+        "dp": 1,
+        "schedule": "zb-h1",
+        "layers": 7,
+        "accumulation": 3,
+        "positions": "learned",
+    },
+    "pp 2, dp 2, zb-v, ZeRO-2": {
+        "tp": 1,
+        "pp": 2,
+        "dp": 2,
+        "schedule": "zb-v",
+        "zero": 2,
+        "tied": True,
+        "positions": "rotary",
+    },
     "tp 3, pp 2": {"tp": 3, "pp": 2, "dp": 1, "heads": 6, "groups": None, "dropout": 0.1},
 }
 

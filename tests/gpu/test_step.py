@@ -1,4 +1,6 @@
-"""A step on the card: nothing in it waits, the input travels beside it, weight gradients are one product, and bits repeat."""
+"""A step on the card: nothing in it waits, the input travels beside it, weight gradients are one product, and bits
+repeat.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,27 @@ RUNS = {
     "bf16, alibi": [],
     "fp16, learned, dropout": ["--precision", "fp16", "--position-embedding", "learned", "--hidden-dropout", "0.1"],
     "documents, masks": ["--document-mask", "--eod-mask-loss", "--eod-id", "0"],
-    "llama": ["--position-embedding", "rotary", "--norm", "rmsnorm", "--activation", "swiglu", "--num-query-groups", "4"],
+    "llama": [
+        "--position-embedding",
+        "rotary",
+        "--norm",
+        "rmsnorm",
+        "--activation",
+        "swiglu",
+        "--num-query-groups",
+        "4",
+    ],
     "attention dropout, recompute": ["--attention-dropout", "0.1", "--recompute-granularity", "full"],
-    "fp32, smoothing, sgd": ["--precision", "fp32", "--label-smoothing", "0.1", "--z-loss", "1e-3", "--optimizer", "sgd"],
+    "fp32, smoothing, sgd": [
+        "--precision",
+        "fp32",
+        "--label-smoothing",
+        "0.1",
+        "--z-loss",
+        "1e-3",
+        "--optimizer",
+        "sgd",
+    ],
 }
 
 
@@ -60,7 +80,10 @@ def test_waiting_would_be_noticed() -> None:
 def test_a_weight_gradient_is_one_product_into_the_wide_sum(dtype: torch.dtype) -> None:
     """No 16-bit product between: 3 x 2^-9 of it would show. Factors are columns of wider tensors."""
     generator = torch.Generator("cuda").manual_seed(1)
-    grad, x = (torch.randn((4096, n + 8), dtype=torch.float32, device="cuda", generator=generator).to(dtype)[:, 8:] for n in (520, 264))
+    grad, x = (
+        torch.randn((4096, n + 8), dtype=torch.float32, device="cuda", generator=generator).to(dtype)[:, 8:]
+        for n in (520, 264)
+    )
     into = torch.full((520 * 264 + 24,), torch.nan, device="cuda")[24:].view(520, 264)
     exact = grad.double().t() @ x.double()
     scale = grad.double().abs().t() @ x.double().abs()

@@ -23,13 +23,37 @@ from tests.gpu.test_nccl import one_rank
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not devices.cuda_available() or not dist.is_nccl_available(), reason="no NVIDIA GPU, or torch without NCCL"),
+    pytest.mark.skipif(
+        not devices.cuda_available() or not dist.is_nccl_available(), reason="no NVIDIA GPU, or torch without NCCL"
+    ),
 ]
 
 # Large enough that a backward is longer than the copies of its buckets, small enough that there are many buckets.
-MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "512", "--bucket-size", "4000000"]
+MODEL = [
+    "--num-layers",
+    "8",
+    "--hidden-size",
+    "1024",
+    "--num-attention-heads",
+    "16",
+    "--seq-length",
+    "512",
+    "--bucket-size",
+    "4000000",
+]
 MODEL += ["--position-embedding", "learned"]  # attention that takes no time to compile
-NUMBERS = ["--micro-batch-size", "4", "--global-batch-size", "4", "--train-iters", "50", "--log-interval", "50", "--zero-stage", "1"]
+NUMBERS = [
+    "--micro-batch-size",
+    "4",
+    "--global-batch-size",
+    "4",
+    "--train-iters",
+    "50",
+    "--log-interval",
+    "50",
+    "--zero-stage",
+    "1",
+]
 
 
 @dataclass(frozen=True)
@@ -48,7 +72,9 @@ def on_card(recorded: profile, path: Path) -> list[Event]:
     found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     events = [event for event in found if event.get("cat") in kinds and "dur" in event]
-    made = [Event(e["name"], int(e["args"]["stream"]), float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]
+    made = [
+        Event(e["name"], int(e["args"]["stream"]), float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events
+    ]
     return sorted(made, key=lambda event: event.begin)
 
 
@@ -59,7 +85,10 @@ def grid() -> Iterator[ProcessGrid]:
 
 @pytest.fixture
 def sums_elsewhere(monkeypatch) -> None:
-    """One rank's reduce-scatter in place is nothing to do, and NCCL does nothing. Into other memory it is a copy, which a trace shows."""
+    """One rank's reduce-scatter in place is nothing to do, and NCCL does nothing.
+
+    Into other memory it is a copy, which a trace shows.
+    """
     reduce_scatter = collectives._reduce_scatter_flat
 
     def elsewhere(output: Tensor, whole: Tensor, **settings: Any) -> Any:
@@ -70,7 +99,11 @@ def sums_elsewhere(monkeypatch) -> None:
 
 def streams_by_work(events: list[Event]) -> tuple[set[int], dict[int, list[Event]]]:
     """(streams of matrix products, other streams with what ran there)."""
-    products = {event.stream for event in events if any(word in event.name.lower() for word in ("gemm", "nvjet", "cutlass", "xmma"))}
+    products = {
+        event.stream
+        for event in events
+        if any(word in event.name.lower() for word in ("gemm", "nvjet", "cutlass", "xmma"))
+    }
     others: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event.stream not in products:
@@ -105,4 +138,6 @@ def test_reductions_run_on_their_own_stream_beside_the_backward(
     kernels = [event for event in events if event.stream == own]
     beside = [copy for copy in large if any(copy.begin < kernel.end and kernel.begin < copy.end for kernel in kernels)]
     # What the last bucket waits for is over when it travels; all before it are under the rest of the backward.
-    assert len(beside) >= len(large) // 2, f"{len(beside)} of {len(large)} reductions were under way while kernels ran: {said}"
+    assert len(beside) >= len(large) // 2, (
+        f"{len(beside)} of {len(large)} reductions were under way while kernels ran: {said}"
+    )

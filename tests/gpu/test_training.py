@@ -1,4 +1,6 @@
-"""Training on a card equals training on the CPU, up to bf16's rounding: one rank over NCCL, and four ranks that share it."""
+"""Training on a card equals training on the CPU, up to bf16's rounding: one rank over NCCL, and four ranks that share
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import pytest
 from megazero.system.device import cuda_available
 from tests.e2e.command import metrics, relative, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cuda_available(), reason="torch finds no NVIDIA GPU on this machine"),
+]
 
 MODEL = ["--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 64, "--vocab-size", 1003]
 STEPS = ["--train-iters", 20, "--micro-batch-size", 2, "--global-batch-size", 8, "--lr", 1e-3, "--eval-iters", 0]

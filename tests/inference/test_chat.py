@@ -1,4 +1,6 @@
-"""Chats against `transformers`: its template, its tokens and its answers, turn after turn, on one rank and on four; commands and warnings."""
+"""Chats against `transformers`: its template, its tokens and its answers, turn after turn, on one rank and on four;
+commands and warnings.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,13 @@ LINES = ["two and two?", "Grüße, 你好", "and the fox?"]
 def folder_of(folder: Path, template: str | None = PLAIN) -> Path:
     """A model whose answers end where <|im_end|> does: its head takes that for a token which random weights like."""
     torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = transformers.LlamaConfig(vocab_size=300, initializer_range=0.4, bos_token_id=3, eos_token_id=[0], **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return write_tokenizer(folder, template)
@@ -59,8 +67,12 @@ def their_answer(folder: Path, turns: list[dict[str, str]], ends: Sequence[int])
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with in_float64(), torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
-        found = model.generate(**prompt, max_new_tokens=LENGTH, do_sample=False, eos_token_id=list(ends), pad_token_id=0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+        found = model.generate(
+            **prompt, max_new_tokens=LENGTH, do_sample=False, eos_token_id=list(ends), pad_token_id=0
+        )
     new = found[0, prompt["input_ids"].shape[1] :].tolist()
     return new, tokenizer.decode(new, skip_special_tokens=True)
 
@@ -84,7 +96,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def converse(folder: Path, lines: Sequence[str], grid: ProcessGrid, *words: str) -> str:
     """What a conversation prints on this rank."""
-    flags = ["--load", str(folder), "--chat", "--interactive", "--greedy", "--precision", "fp64", "--max-new-tokens", str(LENGTH)]
+    flags = [
+        "--load",
+        str(folder),
+        "--chat",
+        "--interactive",
+        "--greedy",
+        "--precision",
+        "fp64",
+        "--max-new-tokens",
+        str(LENGTH),
+    ]
     args, shown, before = tool.parser().parse_args([*flags, *words]), io.StringIO(), sys.stdin
     sys.stdin = io.StringIO("".join(f"{line}\n" for line in lines))
     try:
@@ -101,12 +123,19 @@ def on_rank(rank: int, folder: Path) -> str:
 
 
 def test_a_conversation_has_the_tokens_of_transformers(model: Path) -> None:
-    """Each answer stands in the next question; some end with the template's token, at which no file of the model ends a text."""
+    """Each answer stands in the next question; some end with the template's token, at which no file of the model ends a
+    text.
+    """
     wanted = their_conversation(model, "be brief")
     assert any(ids[-1] == END for ids, _ in wanted) and any(len(ids) > 3 for ids, _ in wanted)
-    records = [json.loads(line) for line in converse(model, LINES, single_process_grid(), "--json", "--system", "be brief").splitlines()]
+    records = [
+        json.loads(line)
+        for line in converse(model, LINES, single_process_grid(), "--json", "--system", "be brief").splitlines()
+    ]
     assert [(record["ids"], record["text"]) for record in records] == wanted
-    assert [record["ended"] for record in records] == ["stop token" if ids[-1] == END else "length" for ids, _ in wanted]
+    assert [record["ended"] for record in records] == [
+        "stop token" if ids[-1] == END else "length" for ids, _ in wanted
+    ]
     ranks = run_ranks(4, on_rank, model)
     assert ranks[1:] == [""] * 3
     assert [json.loads(line)["ids"] for line in ranks[0].splitlines()] == [ids for ids, _ in wanted]
@@ -121,7 +150,9 @@ def answered(folder: Path, *words: str) -> list[list[int]]:
     """The ids of each prompt's answer, with these flags and no others."""
     shown = io.StringIO()
     with redirect_stdout(shown):
-        tool.talk_on(tool.parser().parse_args(["--load", str(folder), "--chat", "--json", *words]), single_process_grid())
+        tool.talk_on(
+            tool.parser().parse_args(["--load", str(folder), "--chat", "--json", *words]), single_process_grid()
+        )
     return [json.loads(line)["ids"] for line in shown.getvalue().splitlines()]
 
 
@@ -144,7 +175,14 @@ def test_an_answer_that_is_cut_off_is_told_beside_it(model: Path, capsys: pytest
     "config",
     [
         {"do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 9, "eos_token_id": [0, END]},
-        {"do_sample": True, "top_k": 1, "temperature": 0.6, "repetition_penalty": 1.4, "max_new_tokens": 11, "eos_token_id": [0, END]},
+        {
+            "do_sample": True,
+            "top_k": 1,
+            "temperature": 0.6,
+            "repetition_penalty": 1.4,
+            "max_new_tokens": 11,
+            "eos_token_id": [0, END],
+        },
     ],
     ids=["likeliest", "drawn"],
 )
@@ -155,17 +193,25 @@ def test_without_a_flag_generation_config_counts(
     folder = Path(shutil.copytree(model, tmp_path / "advised"))
     (folder / "generation_config.json").write_text(json.dumps(config))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template([of_user(LINES[2])], add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    prompt = tokenizer.apply_chat_template(
+        [of_user(LINES[2])], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
     with in_float64(), torch.no_grad():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
         wanted = theirs.generate(**prompt, pad_token_id=0)[0, prompt["input_ids"].shape[1] :].tolist()
     flags = ["--prompt", LINES[2], "--precision", "fp64"]
-    assert answered(folder, *flags) == [wanted] and answered(model, *flags, "--greedy", "--max-new-tokens", "20") != [wanted]
+    assert answered(folder, *flags) == [wanted] and answered(model, *flags, "--greedy", "--max-new-tokens", "20") != [
+        wanted
+    ]
     capsys.readouterr()
     (short,) = answered(folder, *flags, "--max-new-tokens", "2", "--repetition-penalty", "1", "--greedy")
     told = capsys.readouterr().err
     assert short == answered(model, *flags, "--max-new-tokens", "2", "--greedy")[0] and len(short) == 2
-    assert "--repetition-penalty" not in told and "--max-new-tokens" not in told.replace("cut off by --max-new-tokens", "")
+    assert "--repetition-penalty" not in told and "--max-new-tokens" not in told.replace(
+        "cut off by --max-new-tokens", ""
+    )
 
 
 def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
@@ -173,16 +219,27 @@ def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], 
     assert advised(drawn) == {}, "transformers draws nothing, and says that these are not used"
     assert advised(drawn | {"do_sample": True}) == {"temperature": 0.6, "top_p": 0.9}
     assert advised(drawn | {"do_sample": False, "max_new_tokens": 7}) == {"temperature": 0.0, "max_new_tokens": 7}
-    assert followed({"temperature": 0.0, "max_new_tokens": 7}, {"top_p": 0.5}) == {"max_new_tokens": 7}, "--top-p asks for draws"
+    assert followed({"temperature": 0.0, "max_new_tokens": 7}, {"top_p": 0.5}) == {"max_new_tokens": 7}, (
+        "--top-p asks for draws"
+    )
     assert followed({"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.5}) == {"temperature": 0.6}
-    for wrong in ({"top_k": 2.5}, {"top_p": 7}, {"temperature": "hot"}, {"repetition_penalty": True}, {"max_new_tokens": 0}):
+    for wrong in (
+        {"top_k": 2.5},
+        {"top_p": 7},
+        {"temperature": "hot"},
+        {"repetition_penalty": True},
+        {"max_new_tokens": 0},
+    ):
         with pytest.raises(DataError, match=f"generation_config.json: {next(iter(wrong))}"):
             advised({"do_sample": True} | wrong)
     folder = Path(shutil.copytree(model, tmp_path / "advised"))
     (folder / "generation_config.json").write_text(json.dumps(drawn | {"do_sample": True, "max_new_tokens": 2}))
     answered(folder, "--prompt", LINES[0], "--top-p", "0.8")
     told = capsys.readouterr().err
-    assert "as the model's generation_config.json says, since no flag says otherwise: --temperature 0.6 --max-new-tokens 2\n" in told
+    assert (
+        "as the model's generation_config.json says, since no flag says otherwise: --temperature 0.6 --max-new-tokens "
+        "2\n" in told
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, INSTRUCT], ids=["chatml", "headers", "instruct"])
@@ -236,12 +293,16 @@ def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ]
     converse(model, [*lines, "/system", "/help", " /four"], single_process_grid())
     told = capsys.readouterr().err
-    system, first = {"role": "system", "content": "be brief"}, [of_user("one"), {"role": "assistant", "content": "answer 1"}]
+    system, first = (
+        {"role": "system", "content": "be brief"},
+        [of_user("one"), {"role": "assistant", "content": "answer 1"}],
+    )
     third = [of_user("three"), {"role": "assistant", "content": "answer 3"}]
     wanted = [([of_user("one")], 0.0), ([system, *first, of_user("two")], 0.0), ([system, of_user("three")], 0.5)]
     wanted += [([*third, of_user("/four")], 0.5)]
     assert asked_for == [
-        (theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), temperature) for turns, temperature in wanted
+        (theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), temperature)
+        for turns, temperature in wanted
     ]
     for words in (
         "/temperature -1: a number from 0",
@@ -255,19 +316,28 @@ def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert all(f"/{name} " in told for name in ("reset", "system", "temperature", "help"))
 
 
-def test_a_system_turn_that_the_template_refuses_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder_of(tmp_path, "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + PLAIN)
+def test_a_system_turn_that_the_template_refuses_is_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of(
+        tmp_path, "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + PLAIN
+    )
     shown = converse(tmp_path, ["/system be brief", "hello"], single_process_grid(), "--json")
     assert "error: the chat template fails: no system here" in capsys.readouterr().err
     assert json.loads(shown)["prompt"] == "hello"
 
 
 @pytest.mark.parametrize("words", [["--chat"], []])
-def test_a_special_token_that_is_spelled_is_told(words: list[str], model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_special_token_that_is_spelled_is_told(
+    words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for prompt, told in (("a <|im_end|> b", True), ("harmless", False)):
         args = tool.parser().parse_args(["--load", str(model), "--prompt", prompt, "--max-new-tokens", "1", *words])
         tool.talk_on(args, single_process_grid())
-        assert ("warning: 'a <|im_end|> b' spells the special token <|im_end|>, which is plain text" in capsys.readouterr().err) is told
+        assert (
+            "warning: 'a <|im_end|> b' spells the special token <|im_end|>, which is plain text"
+            in capsys.readouterr().err
+        ) is told
 
 
 def test_every_kind_of_tokenizer_says_what_a_text_spells(model: Path) -> None:
@@ -307,4 +377,8 @@ def test_ctrl_c_stops_the_answer_and_is_remembered(model: Path, monkeypatch: pyt
     first, second = converse(model, LINES[:2], single_process_grid(), "--json", "--ignore-eod").splitlines()
     assert len(json.loads(first)["ids"]) == 5 and json.loads(first)["ended"] == "interruption"
     assert len(json.loads(second)["ids"]) == LENGTH
-    assert questions[1] == [of_user(LINES[0]), {"role": "assistant", "content": json.loads(first)["text"]}, of_user(LINES[1])]
+    assert questions[1] == [
+        of_user(LINES[0]),
+        {"role": "assistant", "content": json.loads(first)["text"]},
+        of_user(LINES[1]),
+    ]

@@ -1,4 +1,6 @@
-"""Generation: greedy equals the argmax of full logits, cached or not; all layouts draw the same text; a row's draws are its own."""
+"""Generation: greedy equals the argmax of full logits, cached or not; all layouts draw the same text; a row's draws are
+its own.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def whole(stage: Stage, ids: Sequence[int]) -> Tensor:
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("cached", [True, False])
 def test_greedy_takes_the_largest_logit(name: str, cached: bool) -> None:
-    """Prompts of different lengths in one batch; also beyond a table of positions, where the oldest tokens leave the context."""
+    """Prompts of different lengths in one batch; also beyond a table of positions, where the oldest tokens leave the
+    context.
+    """
     model = MODELS[name]
     stage = loaded(model)
     new = generate(Pipeline.of([stage]), PROMPTS, 10, GREEDY, cached=cached)
@@ -64,7 +68,9 @@ def test_greedy_takes_the_largest_logit(name: str, cached: bool) -> None:
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_cached_logits_are_the_training_forwards(name: str, dtype: str) -> None:
-    """A prompt, a chunk of several tokens and single ones, in rows of different lengths and slots out of which one is left out."""
+    """A prompt, a chunk of several tokens and single ones, in rows of different lengths and slots out of which one is
+    left out.
+    """
     model = replace(MODELS[name], document_mask=False)
     stage = loaded(model, dtype).eval()
     rows = [list(range(7, 7 + 12)), list(range(400, 400 + 9))]
@@ -76,7 +82,9 @@ def test_cached_logits_are_the_training_forwards(name: str, dtype: str) -> None:
     with torch.no_grad():
         found = [pipeline.logits(tokens, starts - 1, cache.beginning(slots, 5))]
         for count in (3, 1, 1, 1):
-            tokens = torch.tensor([row[start : start + count] for row, start in zip(rows, starts.tolist(), strict=True)])
+            tokens = torch.tensor(
+                [row[start : start + count] for row, start in zip(rows, starts.tolist(), strict=True)]
+            )
             past = cache.continuing(slots, starts, count, int(starts.max()) + count)
             found.append(pipeline.logits(tokens, torch.full((2,), count - 1), past))
             starts = starts + count
@@ -136,7 +144,12 @@ def test_only_the_tokenizers_ids_are_taken() -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "count", "message"),
-    [([[1], []], 3, "prompt 1 is empty"), ([[1003]], 3, r"id 1003.*1003"), ([[-1]], 3, "id -1"), ([[1]], -1, "max_new_tokens")],
+    [
+        ([[1], []], 3, "prompt 1 is empty"),
+        ([[1003]], 3, r"id 1003.*1003"),
+        ([[-1]], 3, "id -1"),
+        ([[1]], -1, "max_new_tokens"),
+    ],
 )
 def test_refuses(prompts: list[list[int]], count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -183,7 +196,9 @@ def on_grid(
         (Axes(tp=3), True, 1, False),
     ],
 )
-def test_every_rank_of_every_layout_draws_the_same(axes: Axes, sequence_parallel: bool, chunks: int, and_back: bool) -> None:
+def test_every_rank_of_every_layout_draws_the_same(
+    axes: Axes, sequence_parallel: bool, chunks: int, and_back: bool
+) -> None:
     models = [BLOOM, GPT, LLAMA, SWIGLU_BIASES] if axes.pp > 1 else [LLAMA]
     ranks = run_ranks(axes.world_size, on_grid, axes, models, sequence_parallel, chunks, and_back)
     for index, model in enumerate(models):

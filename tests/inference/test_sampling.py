@@ -31,7 +31,9 @@ def test_repetition_penalty(penalty: float) -> None:
 @pytest.mark.parametrize("count", [1, 2, 10, V, V + 5])
 def test_top_k(count: int, ties: bool) -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
-    assert torch.equal(among_likeliest(logits(2, ties), count), processors.TopKLogitsWarper(count)(None, logits(2, ties)))
+    assert torch.equal(
+        among_likeliest(logits(2, ties), count), processors.TopKLogitsWarper(count)(None, logits(2, ties))
+    )
 
 
 @pytest.mark.parametrize("mass", [1e-9, 0.1, 0.5, 0.9, 0.999, 1.0])
@@ -52,7 +54,9 @@ def test_top_p(mass: float) -> None:
     ],
 )
 def test_draws_follow_the_distribution_of_transformers(sampling: Sampling) -> None:
-    """Frequencies of 20,000 draws, within 5 standard deviations of its probabilities after its own chain of processors."""
+    """Frequencies of 20,000 draws, within 5 standard deviations of its probabilities after its own
+    chain of processors.
+    """
     processors = pytest.importorskip("transformers.generation.logits_process")
     scores, count = logits(4)[:1], 20_000
     ids = torch.tensor([[3, 50, 3, int(scores.argmax())]])
@@ -106,7 +110,9 @@ def test_large_seeds_are_seeds_of_their_own() -> None:
     assert len({uniform(seed, 7, 3) for seed in (2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)}) == 4
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.0, repetition_penalty=1.5), Sampling(), Sampling(0.7, 5, 0.9)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(0.0, repetition_penalty=1.5), Sampling(), Sampling(0.7, 5, 0.9)]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_no_token_from_logits_that_are_not_finite(sampling: Sampling, value: float) -> None:
     broken = logits()

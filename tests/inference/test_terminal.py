@@ -30,7 +30,9 @@ class Output(io.StringIO):
         return self.terminal
 
 
-def says(unused: Any, prompts: Sequence[Any], *more: Any, ends: Callable[[int, int], bool], **words: Any) -> list[list[int]]:
+def says(
+    unused: Any, prompts: Sequence[Any], *more: Any, ends: Callable[[int, int], bool], **words: Any
+) -> list[list[int]]:
     """A model that answers every prompt with the same bytes."""
     for row in range(len(prompts)):
         for token in SAID.encode():
@@ -42,7 +44,14 @@ def answered(monkeypatch: pytest.MonkeyPatch, terminal: bool, **manner: Any) -> 
     """(what the standard output got, what the caller did)."""
     monkeypatch.setattr("megazero.inference.talk.generate", says)
     pipeline: Any = None  # nobody computes
-    talk = Talk(ModelConfig(), pipeline, build_tokenizer("byte", None), Manner(Sampling(), 100, **manner), True, lambda text: None)
+    talk = Talk(
+        ModelConfig(),
+        pipeline,
+        build_tokenizer("byte", None),
+        Manner(Sampling(), 100, **manner),
+        True,
+        lambda text: None,
+    )
     with redirect_stdout(Output(terminal)) as out:
         texts = talk.answer([("x", [120])])
     return out.getvalue(), texts

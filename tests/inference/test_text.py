@@ -13,7 +13,10 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.data.train_bpe import train_bpe
 from megazero.inference.text import Detokenizer, IdTokenizer, Stream
 
-TEXT = "naïve Ünïcode: 日本語のテキスト, \N{GRINNING FACE}\N{FAMILY} and\ttabs\n\nи кириллица; 1234 \N{REPLACEMENT CHARACTER} the end"
+TEXT = (
+    "naïve Ünïcode: 日本語のテキスト, \N{GRINNING FACE}\N{FAMILY} and\ttabs\n\nи кириллица; "
+    "1234 \N{REPLACEMENT CHARACTER} the end"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +30,30 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """As LLaMA's: spaces are marks, the first one of a text is dropped, and characters that are not known are bytes."""
     tokenizers = pytest.importorskip("tokenizers")
-    known = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "▁", *map(chr, range(97, 123)), "th", "the", "▁the"]
+    known = [
+        "<unk>",
+        *(f"<0x{value:02X}>" for value in range(256)),
+        "▁",
+        *map(chr, range(97, 123)),
+        "th",
+        "the",
+        "▁the",
+    ]
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     model = tokenizers.models.BPE(
-        vocab={token: number for number, token in enumerate(known)}, merges=merges, unk_token="<unk>", byte_fallback=True
+        vocab={token: number for number, token in enumerate(known)},
+        merges=merges,
+        unk_token="<unk>",
+        byte_fallback=True,
     )
     made = tokenizers.Tokenizer(model)
-    made.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
     decoders = tokenizers.decoders
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     path: Path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
     made.save(str(path))
     return build_tokenizer("hf", str(path))
@@ -56,12 +74,16 @@ def tokenizer(request: pytest.FixtureRequest, gpt2: Tokenizer, fallback: Tokeniz
 
 
 def text_for(tokenizer: Tokenizer) -> str:
-    return "3 14 159 265 358 979 3 2 384 626 433 832 7 950 288 419 716 939" if isinstance(tokenizer, IdTokenizer) else TEXT
+    return (
+        "3 14 159 265 358 979 3 2 384 626 433 832 7 950 288 419 716 939" if isinstance(tokenizer, IdTokenizer) else TEXT
+    )
 
 
 @pytest.mark.parametrize("tokenizer", KINDS, indirect=True)
 def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer) -> None:
-    """For prompts of every length that end with a whole character, none included; a character comes whole or not at all."""
+    """For prompts of every length that end with a whole character, none included; a character comes whole or not at
+    all.
+    """
     ids = tokenizer.encode(text_for(tokenizer)) * 3
     for cut in range(len(ids) // 3):
         prompt = tokenizer.decode(ids[:cut])
@@ -97,7 +119,9 @@ def pushed(stream: Stream, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "fallback"], indirect=True)
 def test_stop_strings_across_tokens(tokenizer: Tokenizer) -> None:
-    """Every piece of the text is a stop string once: the text ends before its first occurrence, wherever tokens have their borders."""
+    """Every piece of the text is a stop string once: the text ends before its first occurrence, wherever tokens have
+    their borders.
+    """
     ids = tokenizer.encode(TEXT)
     whole = tokenizer.decode(ids)
     assert whole == TEXT
@@ -114,7 +138,9 @@ def test_the_first_of_several_stop_strings() -> None:
     stream = Stream(tokenizer, (), ["two", "one", "e t"])
     assert pushed(stream, tokenizer.encode("zero one two")) == "zero " and stream.stopped == "one"
     beginning = Stream(tokenizer, (), ["abcd"])
-    assert pushed(beginning, tokenizer.encode("xababc")) == "xababc", "a beginning that does not go on is shown at the end"
+    assert pushed(beginning, tokenizer.encode("xababc")) == "xababc", (
+        "a beginning that does not go on is shown at the end"
+    )
     assert beginning.stopped is None
     with pytest.raises(ValueError, match="empty"):
         Stream(tokenizer, (), [""])

@@ -1,4 +1,6 @@
-"""Fifty prompts of different lengths, in batches, greedily: the tokens of transformers.generate, one after the other, on every layout."""
+"""Fifty prompts of different lengths, in batches, greedily: the tokens of transformers.generate, one after the other,
+on every layout.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,23 @@ VOCABULARY, NEW = 131, 12
 def config_of(family: str) -> Any:
     """Small, with weights large enough that the next token depends on the context and two are never equally likely."""
     transformers = pytest.importorskip("transformers")
-    wide = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    wide = {
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     made = {
         "bloom": lambda: transformers.BloomConfig(**wide, hidden_size=48, n_layer=3, n_head=6),
         "gpt2": lambda: transformers.GPT2Config(**wide, n_positions=64, n_embd=48, n_layer=3, n_head=4),
         "llama": lambda: transformers.LlamaConfig(
-            **wide, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4
+            **wide,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=4,
         ),
         "opt": lambda: transformers.OPTConfig(
             **(wide | {"init_std": 0.3}),
@@ -56,7 +69,10 @@ FAMILIES = ("bloom", "gpt2", "llama", "opt")
 @cache
 def prompts() -> list[list[int]]:
     random.seed(5)
-    return [[random.randrange(VOCABULARY) for _ in range(length)] for length in random.choices((1, 2, 3, 7, 12, 18, 25, 39), k=50)]
+    return [
+        [random.randrange(VOCABULARY) for _ in range(length)]
+        for length in random.choices((1, 2, 3, 7, 12, 18, 25, 39), k=50)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +99,9 @@ def expected(path: Path) -> list[list[int]]:
         places = [place for place, prompt in enumerate(prompts()) if len(prompt) == length]
         ids = torch.tensor([prompts()[place] for place in places])
         count = {"max_new_tokens": NEW, "min_new_tokens": NEW}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None, pad_token_id=0, **count)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None, pad_token_id=0, **count
+        )
         for place, row in zip(places, out[:, length:].tolist(), strict=True):
             rows[place] = row
     return rows
@@ -110,7 +128,9 @@ def test_the_tokens_of_transformers(folder: Path) -> None:
 
 
 def test_every_token_that_ends_a_text_does(folder: Path, tmp_path: Path) -> None:
-    """Those of generation_config.json, which may be several, else those of config.json; kept by a checkpoint of our own."""
+    """Those of generation_config.json, which may be several, else those of config.json; kept by a checkpoint of our
+    own.
+    """
     transformers = pytest.importorskip("transformers")
     prompt = prompts()[0]
     (row,) = (own[len(prompt) :] for own in [megazero.load(folder / "gpt2", precision="fp64").generate(prompt, NEW)])

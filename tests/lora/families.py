@@ -18,7 +18,14 @@ CONFIGS: dict[str, Any] = {
         vocab_size=VOCABULARY, hidden_size=36, n_layer=2, n_head=6, hidden_dropout=0.0, attention_dropout=0.0
     ),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     ),
     "llama": lambda: transformers.LlamaConfig(
         vocab_size=VOCABULARY,

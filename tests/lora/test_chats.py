@@ -1,4 +1,6 @@
-"""Adapters learn from conversations as the whole model does: packed samples, masks and learned positions on any layout."""
+"""Adapters learn from conversations as the whole model does: packed samples, masks and learned
+positions on any layout.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,32 @@ def test_conversations_on_any_layout(tmp_path: Path) -> None:
     base = saved_base("opt", tmp_path, vocab_size=300, max_position_embeddings=96, eos_token_id=0)
     write_tokenizer(base)
     records = [chat(TURNS[i % 6], TURNS[(i + 1) % 6], *(TURNS[2:4] if i % 3 else [])) for i in range(20)]
-    files = ["--instruction-data", str(write_lines(tmp_path / "chats.jsonl", records)), "--data-cache-path", str(tmp_path / "cache")]
+    files = [
+        "--instruction-data",
+        str(write_lines(tmp_path / "chats.jsonl", records)),
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+    ]
     numbers = (
-        "--precision fp64 --seq-length 96 --global-batch-size 8 --train-iters 3 --lr 1e-2 --eval-iters 0 --sample-tokens 1 --lora-rank 2"
+        "--precision fp64 --seq-length 96 --global-batch-size 8 --train-iters 3 --lr 1e-2 --eval-iters 0 "
+        "--sample-tokens 1 --lora-rank 2"
     )
-    flags = ["--init-from", str(base), *files, *numbers.split(), "--lora-dropout", "0.1", "--lora-targets", "qkv", "down"]
+    flags = [
+        "--init-from",
+        str(base),
+        *files,
+        *numbers.split(),
+        "--lora-dropout",
+        "0.1",
+        "--lora-targets",
+        "qkv",
+        "down",
+    ]
     one = train(1, flags)
     assert len(one.records) == 3 and one.records[2].loss < one.records[0].loss
     layout = "--tp 2 --sequence-parallel --pp 2 --micro-batch-size 1 --pipeline-schedule zb-h1"
     outcome = train(4, [*flags, *layout.split()])
     assert all(value < 1e-9 for value in worst(outcome, one).values()), worst(outcome, one)
-    assert all(torch.equal(values, one.weights[name]) for name, values in outcome.weights.items() if ".lora_" not in name)
+    assert all(
+        torch.equal(values, one.weights[name]) for name, values in outcome.weights.items() if ".lora_" not in name
+    )

@@ -1,4 +1,6 @@
-"""Adapters trained on any layout are those of one process: losses, norms and adapters in float64; the weights beneath never move."""
+"""Adapters trained on any layout are those of one process: losses, norms and adapters in float64; the weights beneath
+never move.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,51 @@ from tests.parity.training import Outcome, data_flags, train, worst
 STEPS = 4
 SHAPES = {
     "tied": "--num-attention-heads 12 --position-embedding alibi --embedding-layernorm",
-    "gated": "--num-attention-heads 8 --num-query-groups 4 --position-embedding rotary --norm rmsnorm --activation swiglu --ffn-hidden-size 48"
+    "gated": "--num-attention-heads 8 --num-query-groups 4 --position-embedding rotary --norm rmsnorm --activation "
+    "swiglu --ffn-hidden-size 48"
     " --disable-bias-linear --untie-embeddings-and-output-weights --hidden-size 32",
 }
-MODEL = "--num-layers 4 --hidden-size 24 --seq-length 12 --vocab-size 1003 --init-method-std 0.1 --make-vocab-size-divisible-by 1"
-NUMBERS = "--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3 --lora-dropout 0.2 --hidden-dropout 0.1"
+MODEL = (
+    "--num-layers 4 --hidden-size 24 --seq-length 12 --vocab-size 1003 --init-method-std 0.1 "
+    "--make-vocab-size-divisible-by 1"
+)
+NUMBERS = (
+    "--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3 --lora-dropout 0.2 "
+    "--hidden-dropout 0.1"
+)
 LAYOUTS: dict[str, tuple[str, int, str]] = {
     "tp4-sp": ("gated", 4, "--tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full"),
-    "tp2-sp-pp2-zb-h1": ("tied", 4, "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --recompute-granularity full"),
+    "tp2-sp-pp2-zb-h1": (
+        "tied",
+        4,
+        "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --recompute-granularity full",
+    ),
     "tp2-dp2-z2": ("gated", 4, "--tp 2 --zero-stage 2 --bucket-size 300"),
-    "pp2-dp2-z1-interleaved": ("tied", 4, "--pp 2 --zero-stage 1 --virtual-stages 2 --micro-batch-size 1 --bucket-size 500"),
-    "pp2-dp2-zb-v-z2": ("tied", 4, "--pp 2 --zero-stage 2 --pipeline-schedule zb-v --virtual-stages 2 --recompute-granularity selective"),
+    "pp2-dp2-z1-interleaved": (
+        "tied",
+        4,
+        "--pp 2 --zero-stage 1 --virtual-stages 2 --micro-batch-size 1 --bucket-size 500",
+    ),
+    "pp2-dp2-zb-v-z2": (
+        "tied",
+        4,
+        "--pp 2 --zero-stage 2 --pipeline-schedule zb-v --virtual-stages 2 --recompute-granularity selective",
+    ),
     "ends-alone-zb-h1": ("tied", 4, "--pp 4 --partition 0 2 2 0 --micro-batch-size 4 --pipeline-schedule zb-h1"),
 }
 
 
 def flags_for(corpus: Path, base: Path, folder: Path) -> list[str]:
-    return [*NUMBERS.split(), *data_flags(corpus, folder), "--init-from", str(base), "--seq-length", "12", "--train-iters", str(STEPS)]
+    return [
+        *NUMBERS.split(),
+        *data_flags(corpus, folder),
+        "--init-from",
+        str(base),
+        "--seq-length",
+        "12",
+        "--train-iters",
+        str(STEPS),
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +67,18 @@ def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     """A step of each shape of model, saved."""
     folder = tmp_path_factory.mktemp("bases")
     for name, shape in SHAPES.items():
-        flags = [*MODEL.split(), *shape.split(), "--precision", "fp64", "--global-batch-size", "2", "--train-iters", "1", "--seed", "3"]
+        flags = [
+            *MODEL.split(),
+            *shape.split(),
+            "--precision",
+            "fp64",
+            "--global-batch-size",
+            "2",
+            "--train-iters",
+            "1",
+            "--seed",
+            "3",
+        ]
         train(1, [*flags, *data_flags(corpus, folder / "cache"), "--save", str(folder / name)])
     return {name: folder / name for name in SHAPES}
 
@@ -46,7 +87,9 @@ def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def alone(corpus: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """On one process, in one micro-batch."""
     folder = tmp_path_factory.mktemp("alone")
-    return {name: train(1, [*flags_for(corpus, base, folder), "--micro-batch-size", "12"]) for name, base in bases.items()}
+    return {
+        name: train(1, [*flags_for(corpus, base, folder), "--micro-batch-size", "12"]) for name, base in bases.items()
+    }
 
 
 def is_adapter(name: str) -> bool:
@@ -61,7 +104,9 @@ def test_any_layout_trains_the_adapters_of_one_process(
 ) -> None:
     shape, ranks, words = LAYOUTS[layout]
     found = train(ranks, [*flags_for(corpus, bases[shape], tmp_path), *words.split()])
-    assert len(found.records) == STEPS and all(record.grad_norm > 0.05 for record in found.records), "clipping is to bind"
+    assert len(found.records) == STEPS and all(record.grad_norm > 0.05 for record in found.records), (
+        "clipping is to bind"
+    )
     assert all(value < 1e-9 for value in worst(found, alone[shape]).values()), worst(found, alone[shape])
     with open_source(bases[shape]) as source:
         assert {name for name in found.weights if not is_adapter(name)} == source.entries.keys()

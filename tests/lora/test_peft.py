@@ -1,4 +1,6 @@
-"""What is trained is what PEFT loads: the adapters of a run, on the model of `transformers` that they were trained on, and trained by PEFT."""
+"""What is trained is what PEFT loads: the adapters of a run, on the model of `transformers` that they were trained on,
+and trained by PEFT.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,32 @@ from tests.parity.training import data_flags, job_on_rank, train
 
 inspect_checkpoint: Any = import_module("tools.inspect_checkpoint")
 peft = pytest.importorskip("peft")
-NUMBERS = "--precision fp64 --lora-rank 3 --seq-length 12 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 --clip-grad 0.002"
+NUMBERS = (
+    "--precision fp64 --lora-rank 3 --seq-length 12 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 "
+    "--clip-grad 0.002"
+)
 TOLERANCE = {"bloom": 1e-6}
 """The constant inside BLOOM's GELU is rounded to eight digits over there."""
 
 
 def flags_for(base: Path, corpus: Path, folder: Path, steps: int) -> list[str]:
     data = data_flags(corpus, folder / "cache")
-    return [*NUMBERS.split(), "--init-from", str(base), "--train-iters", str(steps), *data, "--save", str(folder / "saved")]
+    return [
+        *NUMBERS.split(),
+        "--init-from",
+        str(base),
+        "--train-iters",
+        str(steps),
+        *data,
+        "--save",
+        str(folder / "saved"),
+    ]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+def trained(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Path]:
     """(family, base, checkpoint of the adapters trained on it with tp 2)."""
     folder = tmp_path_factory.mktemp(request.param)
     base = saved_base(request.param, folder)
@@ -86,7 +102,11 @@ def test_merged_is_what_peft_merges(trained: tuple[str, Path, Path]) -> None:
 def test_checkpoint_holds_adapters_and_nothing_else(trained: tuple[str, Path, Path]) -> None:
     _, base, checkpoint = trained
     with open_native(checkpoint) as adapters, open_source(base) as model:
-        weights = {name for name in model.entries if name.startswith("blocks.") and name.endswith("weight") and "norm" not in name}
+        weights = {
+            name
+            for name in model.entries
+            if name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
+        }
         expected = {name.replace("weight", factor) for name in weights for factor in ("lora_a", "lora_b")}
         assert adapters.entries.keys() == expected
         assert adapters.columns == ("weight", "exp_avg", "exp_avg_sq")
@@ -102,7 +122,9 @@ def test_written_by_the_tool_they_are_the_same_files(trained: tuple[str, Path, P
         assert verify(source, tmp_path / "adapter", "peft", lines.append).holds
         assert isinstance(source, AdaptedSource)
         size = sum(entry.nbytes() for entry in source.adapters.entries.values())
-    assert any(f"megazero -> peft: {size / 1e6:,.1f} MB in" in line for line in lines), "what is told is the adapters' size"
+    assert any(f"megazero -> peft: {size / 1e6:,.1f} MB in" in line for line in lines), (
+        "what is told is the adapters' size"
+    )
     for path in beside(checkpoint).iterdir():
         assert path.read_bytes() == (tmp_path / "adapter" / path.name).read_bytes()
     with open_source(base) as source, pytest.raises(ConversionError, match="holds no adapters"):
@@ -115,7 +137,9 @@ def test_the_merged_model_is_exported(trained: tuple[str, Path, Path], tmp_path:
     with open_source(checkpoint) as source:
         convert(source, format_table()["hf"], tmp_path / "merged", Wanted(), lambda _: None)
     with in_float64(), torch.no_grad():
-        theirs = peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()(tokens()).logits
+        theirs = (
+            peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()(tokens()).logits
+        )
         ours = their_base(tmp_path / "merged")(tokens()).logits
     assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
 
@@ -138,7 +162,9 @@ def test_adapters_are_compared_with_a_model_as_the_model_that_they_make(
     status, record = compared(checkpoint, base)
     assert status == 1 and not (record["only_in_first"] or record["only_in_second"])
     status, record = compared(checkpoint, checkpoint)
-    assert status == 0 and all(name.endswith(("lora_a", "lora_b")) for name in record["tensors"]), "two of adapters as they are"
+    assert status == 0 and all(name.endswith(("lora_a", "lora_b")) for name in record["tensors"]), (
+        "two of adapters as they are"
+    )
 
 
 def peft_steps(model: Any, batches_of: Any, steps: int) -> list[tuple[float, float]]:
@@ -179,7 +205,9 @@ def test_steps_equal_those_of_peft(family: str, corpus: Path, tmp_path: Path) ->
     flags = [*flags_for(base, corpus, tmp_path, 4), "--micro-batch-size", "2", "--lr-decay-style", "constant"]
     job, recorder = job_on_rank(0, 1, flags)
     with in_float64():
-        model = peft.PeftModel.from_pretrained(their_base(base), beside(tmp_path / "start" / "saved"), is_trainable=True)
+        model = peft.PeftModel.from_pretrained(
+            their_base(base), beside(tmp_path / "start" / "saved"), is_trainable=True
+        )
         share_one_a(model)
         expected = peft_steps(model, lambda step: job.trainer.train_batches.micro_batches(step * 4, 4), 4)
     job.fit()

@@ -1,4 +1,6 @@
-"""Adapters that PEFT itself has made and saved open like any checkpoint: merged with their model, whatever layers they are of."""
+"""Adapters that PEFT itself has made and saved open like any checkpoint: merged with their model, whatever layers they
+are of.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ peft = pytest.importorskip("peft")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, query and value": ("llama", {"r": 3, "target_modules": ["q_proj", "v_proj"]}),
     "llama, every layer": ("llama", {"r": 2, "lora_alpha": 5, "target_modules": "all-linear"}),
-    "llama, ranks of their own": ("llama", {"r": 2, "target_modules": ["k_proj", "up_proj"], "rank_pattern": {"k_proj": 5}}),
-    "opt, by the root of the rank": ("opt", {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "k_proj", "fc2"]}),
+    "llama, ranks of their own": (
+        "llama",
+        {"r": 2, "target_modules": ["k_proj", "up_proj"], "rank_pattern": {"k_proj": 5}},
+    ),
+    "opt, by the root of the rank": (
+        "opt",
+        {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "k_proj", "fc2"]},
+    ),
     "gpt2": ("gpt2", {"r": 3, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}),
     "bloom": ("bloom", {"r": 3, "target_modules": ["query_key_value"]}),
 }
@@ -31,7 +39,9 @@ def made(family: str, settings: dict[str, Any], folder: Path) -> Path:
     base = saved_base(family, folder)
     with in_float64():
         torch.manual_seed(3)
-        model = peft.get_peft_model(their_base(base), peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings))
+        model = peft.get_peft_model(
+            their_base(base), peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+        )
         model.save_pretrained(folder / "adapter")
     return folder / "adapter"
 

@@ -20,10 +20,20 @@ from megazero.mpu.place import place_of
 from megazero.plan.flops import adapter_flops, model_flops
 
 SHAPE = ModelConfig(
-    num_layers=3, hidden_size=24, num_attention_heads=6, num_query_groups=2, activation="swiglu", vocab_size=60, seq_length=16
+    num_layers=3,
+    hidden_size=24,
+    num_attention_heads=6,
+    num_query_groups=2,
+    activation="swiglu",
+    vocab_size=60,
+    seq_length=16,
 )
 MODEL = replace(SHAPE, make_vocab_size_divisible_by=1)
-CHANGES = {"all layers": LoraConfig(3), "the last of a block": LoraConfig(5, lora_targets=("down",)), "none": LoraConfig()}
+CHANGES = {
+    "all layers": LoraConfig(3),
+    "the last of a block": LoraConfig(5, lora_targets=("down",)),
+    "none": LoraConfig(),
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -35,7 +45,9 @@ def test_products_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:
         stage(None, MicroBatch(ids, ids, None, torch.arange(2))).backward()
-    trained = sum(place.shape[0] * place.shape[1] for place in places(MODEL, adapters=lora).values()) if lora.lora_rank else 0
+    trained = (
+        sum(place.shape[0] * place.shape[1] for place in places(MODEL, adapters=lora).values()) if lora.lora_rank else 0
+    )
     expected = adapter_flops(MODEL, 2, trained) if lora.lora_rank else model_flops(MODEL, 2)
     assert counter.get_total_flops() == expected - 2 * not_needed(lora, MODEL.seq_length)
     assert all(

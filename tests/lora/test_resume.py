@@ -1,4 +1,6 @@
-"""Adapters go on from their checkpoint on any layout, on the weights they were trained on and no others; and what they cost in memory."""
+"""Adapters go on from their checkpoint on any layout, on the weights they were trained on and no others; and what they
+cost in memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ from megazero.train.init_from import model_level
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "4", "--hidden-size", "24", "--num-attention-heads", "4", "--vocab-size", "1003", "--init-method-std", "0.1"]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--vocab-size",
+    "1003",
+    "--init-method-std",
+    "0.1",
+]
 NUMBERS = ["--global-batch-size", "4", "--lr", "1e-2", "--lora-rank", "3", "--train-iters", "4", "--seq-length", "12"]
 
 
@@ -53,7 +66,10 @@ def test_any_layout_goes_on(base: Path, corpus: Path, tmp_path: Path) -> None:
     load = ["--load", str(tmp_path / "saved")]
     sequence = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--pipeline-schedule", "zb-h1"]
     unnamed = [*MODEL, *(word for word in flags if word not in ("--init-from", str(base)))]
-    for ranks, words in ((4, [*flags, *sequence, "--async-save", "--save", str(tmp_path / "more")]), (2, [*unnamed, "--zero-stage", "2"])):
+    for ranks, words in (
+        (4, [*flags, *sequence, "--async-save", "--save", str(tmp_path / "more")]),
+        (2, [*unnamed, "--zero-stage", "2"]),
+    ):
         found = train(ranks, [*words, *load])
         rest = Outcome(whole.records[2:], whole.losses, whole.weights)
         assert [record.iteration for record in found.records] == [3, 4]
@@ -83,7 +99,18 @@ def test_another_base_is_noticed(base: Path, corpus: Path, tmp_path: Path) -> No
     flags = flags_for(base, corpus, tmp_path, "fp32")
     train(1, [*flags, "--save", str(tmp_path / "saved"), "--exit-interval", "1"])
     other = tmp_path / "other"
-    plain = [*MODEL, *data_flags(corpus, tmp_path), "--seed", "8", "--seq-length", "12", "--precision", "fp32", "--global-batch-size", "2"]
+    plain = [
+        *MODEL,
+        *data_flags(corpus, tmp_path),
+        "--seed",
+        "8",
+        "--seq-length",
+        "12",
+        "--precision",
+        "fp32",
+        "--global-batch-size",
+        "2",
+    ]
     train(1, [*plain, "--train-iters", "1", "--save", str(other)])
     words = [str(other) if word == str(base) else word for word in flags]
     with pytest.raises(RuntimeError, match="the model loaded is not the model saved"):
@@ -105,8 +132,12 @@ def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["--pp 2 --zero-stage 1", "--tp 2"])
-def test_only_adapters_cost_gradients_and_optimizer_state(layout: str, base: Path, corpus: Path, tmp_path: Path) -> None:
-    for held_here, told, text, trained in run_ranks(2, held, 2, [*flags_for(base, corpus, tmp_path, "bf16"), *layout.split()]):
+def test_only_adapters_cost_gradients_and_optimizer_state(
+    layout: str, base: Path, corpus: Path, tmp_path: Path
+) -> None:
+    for held_here, told, text, trained in run_ranks(
+        2, held, 2, [*flags_for(base, corpus, tmp_path, "bf16"), *layout.split()]
+    ):
         adapters = int(trained.sum())
         frozen = held_here.pop("frozen")
         assert frozen > 18 * adapters, "the model is what takes memory"
@@ -117,12 +148,28 @@ def test_only_adapters_cost_gradients_and_optimizer_state(layout: str, base: Pat
 
 
 @pytest.mark.slow
-def test_a_model_of_no_family_is_saved_without_peft(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    numbers = ["--precision", "fp32", "--global-batch-size", "2", "--train-iters", "1", "--seq-length", "12", *data_flags(corpus, tmp_path)]
+def test_a_model_of_no_family_is_saved_without_peft(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    numbers = [
+        "--precision",
+        "fp32",
+        "--global-batch-size",
+        "2",
+        "--train-iters",
+        "1",
+        "--seq-length",
+        "12",
+        *data_flags(corpus, tmp_path),
+    ]
     shape = ["--position-embedding", "alibi", "--norm", "rmsnorm"]
     job_on_rank(0, 1, [*MODEL, *shape, *numbers, "--save", str(tmp_path / "base")])[0].fit()
-    job_on_rank(0, 1, [*numbers, "--init-from", str(tmp_path / "base"), "--lora-rank", "2", "--save", str(tmp_path / "saved")])[0].fit()
-    assert "checkpoints hold no peft/, PEFT's form of the adapters: no model of Hugging Face's" in capfd.readouterr().out
+    job_on_rank(
+        0, 1, [*numbers, "--init-from", str(tmp_path / "base"), "--lora-rank", "2", "--save", str(tmp_path / "saved")]
+    )[0].fit()
+    assert (
+        "checkpoints hold no peft/, PEFT's form of the adapters: no model of Hugging Face's" in capfd.readouterr().out
+    )
     with open_native(tmp_path / "saved") as adapters:
         assert len(adapters.entries) == 2 * 4 * 4 and not (adapters.path / "peft").exists()
 
@@ -130,7 +177,16 @@ def test_a_model_of_no_family_is_saved_without_peft(corpus: Path, tmp_path: Path
 @pytest.mark.slow
 def test_a_base_that_is_trained_on_stays_what_it_was(corpus: Path, tmp_path: Path) -> None:
     """Of a folder of checkpoints the adapters belong to the one that was its newest when they began."""
-    plain = [*MODEL, "--precision", "fp32", "--global-batch-size", "2", "--seq-length", "12", *data_flags(corpus, tmp_path)]
+    plain = [
+        *MODEL,
+        "--precision",
+        "fp32",
+        "--global-batch-size",
+        "2",
+        "--seq-length",
+        "12",
+        *data_flags(corpus, tmp_path),
+    ]
     base, saved = str(tmp_path / "base"), str(tmp_path / "saved")
     job_on_rank(0, 1, [*plain, "--train-iters", "2", "--exit-interval", "1", "--save", base])[0].fit()
     tuning = [*flags_for(tmp_path / "base", corpus, tmp_path, "fp32"), "--train-iters", "1"]
@@ -141,7 +197,9 @@ def test_a_base_that_is_trained_on_stays_what_it_was(corpus: Path, tmp_path: Pat
     with open_source(Path(saved)) as source:
         assert all(torch.equal(source.read(name), values) for name, values in before.items())
     again, _ = job_on_rank(0, 1, [*tuning, "--load", saved])
-    assert again.run.checkpoint.init_from == str(tmp_path / "base" / "iter_0000001"), "the same command goes on with the same base"
+    assert again.run.checkpoint.init_from == str(tmp_path / "base" / "iter_0000001"), (
+        "the same command goes on with the same base"
+    )
     with pytest.raises(ConfigError, match=f"--save {base} holds the model that the adapters belong to"):
         job_on_rank(0, 1, [*tuning, "--save", base])
 
@@ -151,9 +209,14 @@ def test_finetune_takes_the_adapters_and_nothing_else(base: Path, corpus: Path, 
     flags = [*flags_for(base, corpus, tmp_path, "fp64"), "--lr", "0", "--eval-iters", "0"]
     first, _ = job_on_rank(0, 1, [*flags_for(base, corpus, tmp_path, "fp64"), "--save", str(tmp_path / "saved")])
     first.fit()
-    second, recorder = job_on_rank(0, 1, [*flags, "--load", str(tmp_path / "saved"), "--finetune", "--train-iters", "1"])
+    second, recorder = job_on_rank(
+        0, 1, [*flags, "--load", str(tmp_path / "saved"), "--finetune", "--train-iters", "1"]
+    )
     assert second.trainer.position.iteration == 0 and second.optimizer.step_count.item() == 0
-    pairs = [zip(*(stage.named_parameters() for stage in stages), strict=True) for stages in zip(first.stages, second.stages, strict=True)]
+    pairs = [
+        zip(*(stage.named_parameters() for stage in stages), strict=True)
+        for stages in zip(first.stages, second.stages, strict=True)
+    ]
     assert all(torch.equal(one, other) for pair in pairs for (_, one), (_, other) in pair)
     assert all(float(fragment.exp_avg.abs().max()) == 0 for fragment in second.optimizer.fragments())
     second.fit()
@@ -166,15 +229,19 @@ WRONG = {
     "--lora-alpha 3": "--lora-alpha 3 has no effect without --lora-rank",
     "--lora-targets qkv": "--lora-targets qkv has no effect without --lora-rank",
     "--lora-rank 4 --init-from {base} --lora-targets qvk": "--lora-targets qvk: known are qkv, output, gate, up, down",
-    "--lora-rank 4 --init-from {base} --lora-targets gate": "with --activation gelu-tanh there are qkv, output, up, down",
-    "--lora-rank 4 --init-from {base} --extend-vocabulary --vocab-size 1010": "--lora-rank 4 with --extend-vocabulary: adapters train no embedding",
+    "--lora-rank 4 --init-from {base} --lora-targets gate": "with --activation gelu-tanh there are qkv, output, up, "
+    "down",
+    "--lora-rank 4 --init-from {base} --extend-vocabulary --vocab-size 1010": "--lora-rank 4 with --extend-vocabulary: "
+    "adapters train no embedding",
 }
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_wrong_flags_are_named(words: str, base: Path, corpus: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        parse_run([*words.format(base=base).split(), "--data-path", str(corpus), "--vocab-size", "1003"], 1, model_level)
+        parse_run(
+            [*words.format(base=base).split(), "--data-path", str(corpus), "--vocab-size", "1003"], 1, model_level
+        )
     assert WRONG[words] in str(error.value)
 
 
@@ -184,6 +251,7 @@ def test_a_base_that_is_gone_is_named(base: Path, corpus: Path, tmp_path: Path) 
         parse_run([str(tmp_path / "nowhere") if word == str(base) else word for word in flags], 1, model_level)
     words = [*MODEL, *NUMBERS, "--load", str(tmp_path / "nothing"), *data_flags(corpus, tmp_path / "cache")]
     with pytest.raises(
-        ConfigError, match=r"--lora-rank 3: on which model\? --load .* has no complete checkpoint; name it: --init-from DIR"
+        ConfigError,
+        match=r"--lora-rank 3: on which model\? --load .* has no complete checkpoint; name it: --init-from DIR",
     ):
         job_on_rank(0, 1, words)

@@ -1,4 +1,6 @@
-"""Small models of every shape, with weights and batches that hide nothing: no zero biases, unequal masks, several documents."""
+"""Small models of every shape, with weights and batches that hide nothing: no zero biases, unequal masks, several
+documents.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,21 @@ LLAMA = replace(
 )
 SWIGLU_BIASES = replace(LLAMA, disable_bias_linear=False, attention_dropout=0.1, document_mask=True, kv_channels=6)
 PLAIN = replace(
-    _BASE, position_embedding="none", activation="relu", norm="rmsnorm", untie_embeddings_and_output_weights=True, attention_bias=False
+    _BASE,
+    position_embedding="none",
+    activation="relu",
+    norm="rmsnorm",
+    untie_embeddings_and_output_weights=True,
+    attention_bias=False,
 )
-MODELS = {"bloom": BLOOM, "documents": BLOOM_DOCUMENTS, "gpt": GPT, "llama": LLAMA, "swiglu": SWIGLU_BIASES, "plain": PLAIN}
+MODELS = {
+    "bloom": BLOOM,
+    "documents": BLOOM_DOCUMENTS,
+    "gpt": GPT,
+    "llama": LLAMA,
+    "swiglu": SWIGLU_BIASES,
+    "plain": PLAIN,
+}
 
 
 def stage_of(model: ModelConfig, tp: Group | None = None, **arguments: Any) -> Stage:
@@ -61,7 +75,10 @@ def weights_of(model: ModelConfig, seed: int = 7) -> dict[str, Tensor]:
     initialise(stage, seed)
     generator = torch.Generator().manual_seed(seed)
     whole = assemble([values_of(stage)])
-    return {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for name, tensor in whole.items()}
+    return {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        for name, tensor in whole.items()
+    }
 
 
 def load(stages: Stage | Iterable[Stage], weights: dict[str, Tensor]) -> None:
@@ -73,11 +90,15 @@ def load(stages: Stage | Iterable[Stage], weights: dict[str, Tensor]) -> None:
                 fill(parameter, place, weights[place.name])
 
 
-def batch_of(model: ModelConfig, samples: int = 2, length: int = LENGTH, first: int = 40, masked: bool = True) -> MicroBatch:
+def batch_of(
+    model: ModelConfig, samples: int = 2, length: int = LENGTH, first: int = 40, masked: bool = True
+) -> MicroBatch:
     """Samples number `first`, ... with several predictions masked out, and documents where the model has them."""
     generator = torch.Generator().manual_seed(first)
     assert model.vocab_size is not None
     ids = torch.randint(0, model.vocab_size, (samples, length + 1), generator=generator)
     mask = torch.rand(samples, length, generator=generator) < 0.7 if masked else None
-    documents = (torch.rand(samples, length, generator=generator) < 0.3).long().cumsum(1) if model.document_mask else None
+    documents = (
+        (torch.rand(samples, length, generator=generator) < 0.3).long().cumsum(1) if model.document_mask else None
+    )
     return MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(first, first + samples), documents)

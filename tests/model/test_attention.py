@@ -28,7 +28,9 @@ def test_fault_23_slopes_are_those_of_the_global_number_of_heads(heads: int) -> 
         if heads % size == 0:
             assert torch.equal(whole, torch.cat([AlibiSlopes(heads, rank, size)(like) for rank in range(size)]))
     power = 2 ** int(math.log2(heads))
-    expected = [2 ** (-8 * (i + 1) / power) for i in range(power)] + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    expected = [2 ** (-8 * (i + 1) / power) for i in range(power)] + [
+        2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)
+    ]
     torch.testing.assert_close(whole, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0)
     assert AlibiSlopes(heads, 0, 1)(torch.zeros(1, dtype=torch.bfloat16)).dtype == torch.float32
 
@@ -53,7 +55,9 @@ def test_both_ways_through_attention_agree(model: Any) -> None:
     assert isinstance(attention, Attention)
     generator = torch.Generator().manual_seed(0)
     groups, repeats, size = attention.groups, attention.repeats, attention.size
-    mixed = torch.randn(12, 2, groups * (repeats + 2) * size, generator=generator, dtype=torch.float64, requires_grad=True)
+    mixed = torch.randn(
+        12, 2, groups * (repeats + 2) * size, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     fused = flash_attention(mixed, groups, repeats, size, scale=0.3)
     scored = reference_attention(mixed, groups, repeats, size, scale=0.3, slopes=None, documents=batch.documents)
     torch.testing.assert_close(fused, scored, rtol=1e-12, atol=1e-13)

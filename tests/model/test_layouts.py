@@ -1,4 +1,6 @@
-"""Tensor parallelism, sequence parallelism and recompute change nothing: loss and every gradient equal one process's, in float64."""
+"""Tensor parallelism, sequence parallelism and recompute change nothing: loss and every gradient equal one process's,
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def on_ranks(rank: int, size: int, layouts: list[Layout]) -> list[tuple[Tensor, 
 
 
 def alone(layout: Layout) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, pieces = loss_and_gradients(replace(layout, sequence_parallel=False, recompute="none"), weights_of(layout.model), None)
+    loss, pieces = loss_and_gradients(
+        replace(layout, sequence_parallel=False, recompute="none"), weights_of(layout.model), None
+    )
     return loss, assemble([pieces])
 
 
@@ -106,7 +110,9 @@ def test_dropout_is_on_in_training_only() -> None:
         assert torch.equal(stage.eval()(None, batch), expected)
         other = replace(batch, samples=batch.samples + 1)
         assert torch.equal(stage(None, other), expected)
-        assert not torch.equal(stage.train()(None, other), stage(None, batch)), "the mask is keyed by the sample's number"
+        assert not torch.equal(stage.train()(None, other), stage(None, batch)), (
+            "the mask is keyed by the sample's number"
+        )
 
 
 def test_each_dropout_site_draws_its_own_mask() -> None:

@@ -26,11 +26,15 @@ def two_stages(model: ModelConfig, tp: Group, **arguments: Any) -> list[Stage]:
     return [Stage(layout, spec, tied_across_stages=across) for spec in specs]
 
 
-def by_hand(rank: int, size: int, models: list[ModelConfig], sequence_parallel: bool) -> list[tuple[torch.Tensor, list[Piece]]]:
+def by_hand(
+    rank: int, size: int, models: list[ModelConfig], sequence_parallel: bool
+) -> list[tuple[torch.Tensor, list[Piece]]]:
     tp = build_grid(Axes(tp=size)).tp
     results = []
     for model in models:
-        first, last = two_stages(model, tp, sequence_parallel=sequence_parallel, recompute="full", recompute_num_layers=2)
+        first, last = two_stages(
+            model, tp, sequence_parallel=sequence_parallel, recompute="full", recompute_num_layers=2
+        )
         load([first, last], weights_of(model))
         batch = batch_of(model)
         sent = first(None, batch)
@@ -104,7 +108,9 @@ def start(rank: int, size: int, models: list[ModelConfig], seed: int) -> list[li
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_fault_24_initial_values_do_not_depend_on_the_layout(size: int) -> None:
-    """Bitwise: the same on tp ranks and stages as in one process; tp ranks hold no equal shards; tied copies are equal."""
+    """Bitwise: the same on tp ranks and stages as in one process; tp ranks hold no equal shards; tied
+    copies are equal.
+    """
     models = list(MODELS.values())
     ranks = run_ranks(size, start, size, models, 11)
     for index, model in enumerate(models):
@@ -173,7 +179,9 @@ def test_evaluation_is_plain_cross_entropy() -> None:
 
 
 def test_documents_are_blind_to_each_other() -> None:
-    """Logits of a document equal those of the document alone (no positions enter but ALiBi's, which shift all keys alike)."""
+    """Logits of a document equal those of the document alone (no positions enter but ALiBi's, which shift all keys
+    alike).
+    """
     model = MODELS["documents"]
     stage, batch = stage_of(model).eval(), batch_of(model)
     load(stage, weights_of(model))
@@ -182,7 +190,9 @@ def test_documents_are_blind_to_each_other() -> None:
     for sample, cut in ((0, 5), (1, 2)):
         for part in (slice(0, cut), slice(cut, None)):
             tokens = batch.tokens[sample : sample + 1, part]
-            alone = stage.logits(None, replace(batch, tokens=tokens, labels=tokens, samples=batch.samples[:1], documents=None))
+            alone = stage.logits(
+                None, replace(batch, tokens=tokens, labels=tokens, samples=batch.samples[:1], documents=None)
+            )
             torch.testing.assert_close(whole[part, sample], alone[:, 0], rtol=1e-11, atol=1e-12)
 
 
@@ -194,12 +204,17 @@ def test_too_long_for_learned_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.float32), ("fp16", torch.float32), ("fp64", torch.float64)]
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.float32), ("fp16", torch.float32), ("fp64", torch.float64)],
 )
 def test_dtype_of_the_loss(precision: str, dtype: torch.dtype) -> None:
-    """fp32 for 16-bit models; close to float64 at the precision's own accuracy; gradients have the parameters' dtype."""
+    """fp32 for 16-bit models; close to float64 at the precision's own accuracy; gradients have the
+    parameters' dtype.
+    """
     for model in (BLOOM, SWIGLU):
-        stage = Stage(ModelLayout(model, Group((0,), 0, None), compute_dtype(precision)), StageSpec(range(3), True, True))
+        stage = Stage(
+            ModelLayout(model, Group((0,), 0, None), compute_dtype(precision)), StageSpec(range(3), True, True)
+        )
         load(stage, weights_of(model))
         loss = stage(None, batch_of(model))
         loss.backward()
@@ -207,7 +222,9 @@ def test_dtype_of_the_loss(precision: str, dtype: torch.dtype) -> None:
         load(exact, weights_of(model))
         assert loss.dtype == dtype
         assert all(p.grad is not None and p.grad.dtype == p.dtype for p in stage.parameters())
-        assert abs(loss.item() / exact(None, batch_of(model)).item() - 1) < {"fp64": 1e-14, "fp32": 1e-5}.get(precision, 3e-2)
+        assert abs(loss.item() / exact(None, batch_of(model)).item() - 1) < {"fp64": 1e-14, "fp32": 1e-5}.get(
+            precision, 3e-2
+        )
 
 
 SWIGLU = MODELS["swiglu"]

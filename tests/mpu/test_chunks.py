@@ -21,7 +21,10 @@ def test_every_model_chunk_is_somewhere(and_back: bool):
             chunks = ChunkMap(stages, per_stage, and_back)
             held = [(number, stage, own) for stage in range(stages) for own, number in enumerate(chunks.of(stage))]
             assert sorted(number for number, _, _ in held) == list(range(chunks.count))
-            assert all(chunks.holder(number) == (stage, own) and chunks.model_chunk(stage, own) == number for number, stage, own in held)
+            assert all(
+                chunks.holder(number) == (stage, own) and chunks.model_chunk(stage, own) == number
+                for number, stage, own in held
+            )
             assert all(list(chunks.of(stage)) == sorted(chunks.of(stage)) for stage in range(stages))
             if and_back:  # a micro-batch moves by one stage, or stays where it turns
                 steps = [abs(chunks.holder(k)[0] - chunks.holder(k + 1)[0]) for k in range(chunks.count - 1)]

@@ -61,7 +61,12 @@ def test_values_and_bytes(size, dtype):
         assert torch.equal(results["scatter"], share) and torch.equal(results["scatter in place"], share)
         assert torch.equal(results["broadcast"], all_of[size - 1])
         whole = n * dtype.itemsize
-        counted = {"all_reduce": 3 * 2 * whole, "all_gather": 2 * whole, "reduce_scatter": 2 * whole, "broadcast": whole}
+        counted = {
+            "all_reduce": 3 * 2 * whole,
+            "all_gather": 2 * whole,
+            "reduce_scatter": 2 * whole,
+            "broadcast": whole,
+        }
         assert traffic == ({} if size == 1 else {(name, dtype): count for name, count in counted.items()})
 
 

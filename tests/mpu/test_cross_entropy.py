@@ -50,7 +50,8 @@ def local(rank: int, logits: Tensor, labels: Tensor, width: int, size: int, e: f
 @pytest.mark.parametrize("z", [0.0, 1e-2])
 @pytest.mark.parametrize("e", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("vocab", "width", "size"), [(29, 32, 1), (29, 16, 2), (29, 10, 3), (31, 8, 4), (5, 4, 4), (1003, 252, 4), (1003, 335, 3)]
+    ("vocab", "width", "size"),
+    [(29, 32, 1), (29, 16, 2), (29, 10, 3), (31, 8, 4), (5, 4, 4), (1003, 252, 4), (1003, 335, 3)],
 )
 def test_fault_28_equals_the_dense_formula(vocab, width, size, e, z):
     """V % tp != 0; (5, 4, 4): two ranks hold nothing but padding."""
@@ -78,7 +79,9 @@ def test_fault_28_equals_the_dense_formula(vocab, width, size, e, z):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_infinite_logits(size):
-    """-inf takes no part, even where it is all that a rank holds; a label of -inf costs infinitely much; +inf shows as NaN."""
+    """-inf takes no part, even where it is all that a rank holds; a label of -inf costs infinitely much; +inf shows as
+    NaN.
+    """
     logits, labels = drawn(5, 8), torch.tensor([7, 7, 0, 3, 3])
     logits[0, :4] = -math.inf
     logits[1, 0] = -math.inf
@@ -87,7 +90,9 @@ def test_infinite_logits(size):
     leaf = logits.clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(leaf, labels, reduction="none")
     expected[:4].sum().backward()
-    results = run_ranks(size, local, logits, labels, 8 // size, size, 0.0, 0.0, torch.tensor([1.0, 1, 1, 1, 0]).double())
+    results = run_ranks(
+        size, local, logits, labels, 8 // size, size, 0.0, 0.0, torch.tensor([1.0, 1, 1, 1, 0]).double()
+    )
     gradient = torch.cat([result[1] for result in results], 1)
     for loss, _, _ in results:
         torch.testing.assert_close(loss[:4], expected[:4].detach(), rtol=1e-13, atol=1e-14)
@@ -123,7 +128,9 @@ def test_no_second_copy_of_the_logits(dtype, monkeypatch):
     monkeypatch.setattr(row_passes, "rows_of", lambda x, columns: 4)
     logits = drawn(256, 1000).to(dtype).requires_grad_() * 1.0
     with Largest(logits) as seen:
-        loss = vocab_parallel_cross_entropy(logits, labels_for(256, 990), solo(), vocab=990, label_smoothing=0.1, z_loss=0.01)
+        loss = vocab_parallel_cross_entropy(
+            logits, labels_for(256, 990), solo(), vocab=990, label_smoothing=0.1, z_loss=0.01
+        )
         (gradient,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
     assert 0 < seen.elements <= 4 * 1000
     assert gradient.data_ptr() == logits.data_ptr()

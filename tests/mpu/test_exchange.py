@@ -1,4 +1,6 @@
-"""Collectives through shared memory: any sizes and order of waiting, ranks that die or are late, hosts that share nothing."""
+"""Collectives through shared memory: any sizes and order of waiting, ranks that die or are late, hosts that share
+nothing.
+"""
 
 import fcntl
 import multiprocessing
@@ -53,18 +55,30 @@ def launched(kind: str, seed: int, group: Group, numel: int) -> Case:
         return all_reduce(tensor, group), lambda: tensor, total([drawn(seed, rank, numel) for rank in range(size)])
     if kind == "max":
         tensor = drawn(seed, index, numel)
-        return all_reduce(tensor, group, "max"), lambda: tensor, torch.stack([drawn(seed, r, numel) for r in range(size)]).amax(0)
+        return (
+            all_reduce(tensor, group, "max"),
+            lambda: tensor,
+            torch.stack([drawn(seed, r, numel) for r in range(size)]).amax(0),
+        )
     if kind == "reduce_scatter":
         whole = drawn(seed, index, size * part)
         mine = slice(index * part, (index + 1) * part)
         output = whole[mine] if seed % 2 else torch.empty(part)
-        return reduce_scatter(output, whole, group), lambda: output, total([drawn(seed, rank, size * part)[mine] for rank in range(size)])
+        return (
+            reduce_scatter(output, whole, group),
+            lambda: output,
+            total([drawn(seed, rank, size * part)[mine] for rank in range(size)]),
+        )
     if kind == "all_gather":
         whole = torch.full((size * part,), 99.0)
         piece = drawn(seed, index, part)
         if seed % 2:
             piece = whole[index * part : (index + 1) * part].copy_(piece)
-        return all_gather(whole, piece, group), lambda: whole, torch.cat([drawn(seed, rank, part) for rank in range(size)])
+        return (
+            all_gather(whole, piece, group),
+            lambda: whole,
+            torch.cat([drawn(seed, rank, part) for rank in range(size)]),
+        )
     source = seed % size
     tensor = drawn(seed, index, numel)
     return broadcast(tensor, group, source), lambda: tensor, drawn(seed, source, numel)
@@ -137,7 +151,9 @@ def test_nan_and_infinity_arrive():
 
 
 def in_flight(rank: int) -> list[int]:
-    """Rank 0 fills the slots while rank 1 does not come, and launches more than they hold when it may; nothing that it puts is lost."""
+    """Rank 0 fills the slots while rank 1 does not come, and launches more than they hold when it may; nothing that it
+    puts is lost.
+    """
     group = world_of(2)
     if rank:
         dist.recv(torch.zeros(1), 0)
@@ -156,7 +172,9 @@ def test_a_launch_that_finds_slots_does_not_wait():
 
 
 def at_different_places(rank: int) -> list[float]:
-    """As the ends of a pipeline wait for a tied embedding: the first before it sends, the last after it has received."""
+    """As the ends of a pipeline wait for a tied embedding: the first before it sends, the last after
+    it has received.
+    """
     group, found = world_of(2), []
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
         pending, result, wanted = launched(kind, 7, group, 2 * LARGEST // 4)
@@ -180,9 +198,13 @@ def nothing_shared(rank: int, monkeyed: str) -> bool:
         if monkeyed == "host" and rank:
             here = shared_memory._Host.here(rank)
             patch.setattr(shared_memory._Host, "here", lambda rank: replace(here, boot="elsewhere"))
-        if monkeyed == "clone" and rank:  # a virtual machine that is a clone: the same boot, namespace and process ids, but other memory
+        if (
+            monkeyed == "clone" and rank
+        ):  # a virtual machine that is a clone: the same boot, namespace and process ids, but other memory
             another, real = shared_memory._created(2).descriptor, os.open
-            patch.setattr(os, "open", lambda path, *rest: another if str(path).startswith("/proc/") else real(path, *rest))
+            patch.setattr(
+                os, "open", lambda path, *rest: another if str(path).startswith("/proc/") else real(path, *rest)
+            )
         if monkeyed == "memory" and rank == 0:
             patch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError("none here")))
         if monkeyed == "kernels" and rank:
@@ -202,7 +224,9 @@ def test_where_nothing_is_shared_the_backend_carries_it(monkeyed):
 
 
 def sealed(rank: int) -> list[str]:
-    """What somebody may not do to the file of a group: shrink it, which would kill who touches what is gone, or unseal it."""
+    """What somebody may not do to the file of a group: shrink it, which would kill who touches what is gone, or unseal
+    it.
+    """
     kept: list[int] = []
     real = shared_memory._created
 
@@ -278,12 +302,16 @@ def lonely(rank: int, store: str, how: str, seconds: float, report) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "seconds", "words"), [("dies", 60.0, "has ended"), ("leaves", 60.0, "has ended"), ("sleeps", 1.0, "for 1 s")]
+    ("how", "seconds", "words"),
+    [("dies", 60.0, "has ended"), ("leaves", 60.0, "has ended"), ("sleeps", 1.0, "for 1 s")],
 )
 def test_a_rank_that_does_not_come(how, seconds, words, tmp_path):
     context = multiprocessing.get_context("spawn")
     here, report = context.Pipe(duplex=False)
-    ranks = [context.Process(target=lonely, args=(rank, str(tmp_path / "store"), how, seconds, report), daemon=True) for rank in range(2)]
+    ranks = [
+        context.Process(target=lonely, args=(rank, str(tmp_path / "store"), how, seconds, report), daemon=True)
+        for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     try:

@@ -38,7 +38,12 @@ class Network(nn.Module):
 
     def __init__(self, fp8: Fp8 | None, group: Group, sequence_parallel: bool = False, bias: bool = True) -> None:
         super().__init__()
-        linear: dict[str, Any] = {"std": 0.2, "bias": bias, "sequence_parallel": sequence_parallel, "dtype": torch.bfloat16}
+        linear: dict[str, Any] = {
+            "std": 0.2,
+            "bias": bias,
+            "sequence_parallel": sequence_parallel,
+            "dtype": torch.bfloat16,
+        }
         linear |= {"device": "cpu", "fp8": fp8}
         self.wide = ColumnParallelLinear("wide", HIDDEN, FFN, group, **linear)
         self.narrow = RowParallelLinear("narrow", FFN, HIDDEN, group, **linear)
@@ -71,7 +76,8 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-# --- the history -------------------------------------------------------------------------------------------------------
+# --- the history
+# -------------------------------------------------------------------------------------------------------
 
 
 def after(fp8: Fp8, amax: float, skip: Tensor = GO, role: int = 0) -> float:
@@ -160,7 +166,8 @@ def test_histories_are_of_all_ranks_in_one_message_a_step() -> None:
         assert world == {("all_reduce", torch.float32): 2 * 4 * 3 * len(NAMES)}
 
 
-# --- layers ------------------------------------------------------------------------------------------------------------
+# --- layers
+# ------------------------------------------------------------------------------------------------------------
 
 
 def run(network: Network, x: Tensor, grad: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
@@ -213,7 +220,9 @@ def test_a_layers_products_are_those_of_its_copies(packed: bool, monkeypatch: py
 @pytest.mark.parametrize("history", [0, 4])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_network_is_near_its_16_bit_self(bias: bool, history: int) -> None:
-    """A rounded factor is wrong by about 2.6% (e4m3) or 5% (e5m2), a product of two by both: 4% to 6%, and up to four stand in a row."""
+    """A rounded factor is wrong by about 2.6% (e4m3) or 5% (e5m2), a product of two by both: 4% to 6%, and up to four
+    stand in a row.
+    """
     fp8 = state(history)
     narrow, plain = Network(fp8, solo(), bias=bias), Network(None, solo(), bias=bias)
     x, grad = data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
@@ -303,7 +312,16 @@ def test_tokens_that_do_not_fit_leave_the_weights_gradient_to_16_bits() -> None:
     fp8 = state(0, ("narrow",))
     narrow, plain = (
         RowParallelLinear(
-            "narrow", FFN, HIDDEN, solo(), bias=False, std=0.2, sequence_parallel=False, dtype=torch.bfloat16, device="cpu", fp8=given
+            "narrow",
+            FFN,
+            HIDDEN,
+            solo(),
+            bias=False,
+            std=0.2,
+            sequence_parallel=False,
+            dtype=torch.bfloat16,
+            device="cpu",
+            fp8=given,
         )
         for given in (fp8, None)
     )
@@ -330,11 +348,14 @@ def test_what_is_not_finite_reaches_every_gradient(where: str, history: int) -> 
             tensor[3, 0] = float("inf")
     fp8.begin()
     _, back = run(network, x, grad)
-    total = sum(parameter.grad.double().square().sum() for parameter in network.parameters() if parameter.grad is not None)
+    total = sum(
+        parameter.grad.double().square().sum() for parameter in network.parameters() if parameter.grad is not None
+    )
     assert not torch.isfinite(torch.as_tensor(total)) and not back.isfinite().all()
 
 
-# --- tensor parallelism ------------------------------------------------------------------------------------------------
+# --- tensor parallelism
+# ------------------------------------------------------------------------------------------------
 
 
 class Scales:
@@ -384,7 +405,8 @@ def test_tensor_parallel_layers_have_the_scales_of_one_rank(sequence_parallel: b
         for ours, theirs in zip(wholes, alone[0], strict=True):
             # bf16's last bits, another rank's sum, decide which way some elements are rounded to FP8.
             assert relative(ours, theirs) < 0.06
-        # Four weights; inputs of narrow and down; gradients of wide and gate; under sequence parallelism inputs of wide and gate.
+        # Four weights; inputs of narrow and down; gradients of wide and gate; under sequence parallelism inputs of wide
+        # and gate.
         scalars = 0 if history else (4 + 2 + 2 + 2 * sequence_parallel) * 2 * 4
         assert traffic.get(("all_reduce", torch.float32), 0) == scalars
         # FP8 inputs of wide and gate, forward and backward.

@@ -52,7 +52,9 @@ def pair(x: Tensor, group: Group) -> Tensor:
 
 def cross_entropy(x: Tensor, group: Group) -> Tensor:
     labels = torch.arange(x.shape[0]) * 2 % (3 * group.size - 1)
-    return vocab_parallel_cross_entropy(x * 1.0, labels, group, vocab=3 * group.size - 1, label_smoothing=0.1, z_loss=0.01)
+    return vocab_parallel_cross_entropy(
+        x * 1.0, labels, group, vocab=3 * group.size - 1, label_smoothing=0.1, z_loss=0.01
+    )
 
 
 FUNCTIONS = {

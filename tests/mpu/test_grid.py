@@ -13,7 +13,11 @@ from tests.ranks import run_ranks
 @pytest.mark.parametrize("axes", [Axes(12, 1, 1, 4), Axes(2, 3, 2, 4), Axes(1, 1, 1, 1), Axes(3, 5, 1, 2)])
 def test_rank_and_coordinates_are_inverse(axes):
     ranks = [
-        axes.rank(Coordinates(p, d, c, t)) for p in range(axes.pp) for d in range(axes.dp) for c in range(axes.cp) for t in range(axes.tp)
+        axes.rank(Coordinates(p, d, c, t))
+        for p in range(axes.pp)
+        for d in range(axes.dp)
+        for c in range(axes.cp)
+        for t in range(axes.tp)
     ]
     assert ranks == list(range(axes.world_size))
     assert all(axes.rank(axes.coordinates(rank)) == rank for rank in ranks)
@@ -33,7 +37,13 @@ def test_forty_eight_ranks_of_the_mission():
 def test_groups_of_an_axis_partition_the_world():
     axes = Axes(pp=3, dp=2, cp=2, tp=4)
     everyone = [axes.coordinates(rank) for rank in range(axes.world_size)]
-    by_size = [(axes.tensor_ranks, 4), (axes.pipeline_ranks, 3), (axes.data_ranks, 2), (axes.context_ranks, 2), (axes.replica_ranks, 4)]
+    by_size = [
+        (axes.tensor_ranks, 4),
+        (axes.pipeline_ranks, 3),
+        (axes.data_ranks, 2),
+        (axes.context_ranks, 2),
+        (axes.replica_ranks, 4),
+    ]
     for ranks_of, size in by_size:
         groups = {ranks_of(at) for at in everyone}
         assert Counter(rank for group in groups for rank in group) == Counter(range(48))
@@ -65,7 +75,9 @@ def sums_of_ranks(rank: int, axes: Axes) -> dict[str, float]:
     return sums
 
 
-@pytest.mark.parametrize("axes", [Axes(pp=2, tp=2), Axes(dp=2, tp=2), Axes(pp=3), Axes(dp=4), Axes(pp=2, dp=2), Axes(dp=2, cp=2)])
+@pytest.mark.parametrize(
+    "axes", [Axes(pp=2, tp=2), Axes(dp=2, tp=2), Axes(pp=3), Axes(dp=4), Axes(pp=2, dp=2), Axes(dp=2, cp=2)]
+)
 def test_groups_talk_to_their_members_only(axes):
     for rank, sums in enumerate(run_ranks(axes.world_size, sums_of_ranks, axes)):
         at = axes.coordinates(rank)

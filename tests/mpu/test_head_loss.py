@@ -33,7 +33,10 @@ def counted() -> Tensor:
 
 def dense(x: Tensor, weight: Tensor, mask: Tensor | None, smoothing: float, z_loss: float) -> Tensor:
     logits = x @ weight.t()
-    losses = F.cross_entropy(logits, labels(), reduction="none", label_smoothing=smoothing) + z_loss * logits.logsumexp(1).square()
+    losses = (
+        F.cross_entropy(logits, labels(), reduction="none", label_smoothing=smoothing)
+        + z_loss * logits.logsumexp(1).square()
+    )
     return (losses if mask is None else losses[mask]).sum()
 
 
@@ -57,7 +60,9 @@ def of_a_rank(rank: int, tp: int, padded: int, block_rows: int, known: bool, mas
     saved, module.BLOCK_BYTES["cpu"] = module.BLOCK_BYTES["cpu"], block_rows * weight.shape[0] * 8
     x, factor = drawn(N, H, seed=1).requires_grad_(), torch.tensor(0.37, dtype=torch.float64)
     loss_of = VocabularyLoss(group, V, 0.1, 0.01)
-    loss = head_loss(copy_to_tp(x, group), weight, labels(), counted() if masked else None, loss_of, factor if known else None)
+    loss = head_loss(
+        copy_to_tp(x, group), weight, labels(), counted() if masked else None, loss_of, factor if known else None
+    )
     (loss * factor).backward() if not known else loss.backward(factor)
     module.BLOCK_BYTES["cpu"] = saved
     gradient = target.sum if target is not None else weight.grad

@@ -54,7 +54,9 @@ class Network(nn.Module):
         common: dict[str, Any] = {"sequence_parallel": case.sequence_parallel, "dtype": dtype, "device": "cpu"}
         linear: dict[str, Any] = {"std": 0.5, **common}
         padded = padded_vocab_size(VOCAB, 4, group.size)
-        self.embedding = VocabParallelEmbedding("embedding", VOCAB, HIDDEN, padded, group, std=1.0, tied=False, **common)
+        self.embedding = VocabParallelEmbedding(
+            "embedding", VOCAB, HIDDEN, padded, group, std=1.0, tied=False, **common
+        )
         self.first_norm = LayerNorm("first_norm", HIDDEN, 1e-5, group, case.sequence_parallel, dtype, "cpu")
         self.wide = ColumnParallelLinear("wide", HIDDEN, FFN, group, bias=True, **linear)
         self.narrow = RowParallelLinear("narrow", FFN, HIDDEN, group, bias=True, **linear)
@@ -65,7 +67,10 @@ class Network(nn.Module):
         for parameter in self.parameters():
             initialise(parameter, place_of(parameter), 7)
             if place_of(parameter).kind in (Kind.BIAS, Kind.NORM):  # constants would hide mistakes
-                box, whole = place_of(parameter).box[0], torch.sin(torch.arange(place_of(parameter).shape[0], dtype=torch.float64))
+                box, whole = (
+                    place_of(parameter).box[0],
+                    torch.sin(torch.arange(place_of(parameter).shape[0], dtype=torch.float64)),
+                )
                 parameter.data += whole[slice(*box)].to(dtype)
         if case.packed:
             flat = torch.cat([self.gate.weight.data.view(-1), self.up.weight.data.view(-1)])
@@ -77,7 +82,9 @@ class Network(nn.Module):
         return x + self.down(swiglu(*column_parallel_pair(self.gate, self.up, self.second_norm(x))))
 
     def forward(self, tokens: Tensor, labels: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Token losses, the noise added after the embedding (whose gradient is the input gradient), the block's output."""
+        """Token losses, the noise added after the embedding (whose gradient is the input gradient),
+        the block's output.
+        """
         if self.case.sequence_parallel:
             noise = split_sequence(noise, self.group)
         x = self.embedding(tokens) + noise
@@ -93,7 +100,9 @@ class Network(nn.Module):
 def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     tokens, labels = (torch.randint(0, VOCAB, (B, S), generator=generator) for _ in range(2))
-    noise, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((S, B, HIDDEN), (S * B,)))
+    noise, weight = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((S, B, HIDDEN), (S * B,))
+    )
     return tokens, labels, noise, weight
 
 
@@ -129,7 +138,12 @@ def dense(values: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor, Tensor
     loss = loss + 0.01 * logits.logsumexp(-1).square()
     (loss * weight).sum().backward()
     assert noise.grad is not None
-    return loss.detach(), noise.grad, x.detach(), {name: value.grad for name, value in w.items() if value.grad is not None}
+    return (
+        loss.detach(),
+        noise.grad,
+        x.detach(),
+        {name: value.grad for name, value in w.items() if value.grad is not None},
+    )
 
 
 CASES = [Case(tp, sp) for tp, sp in itertools.product((1, 2, 3, 4), (False, True))]
@@ -155,7 +169,8 @@ def test_fault_08_equal_to_torchs_own_layers(case):
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():
             assert gradient.abs().max() > 1e-3
-            torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-12, msg=lambda text: f"{name}: {text}")  # noqa: B023
+            told = f"{name}: {{}}".format
+            torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-12, msg=told)
 
 
 def partial_places(rank: int, sequence_parallel: bool) -> dict[str, bool]:
@@ -165,7 +180,9 @@ def partial_places(rank: int, sequence_parallel: bool) -> dict[str, bool]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_which_gradients_are_partial(sequence_parallel):
-    expected = {"first_norm.weight", "first_norm.bias", "second_norm.weight", "narrow.bias"} if sequence_parallel else set()
+    expected = (
+        {"first_norm.weight", "first_norm.bias", "second_norm.weight", "narrow.bias"} if sequence_parallel else set()
+    )
     for places in run_ranks(2, partial_places, sequence_parallel):
         assert {name for name, partial in places.items() if partial} == expected
     alone = Network(solo(), Case(1, sequence_parallel))
@@ -175,7 +192,13 @@ def test_which_gradients_are_partial(sequence_parallel):
 def counted(rank: int, sequence_parallel: bool) -> dict[tuple[str, torch.dtype], int]:
     """Bytes of one column-parallel and one row-parallel product, forward and backward."""
     group = build_grid(Axes(tp=2)).tp
-    kw: dict[str, Any] = {"bias": True, "std": 0.1, "sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": "cpu"}
+    kw: dict[str, Any] = {
+        "bias": True,
+        "std": 0.1,
+        "sequence_parallel": sequence_parallel,
+        "dtype": torch.float64,
+        "device": "cpu",
+    }
     wide, narrow = ColumnParallelLinear("w", HIDDEN, FFN, group, **kw), RowParallelLinear("n", FFN, HIDDEN, group, **kw)
     for parameter in itertools.chain(wide.parameters(), narrow.parameters()):
         initialise(parameter, place_of(parameter), 1)
@@ -187,14 +210,16 @@ def counted(rank: int, sequence_parallel: bool) -> dict[tuple[str, torch.dtype],
 def test_what_travels():
     whole = S * B * HIDDEN * 8
     plain = {("all_reduce", torch.float64): 2 * 2 * whole}
-    # Forward gather and scatter; backward gather of the output gradient and of the input, scatter of the input gradient.
+    # Forward gather and scatter; backward gather of the output gradient and of the input, scatter of the input
+    # gradient.
     parallel_sequence = {("all_gather", torch.float64): 3 * whole, ("reduce_scatter", torch.float64): 2 * whole}
     assert run_ranks(2, counted, False) == [plain] * 2
     assert run_ranks(2, counted, True) == [parallel_sequence] * 2
 
 
 @pytest.mark.parametrize(
-    ("vocab", "multiple", "tp", "padded"), [(50257, 128, 4, 50688), (1003, 1, 3, 1005), (250880, 128, 4, 250880), (5, 4, 4, 16)]
+    ("vocab", "multiple", "tp", "padded"),
+    [(50257, 128, 4, 50688), (1003, 1, 3, 1005), (250880, 128, 4, 250880), (5, 4, 4, 16)],
 )
 def test_padded_vocabulary(vocab, multiple, tp, padded):
     assert padded_vocab_size(vocab, multiple, tp) == padded
@@ -205,7 +230,13 @@ def test_adjacency_is_exact():
     first, second = flat[4:16].view(3, 4), flat[16:24].view(2, 4)
     merged = adjacent((first, second))
     assert merged is not None and torch.equal(merged, flat[4:24].view(5, 4))
-    for other in (flat[20:28].view(2, 4), flat[12:20].view(2, 4), flat[16:24].view(4, 2), torch.zeros(2, 4), flat[16:24].view(4, 2).t()):
+    for other in (
+        flat[20:28].view(2, 4),
+        flat[12:20].view(2, 4),
+        flat[16:24].view(4, 2),
+        torch.zeros(2, 4),
+        flat[16:24].view(4, 2).t(),
+    ):
         assert adjacent((first, other)) is None
     assert adjacent((second, first)) is None
 
@@ -223,7 +254,9 @@ def sixteen_bit(rank: int, sequence_parallel: bool) -> tuple[Tensor, list[Piece]
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_bf16_is_near_fp64(sequence_parallel):
     results = run_ranks(2, sixteen_bit, sequence_parallel)
-    values = {name: value.double() for name, value in assemble([values_of(Network(solo(), Case(1), torch.bfloat16))]).items()}
+    values = {
+        name: value.double() for name, value in assemble([values_of(Network(solo(), Case(1), torch.bfloat16))]).items()
+    }
     loss, _, _, gradients = dense(values, Case(1))
     torch.testing.assert_close(results[0][0].double(), loss, rtol=0.1, atol=0.1)
     found = assemble([rank[1] for rank in results], unreduced=True, tolerance=0.02)

@@ -18,7 +18,9 @@ from megazero.mpu.random import DropoutKey, initialise, sliced_dropout
 SAMPLES = torch.tensor([5, 9])
 
 
-def layer(kind: type[ColumnParallelLinear | RowParallelLinear], lora: LowRank | None) -> ColumnParallelLinear | RowParallelLinear:
+def layer(
+    kind: type[ColumnParallelLinear | RowParallelLinear], lora: LowRank | None
+) -> ColumnParallelLinear | RowParallelLinear:
     placed: dict[str, Any] = {"sequence_parallel": False, "dtype": torch.float64, "device": "cpu"}
     made = kind("blocks.0.mlp.up", 12, 20, solo(), bias=True, std=0.3, lora=lora, **placed)
     for parameter in made.parameters():
@@ -37,7 +39,10 @@ def test_an_adapter_adds_its_product(kind: type[ColumnParallelLinear | RowParall
     torch.testing.assert_close(adapted(x, SAMPLES), expected, rtol=1e-13, atol=1e-13)
     freeze_all_but_adapters(adapted)
     adapted(x, SAMPLES).square().sum().backward()
-    assert {name for name, p in adapted.named_parameters() if p.grad is not None} == {"adapter.lora_a", "adapter.lora_b"}
+    assert {name for name, p in adapted.named_parameters() if p.grad is not None} == {
+        "adapter.lora_a",
+        "adapter.lora_b",
+    }
     assert layer(kind, LowRank(4, 1.5, frozenset({"down"}))).adapter is None
 
 
@@ -88,11 +93,16 @@ def test_slices_of_a_mask_are_those_of_the_whole() -> None:
     whole = sliced_dropout(x, 0.5, key, SAMPLES, 6, 0)
     for size in (1, 2, 3):
         width = 5 * size
-        parts = [sliced_dropout(x[..., i * width : (i + 1) * width], 0.5, key, SAMPLES, size, i * size) for i in range(6 // size)]
+        parts = [
+            sliced_dropout(x[..., i * width : (i + 1) * width], 0.5, key, SAMPLES, size, i * size)
+            for i in range(6 // size)
+        ]
         assert torch.equal(torch.cat(parts, -1), whole)
     assert len({tuple(whole[0, 0, 5 * i : 5 * i + 5].tolist()) for i in range(6)}) > 3, "slices have masks of their own"
 
 
 def test_any_allowed_tp_divides_the_slices() -> None:
-    found = low_rank(LoraConfig(2), ModelConfig(num_attention_heads=24, num_query_groups=12, hidden_size=48, ffn_hidden_size=90))
+    found = low_rank(
+        LoraConfig(2), ModelConfig(num_attention_heads=24, num_query_groups=12, hidden_size=48, ffn_hidden_size=90)
+    )
     assert found is not None and found.slices == 6

@@ -61,7 +61,11 @@ def ordered_body(rank: int, axes: Axes) -> None:
             buffer = torch.empty(2)
             source = (me - step) % stages
             arriving.append(
-                (buffer, channels.receive(buffer, source, Tag(backward, 0, m)), grid.pp.ranks[source] * 100 + m + backward * 50)
+                (
+                    buffer,
+                    channels.receive(buffer, source, Tag(backward, 0, m)),
+                    grid.pp.ranks[source] * 100 + m + backward * 50,
+                )
             )
             channels.send(torch.full((2,), rank * 100.0 + m + backward * 50), (me + step) % stages, Tag(backward, 0, m))
     for buffer, pending, wanted in arriving:
@@ -70,7 +74,9 @@ def ordered_body(rank: int, axes: Axes) -> None:
     channels.flush()
 
 
-@pytest.mark.parametrize("axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=3, tp=2), Axes(pp=4), Axes(pp=5)])
+@pytest.mark.parametrize(
+    "axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=3, tp=2), Axes(pp=4), Axes(pp=5)]
+)
 def test_channels_matched_by_order_on_every_grid(axes):
     """Middle stages hold no tied group: the stages must still agree on the names of the channels' groups."""
     run_ranks(axes.world_size, ordered_body, axes)

@@ -1,7 +1,7 @@
 """Initial weights and dropout masks: the same on every layout, and random.
 
-Rows 24 and 25 of the numerical faults. Statistical bounds are several standard errors wide; the numbers are functions of
-their keys alone, so a test that passes once passes always.
+Rows 24 and 25 of the numerical faults. Statistical bounds are several standard errors wide; the numbers are functions
+of their keys alone, so a test that passes once passes always.
 """
 
 import math
@@ -18,14 +18,18 @@ from megazero.mpu.place import Kind, Parameter, shard
 from megazero.mpu.random import DropoutKey, attention_dropout, hidden_dropout, initialise, sequence_offset
 
 
-def weights(rows: int, columns: int, name: str = "w", seed: int = 1, dtype: torch.dtype = torch.float64, std: float = 1.0) -> Tensor:
+def weights(
+    rows: int, columns: int, name: str = "w", seed: int = 1, dtype: torch.dtype = torch.float64, std: float = 1.0
+) -> Tensor:
     place = shard(name, (rows, columns), Kind.MATRIX, std=std)
     out = torch.full(place.local_shape, math.nan, dtype=dtype)
     initialise(out, place, seed)
     return out
 
 
-def pieces(shape: tuple[int, ...], dim: int | None, size: int, padded: int | None, dtype: torch.dtype, **rest: float) -> list[Tensor]:
+def pieces(
+    shape: tuple[int, ...], dim: int | None, size: int, padded: int | None, dtype: torch.dtype, **rest: float
+) -> list[Tensor]:
     found = []
     for rank in range(size):
         place = shard("name", shape, Kind.MATRIX, dim=dim, rank=rank, size=size, padded=padded, **rest)
@@ -119,13 +123,21 @@ def test_weights_are_unrelated():
     others = [weights(400, 500, name) for name in ("v", "w.", "blocks.1.w", "blocks.2.w", "blocks.11.w")]
     others += [weights(400, 500, seed=seed) for seed in (0, 2, 3, -1, 2**40 + 1)]
     pairs = [(x, other) for other in others] + list(pairwise(others))
-    pairs += [(x[:, :-lag], x[:, lag:]) for lag in (1, 2, 3, 4, 8, 16, 64)] + [(x[:-lag], x[lag:]) for lag in (1, 2, 3, 4, 8, 16, 64)]
-    pairs += [(x[:, 0::2], x[:, 1::2]), (x[:-1, 1:], x[1:, :-1]), (x[:-1, :-2], x[1:, 2:]), (x[:, :400], x[:, :400].t())]
+    pairs += [(x[:, :-lag], x[:, lag:]) for lag in (1, 2, 3, 4, 8, 16, 64)] + [
+        (x[:-lag], x[lag:]) for lag in (1, 2, 3, 4, 8, 16, 64)
+    ]
+    pairs += [
+        (x[:, 0::2], x[:, 1::2]),
+        (x[:-1, 1:], x[1:, :-1]),
+        (x[:-1, :-2], x[1:, 2:]),
+        (x[:, :400], x[:, :400].t()),
+    ]
     for a, b in pairs:
         bound = 4.5 / math.sqrt(a.numel())
         assert abs(correlation(a, b)) < bound
         assert abs(correlation(a.square(), b.square())) < bound
-    # Rows and columns as a whole: the largest singular value of a matrix of independent normals is sqrt(400) + sqrt(500).
+    # Rows and columns as a whole: the largest singular value of a matrix of independent normals is sqrt(400) +
+    # sqrt(500).
     assert torch.linalg.matrix_norm(x, 2).item() == pytest.approx(math.sqrt(400) + math.sqrt(500), rel=0.03)
     assert x.flatten().unique().numel() == x.numel()
 
@@ -155,11 +167,21 @@ def test_dropout_masks_are_unrelated():
         return (hidden_dropout(torch.ones(100, 2, 400), 0.3, key, samples) == 0).double()
 
     x = mask()
-    pairs = [(x, mask(DropoutKey(3, 3, 1))), (x, mask(DropoutKey(3, 2, 0))), (x, mask(DropoutKey(4, 2, 1))), (x, mask(first=7))]
+    pairs = [
+        (x, mask(DropoutKey(3, 3, 1))),
+        (x, mask(DropoutKey(3, 2, 0))),
+        (x, mask(DropoutKey(4, 2, 1))),
+        (x, mask(first=7)),
+    ]
     pairs += [(x, mask(DropoutKey(3, 1, 2))), (x[:, 0], x[:, 1])]
-    pairs += [(x[:-lag], x[lag:]) for lag in (1, 2, 5, 64)] + [(x[..., :-lag], x[..., lag:]) for lag in (1, 2, 3, 5, 64)]
+    pairs += [(x[:-lag], x[lag:]) for lag in (1, 2, 5, 64)] + [
+        (x[..., :-lag], x[..., lag:]) for lag in (1, 2, 3, 5, 64)
+    ]
     probs = (attention_dropout(torch.ones(2, 4, 100, 400), 0.3, KEY, torch.tensor([5, 6])) == 0).double()
-    pairs += [(probs[:, i], probs[:, i + 1]) for i in range(3)] + [(probs[0], probs[1]), (probs[:, 0], x.transpose(0, 1))]
+    pairs += [(probs[:, i], probs[:, i + 1]) for i in range(3)] + [
+        (probs[0], probs[1]),
+        (probs[:, 0], x.transpose(0, 1)),
+    ]
     for a, b in pairs:
         assert abs(correlation(a, b)) < 4.5 / math.sqrt(a.numel())
     assert torch.equal(mask(first=6)[:, 0], x[:, 1]), "a sample's mask does not depend on its place in the micro-batch"
@@ -214,4 +236,6 @@ def test_dropout_of_nothing_and_of_too_much():
         with pytest.raises(ValueError, match=str(p)):
             hidden_dropout(x, p, KEY, SAMPLES)
     strided = torch.randn(4, 3, 2).transpose(0, 2)
-    assert torch.equal(hidden_dropout(strided, 0.5, KEY, SAMPLES), hidden_dropout(strided.contiguous(), 0.5, KEY, SAMPLES))
+    assert torch.equal(
+        hidden_dropout(strided, 0.5, KEY, SAMPLES), hidden_dropout(strided.contiguous(), 0.5, KEY, SAMPLES)
+    )

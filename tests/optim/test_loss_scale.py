@@ -18,8 +18,9 @@ def run(scaler: LossScaler, overflows: str) -> list[float]:
     return scales
 
 
-def scaler(**options: object) -> LossScaler:
-    return LossScaler(OptimizerConfig(precision="fp16", **({"initial_loss_scale": 64.0, "loss_scale_window": 3} | options)))  # type: ignore[arg-type]
+def scaler(**options: Any) -> LossScaler:
+    settings: dict[str, Any] = {"initial_loss_scale": 64.0, "loss_scale_window": 3} | options
+    return LossScaler(OptimizerConfig(precision="fp16", **settings))
 
 
 def test_it_doubles_after_a_window_of_good_steps() -> None:
@@ -72,7 +73,9 @@ def test_a_fixed_scale_is_not_loaded_over() -> None:
     assert fixed.scale.item() == 1.0
 
 
-@pytest.mark.parametrize("before", [{"precision": "bf16"}, {"precision": "fp32"}, {"precision": "fp16", "loss_scale": 8.0}])
+@pytest.mark.parametrize(
+    "before", [{"precision": "bf16"}, {"precision": "fp32"}, {"precision": "fp16", "loss_scale": 8.0}]
+)
 def test_a_scale_that_did_not_move_is_not_continued(before: dict[str, Any]) -> None:
     """A bf16 run resumed in fp16 began with bf16's scale, 1."""
     fresh = scaler()

@@ -1,4 +1,6 @@
-"""Learning rate and batch ramp: BLOOM's own log, formulas written a second time, and the path against plain counting."""
+"""Learning rate and batch ramp: BLOOM's own log, formulas written a second time, and the path against
+plain counting.
+"""
 
 from __future__ import annotations
 
@@ -96,16 +98,18 @@ def rates(**settings: object) -> list[float]:
 def test_shapes() -> None:
     assert rates(train_iters=4, lr_decay_style="constant", lr_warmup_iters=2) == [0.0, 0.5, 1.0, 1.0]
     assert rates(train_iters=5, lr_decay_style="linear", lr_decay_iters=3) == pytest.approx([1.0, 0.7, 0.4, 0.1, 0.1])
-    assert rates(train_iters=5, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=4) == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1])
+    assert rates(train_iters=5, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=4) == pytest.approx(
+        [0.0, 0.5, 1.0, 0.55, 0.1]
+    )
     assert rates(train_iters=5, lr_decay_style="cosine", lr_decay_iters=4) == pytest.approx(
         [1.0, 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 0.55, 0.1 + 0.45 * (1 + math.cos(3 * math.pi / 4)), 0.1]
     )
     assert rates(train_iters=7, lr_decay_style="inverse-square-root", lr_warmup_iters=2) == pytest.approx(
         [0.0, 0.5, 1.0, math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5), math.sqrt(2 / 6)]
     )
-    assert rates(train_iters=6, lr_decay_style="wsd", lr_warmup_iters=1, lr_decay_iters=5, lr_wsd_decay_iters=2) == pytest.approx(
-        [0.0, 1.0, 1.0, 1.0, 0.55, 0.1]
-    )
+    assert rates(
+        train_iters=6, lr_decay_style="wsd", lr_warmup_iters=1, lr_decay_iters=5, lr_wsd_decay_iters=2
+    ) == pytest.approx([0.0, 1.0, 1.0, 1.0, 0.55, 0.1])
     assert rates(train_iters=20, lr_decay_style="wsd")[17:] == pytest.approx([1.0, 1.0, 0.55])
     assert rates(train_iters=10, lr_warmup_fraction=0.2, lr_decay_style="constant")[:3] == [0.0, 0.5, 1.0]
 

@@ -14,7 +14,9 @@ Reference = Callable[[Model, list[str]], Outcome]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`layouts` marks a test of generated cases, with how many there are at each depth and what is added to the seed."""
+    """`layouts` marks a test of generated cases, with how many there are at each depth and what is
+    added to the seed.
+    """
     mark = metafunc.definition.get_closest_marker("layouts")
     if mark is not None:
         option = metafunc.config.option
@@ -31,7 +33,9 @@ def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="session")
 def reference(flags_of: Callable[[Model, str, list[str]], list[str]]) -> Reference:
-    """The run of one process in float64, micro-batches of one sample; each is made once for all the layouts of its model."""
+    """The run of one process in float64, micro-batches of one sample; each is made once for all the layouts of its
+    model.
+    """
     kept: dict[tuple[str, ...], Outcome] = {}
 
     def run(model: Model, more: list[str]) -> Outcome:

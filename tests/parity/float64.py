@@ -17,7 +17,9 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _widened(value: Any) -> Any:
-    """The argument with every narrower floating dtype in it replaced; dtypes may also be named ("torch.FloatTensor")."""
+    """The argument with every narrower floating dtype in it replaced; dtypes may also be named
+    ("torch.FloatTensor").
+    """
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _NARROW else value
     if value in ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor") if isinstance(value, str) else False:

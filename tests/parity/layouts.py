@@ -1,8 +1,9 @@
 """Layouts drawn at random: every axis of the program against one process, on a few models.
 
-A `Case` is a model and a layout as command-line flags. The models are fixed, so that one process trains each of them once for all its
-layouts; together they have every value of every choice. The layouts come from a seed; a draw that breaks one of the mathematical
-constraints (see `fits`) is drawn again. `REQUIRED` names combinations that must be among the cases; the rest of such a case stays random.
+A `Case` is a model and a layout as command-line flags. The models are fixed, so that one process trains each of them
+once for all its layouts; together they have every value of every choice. The layouts come from a seed; a draw that
+breaks one of the mathematical constraints (see `fits`) is drawn again. `REQUIRED` names combinations that must be among
+the cases; the rest of such a case stays random.
 """
 
 from __future__ import annotations
@@ -112,7 +113,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [self.model.name, f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"z{self.zero}", f"{self.schedule}x{self.virtual}"]
+        parts = [
+            self.model.name,
+            f"tp{self.tp}",
+            f"pp{self.pp}",
+            f"dp{self.dp}",
+            f"z{self.zero}",
+            f"{self.schedule}x{self.virtual}",
+        ]
         parts += ["sp"] * self.sequence_parallel + [f"re-{self.recompute}{self.every}"] * (self.recompute != "none")
         parts += ["gloo"] * (not self.shared_memory) + ["late"] * (not self.overlap)
         return "-".join([*parts, f"acc{self.accumulation}", f"b{self.bucket}"])
@@ -194,7 +202,15 @@ REQUIRED: tuple[dict[str, object], ...] = (
     {"pp": 4, "schedule": "zb-h1", "accumulation": 12, "layers": 7},
     {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2, "tied": True, "accumulation": 6, "layers": 7},
     {"pp": 3, "schedule": "zb-v", "tied": True, "accumulation": 3, "dp": 2, "zero": 1},
-    {"pp": 2, "tp": 2, "schedule": "zb-v", "tied": False, "sequence_parallel": True, "recompute": "full", "accumulation": 1},
+    {
+        "pp": 2,
+        "tp": 2,
+        "schedule": "zb-v",
+        "tied": False,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "accumulation": 1,
+    },
     {"pp": 1, "dp": 2, "schedule": "zb-v", "tied": True, "zero": 2, "accumulation": 3},
 )
 
@@ -208,7 +224,8 @@ def _rarest(seen: Set[Case]) -> dict[str, object]:
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """`count` different cases. The required ones come first, then others of the models and accumulations that there are fewest of.
+    """`count` different cases. The required ones come first, then others of the models and accumulations that there are
+    fewest of.
 
     Ranks of every third one have gloo's collectives, as those of several hosts.
     """

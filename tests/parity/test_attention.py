@@ -1,7 +1,8 @@
 """Training through each body of attention is the same training, in float64, where nothing but rounding may differ.
 
-FlexAttention runs as on a GPU up to the generated code: traced whole with its backward (aot_eager), with the check that refuses CPUs taken
-out. What a layout does to it is here: recomputation, deferred backwards, shards of heads, evaluation without gradients.
+FlexAttention runs as on a GPU up to the generated code: traced whole with its backward (aot_eager), with the check that
+refuses CPUs taken out. What a layout does to it is here: recomputation, deferred backwards, shards of heads, evaluation
+without gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +22,30 @@ from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "6", "--seq-length", "24", "--vocab-size", "1003"]
-NUMBERS = ["--precision", "fp64", "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "3", "--eval-iters", "1"]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "96",
+    "--num-attention-heads",
+    "6",
+    "--seq-length",
+    "24",
+    "--vocab-size",
+    "1003",
+]
+NUMBERS = [
+    "--precision",
+    "fp64",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "3",
+    "--eval-iters",
+    "1",
+]
 DOCUMENTS = ["--document-mask", "--eod-id", "7"]
 GROUPED = ["--position-embedding", "rotary", "--num-query-groups", "2"]
 TOLERANCE = 1e-10
@@ -40,7 +63,9 @@ def test_flash_equals_softmax(positions: list[str], corpus: Path, tmp_path: Path
 def through_flex(
     rank: int, size: int, flags: list[str]
 ) -> tuple[list[StepRecord], dict[str, float], list[Piece], int, list[tuple[bool, int]]]:
-    """Train with FlexAttention wherever gradients are recorded, and evaluate with it: its compiled graphs and calls, too."""
+    """Train with FlexAttention wherever gradients are recorded, and evaluate with it: its compiled graphs and calls,
+    too.
+    """
     calls: list[tuple[bool, int]] = []
 
     def chosen(case: Case, offer: Offer) -> Choice:

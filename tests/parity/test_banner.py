@@ -1,4 +1,6 @@
-"""What the banner says is what the ranks hold: the numbers come from the arithmetic that packs, the bytes from memory."""
+"""What the banner says is what the ranks hold: the numbers come from the arithmetic that packs, the
+bytes from memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from megazero.zero.placement import Column
 from tests.parity.training import data_flags, job_on_rank
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
 NUMBERS = ["--train-iters", "1", "--global-batch-size", "8", "--micro-batch-size", "1"]
 
 
@@ -22,7 +35,11 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
     held = job.state.bytes()
     optimizer = sum(held.get(column.value, 0) for column in (Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ))
     text = banner(job.run, job.grid, "words", "from scratch", [("tp", 1, 2)])
-    return (told.weights, told.gradients, told.optimizer), (held[Column.PARAMETER.value], held[Column.GRADIENT.value], optimizer), text
+    return (
+        (told.weights, told.gradients, told.optimizer),
+        (held[Column.PARAMETER.value], held[Column.GRADIENT.value], optimizer),
+        text,
+    )
 
 
 @pytest.mark.slow
@@ -30,8 +47,19 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("layout", [[], ["--tp", "2", "--pp", "2"], ["--pp", "2", "--virtual-stages", "2"]])
-def test_bytes_in_the_banner_are_those_held(layout: list[str], stage: int, precision: str, corpus: Path, tmp_path: Path) -> None:
-    flags = [*MODEL, *NUMBERS, *layout, "--zero-stage", str(stage), "--precision", precision, *data_flags(corpus, tmp_path / "cache")]
+def test_bytes_in_the_banner_are_those_held(
+    layout: list[str], stage: int, precision: str, corpus: Path, tmp_path: Path
+) -> None:
+    flags = [
+        *MODEL,
+        *NUMBERS,
+        *layout,
+        "--zero-stage",
+        str(stage),
+        "--precision",
+        precision,
+        *data_flags(corpus, tmp_path / "cache"),
+    ]
     for told, held, text in run_ranks(4, told_and_held, 4, flags):
         assert told == held
         assert max(map(len, text.splitlines())) <= 100 or str(corpus) in text

@@ -1,7 +1,9 @@
-"""--compile is the same program: every gradient, loss, norm and weight of a layout with it against the same layout without, in float64.
+"""--compile is the same program: every gradient, loss, norm and weight of a layout with it against the same layout
+without, in float64.
 
-Where it could go wrong: recomputation runs a compiled forward inside a backward, a split backward keeps what a layer saved beyond
-the backward that compiled code frees, and each body must be compiled once, not once per layer, chunk or step.
+Where it could go wrong: recomputation runs a compiled forward inside a backward, a split backward keeps what a layer
+saved beyond the backward that compiled code frees, and each body must be compiled once, not once per layer, chunk or
+step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,18 @@ from tests.places import worst_difference
 from tests.ranks import run_ranks
 
 STEPS = 3
-MODEL = ["--num-layers", "6", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "6",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
 NUMBERS = ["--precision", "fp64", "--micro-batch-size", "1", "--global-batch-size", "8", "--bucket-size", "2000"]
 LLAMA = [
     "--position-embedding",
@@ -37,7 +50,8 @@ LLAMA = [
 ]
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 EVEN = ["--partition", "1", "2", "2", "1"]
-# Name -> ranks, flags, bodies that are compiled: a norm, a norm of a sum, and softmax; or both norms, rotary and SwiGLU.
+# Name -> ranks, flags, bodies that are compiled: a norm, a norm of a sum, and softmax; or both norms, rotary and
+# SwiGLU.
 LAYOUTS: dict[str, tuple[int, list[str], int]] = {
     "one": (1, ["--document-mask", "--eod-id", "7"], 3),
     "llama-one-full": (1, [*LLAMA, "--recompute-granularity", "full", "--recompute-num-layers", "2"], 4),
@@ -49,10 +63,25 @@ LAYOUTS: dict[str, tuple[int, list[str], int]] = {
     "pp2-interleaved-zero1": (4, ["--pp", "2", "--virtual-stages", "3", "--zero-stage", "1"], 3),
     "llama-zb-h1-zero2-full": (
         4,
-        [*LLAMA, "--pp", "2", "--pipeline-schedule", "zb-h1", "--zero-stage", "2", "--recompute-granularity", "full", *DROPOUT],
+        [
+            *LLAMA,
+            "--pp",
+            "2",
+            "--pipeline-schedule",
+            "zb-h1",
+            "--zero-stage",
+            "2",
+            "--recompute-granularity",
+            "full",
+            *DROPOUT,
+        ],
         5,
     ),
-    "llama-zb-v-tp2": (4, [*LLAMA, "--pp", "2", "--tp", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", *EVEN], 4),
+    "llama-zb-v-tp2": (
+        4,
+        [*LLAMA, "--pp", "2", "--tp", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", *EVEN],
+        4,
+    ),
     "zb-v-zero2-selective": (
         4,
         [
@@ -81,7 +110,9 @@ def a_compiler() -> None:
         pytest.skip("no compiler, nothing is compiled")
 
 
-def steps_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepRecord], list[dict[str, Tensor]], dict[str, Tensor], int]:
+def steps_on_rank(
+    rank: int, size: int, flags: list[str]
+) -> tuple[list[StepRecord], list[dict[str, Tensor]], dict[str, Tensor], int]:
     """Records; first moments after each step, which hold its gradients; weights; compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -116,7 +147,9 @@ def test_compiled_equals_plain(name: str, corpus: Path, tmp_path: Path) -> None:
             assert record.grad_norm == pytest.approx(other_record.grad_norm, rel=1e-11)
 
 
-def test_a_missing_compiler_is_an_error_of_the_flag_before_training(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_an_error_of_the_flag_before_training(
+    monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     run = parse_run([*MODEL, *NUMBERS, *data_flags(corpus, tmp_path / "cache"), "--device", "cpu", "--compile"], 1)
     with pytest.raises(ConfigError, match="--compile: no C\\+\\+ compiler"):

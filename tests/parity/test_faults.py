@@ -16,12 +16,25 @@ from tests.parity.training import Outcome, data_flags, job_on_rank, worst
 from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
 STEPS = 4
 
 
 class Spoiled:
-    """Batches whose masks leave very unequal numbers of predictions: sample 0 has one, sample 1 none, the others all."""
+    """Batches whose masks leave very unequal numbers of predictions: sample 0 has one, sample 1 none,
+    the others all.
+    """
 
     def __init__(self, batches: object) -> None:
         self.batches = batches
@@ -77,7 +90,9 @@ def masked_reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_fault_16_17_of_any_degree_and_unequal_numbers_of_valid_tokens(
     ranks: int, layout: list[str], masked_reference: Outcome, corpus: Path, tmp_path: Path
 ) -> None:
-    """DS#5555: a factor of the degree would show in the loss, in the norm, or, for a parameter's gradient alone, in the weights."""
+    """DS#5555: a factor of the degree would show in the loss, in the norm, or, for a parameter's gradient alone, in the
+    weights.
+    """
     differences = worst(masked(ranks, layout, corpus, tmp_path), masked_reference)
     assert all(value < 1e-9 for value in differences.values()), differences
 
@@ -102,7 +117,9 @@ def train_with_overflow(rank: int, size: int, flags: list[str], spoiled: int, va
     seen: list[dict[str, object]] = []
     for step in range(3):
         if step == 1 and rank == spoiled:
-            matrix = next(p for p in reversed(list(job.stages[-1].parameters())) if isinstance(p, Parameter) and p.dim() == 2)
+            matrix = next(
+                p for p in reversed(list(job.stages[-1].parameters())) if isinstance(p, Parameter) and p.dim() == 2
+            )
             target, matrix.gradient_target = matrix.gradient_target, SpoiledTarget(matrix.gradient_target, value)
         before = _state(job.optimizer)
         job.trainer.train_step(stop=False)
@@ -111,7 +128,12 @@ def train_with_overflow(rank: int, size: int, flags: list[str], spoiled: int, va
         job.state.wait_parameters()
         changed = any(not torch.equal(a, b) for a, b in zip(before, _state(job.optimizer), strict=True))
         seen.append({"changed": changed, "scale": float(job.scaler.scale), "steps": float(job.optimizer.step_count)})
-    seen.append({"skipped": [record.skipped for record in recorder.records], "norms": [record.grad_norm for record in recorder.records]})
+    seen.append(
+        {
+            "skipped": [record.skipped for record in recorder.records],
+            "norms": [record.grad_norm for record in recorder.records],
+        }
+    )
     return seen
 
 
@@ -127,7 +149,13 @@ def _state(optimizer: object) -> list[Tensor]:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     ("layout", "spoiled"),
-    [(["--tp", "2"], 1), (["--pp", "2"], 0), (["--pp", "2"], 1), (["--zero-stage", "2"], 1), (["--zero-stage", "0"], 0)],
+    [
+        (["--tp", "2"], 1),
+        (["--pp", "2"], 0),
+        (["--pp", "2"], 1),
+        (["--zero-stage", "2"], 1),
+        (["--zero-stage", "0"], 0),
+    ],
 )
 def test_fault_15_one_ranks_overflow_skips_the_step_on_all(
     layout: list[str], spoiled: int, precision: str, value: float, corpus: Path, tmp_path: Path
@@ -145,9 +173,20 @@ def test_fault_15_one_ranks_overflow_skips_the_step_on_all(
 
 
 def train_and_tell(rank: int, size: int, flags: list[str], folder: str) -> list[float]:
-    logs = ["--metrics-file", f"{folder}/m", "--tensorboard-dir", f"{folder}/tb", "--save", f"{folder}/saved", "--save-interval", "2"]
+    logs = [
+        "--metrics-file",
+        f"{folder}/m",
+        "--tensorboard-dir",
+        f"{folder}/tb",
+        "--save",
+        f"{folder}/saved",
+        "--save-interval",
+        "2",
+    ]
     job, recorder = job_on_rank(rank, size, [*flags, *logs], keep_log=True)
-    assert len(job.trainer.log._sinks) == (4 if rank == 0 else 0), "the log, metrics, curves and the recorder; nothing on the other ranks"
+    assert len(job.trainer.log._sinks) == (4 if rank == 0 else 0), (
+        "the log, metrics, curves and the recorder; nothing on the other ranks"
+    )
     job.fit()
     job.trainer.log.close()
     return [record.loss for record in recorder.records]
@@ -155,12 +194,16 @@ def train_and_tell(rank: int, size: int, flags: list[str], folder: str) -> list[
 
 @pytest.mark.slow
 def test_fault_29_every_log_option_on_a_stage_without_blocks(corpus: Path, tmp_path: Path) -> None:
-    """Four stages and two layers: the first holds the embedding, the last the head, and the log interval spans steps."""
+    """Four stages and two layers: the first holds the embedding, the last the head, and the log
+    interval spans steps.
+    """
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install tensorboard")
     numbers = ["--precision", "fp64", "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "5"]
     told = ["--log-interval", "3", "--eval-interval", "2"]
     flags = [*MODEL, *numbers, *told, *data_flags(corpus, tmp_path / "cache")]
-    many = run_ranks(4, train_and_tell, 4, [*flags, "--pp", "4", "--partition", "0", "1", "1", "0"], str(tmp_path / "many"))
+    many = run_ranks(
+        4, train_and_tell, 4, [*flags, "--pp", "4", "--partition", "0", "1", "1", "0"], str(tmp_path / "many")
+    )
     one = run_ranks(1, train_and_tell, 1, flags, str(tmp_path / "one"))[0]
     assert len(one) == 5 and many[0] == pytest.approx(one, rel=1e-10)
     lines = [json.loads(line) for line in (tmp_path / "many" / "m").read_text().splitlines()]

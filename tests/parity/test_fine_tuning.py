@@ -1,7 +1,8 @@
-"""A model of `transformers` is fine-tuned on instructions: the loss is theirs, conversation by conversation, whatever the layout and packing.
+"""A model of `transformers` is fine-tuned on instructions: the loss is theirs, conversation by conversation, whatever
+the layout and packing.
 
-Their side knows nothing of samples: each conversation goes through the model alone, written by their chat template, from position 0, and
-the losses of its learned tokens are added up.
+Their side knows nothing of samples: each conversation goes through the model alone, written by their chat template,
+from position 0, and the losses of its learned tokens are added up.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def conversations(count: int, seed: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("chats")
-    return [write_lines(folder / f"{name}.jsonl", conversations(20, seed)) for name, seed in (("train", 1), ("valid", 2))]
+    return [
+        write_lines(folder / f"{name}.jsonl", conversations(20, seed)) for name, seed in (("train", 1), ("valid", 2))
+    ]
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -89,7 +92,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def flags_for(folder: Path, data: list[Path], cache: Path, *more: str) -> list[str]:
-    files = ["--instruction-data", str(data[0]), "--valid-instruction-data", str(data[1]), "--data-cache-path", str(cache)]
+    files = [
+        "--instruction-data",
+        str(data[0]),
+        "--valid-instruction-data",
+        str(data[1]),
+        "--data-cache-path",
+        str(cache),
+    ]
     numbers = [
         "--precision",
         "fp64",
@@ -109,11 +119,18 @@ def their_loss(folder: Path, records: list[dict[str, Any]]) -> tuple[float, int]
     """Summed loss of the learned tokens, and how many they are."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with in_float64(), torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
         total, count = 0.0, 0
         for record in records:
-            written = tokenizer.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=True)
-            ids, learned = torch.tensor(written["input_ids"]), torch.tensor(written["assistant_masks"], dtype=torch.bool)
+            written = tokenizer.apply_chat_template(
+                record["messages"], return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, learned = (
+                torch.tensor(written["input_ids"]),
+                torch.tensor(written["assistant_masks"], dtype=torch.bool),
+            )
             losses = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
             total += float(losses[learned[1:]].sum())
             count += int(learned[1:].sum())
@@ -148,7 +165,9 @@ def samples_in(flags: list[str]) -> int:
 
 @pytest.mark.slow
 def test_every_layout_is_one_process(folder: Path, data: list[Path], tmp_path: Path) -> None:
-    """Numbers of learned tokens differ from rank to rank and from micro-batch to micro-batch; the mean is over all of them."""
+    """Numbers of learned tokens differ from rank to rank and from micro-batch to micro-batch; the mean is over all of
+    them.
+    """
     flags = flags_for(folder, data, tmp_path)
     one = train(1, flags)
     assert len(one.records) == 3 and "valid_loss" in one.losses
@@ -201,7 +220,9 @@ def test_a_resume_is_bitwise(folder: Path, data: list[Path], tmp_path: Path) -> 
     first = train(ranks, [*flags, *layout, *saves, "--exit-interval", "2"])
     second = train(ranks, [*flags, *layout, *saves])
     assert [record.iteration for record in second.records] == [3, 4]
-    assert worst(Outcome([*first.records, *second.records], second.losses, second.weights), whole) == dict.fromkeys(worst(whole, whole), 0)
+    assert worst(Outcome([*first.records, *second.records], second.losses, second.weights), whole) == dict.fromkeys(
+        worst(whole, whole), 0
+    )
 
 
 @pytest.mark.slow
@@ -209,7 +230,15 @@ def test_a_resume_is_bitwise(folder: Path, data: list[Path], tmp_path: Path) -> 
 def test_a_resume_on_other_conversations_is_refused(folder: Path, data: list[Path], tmp_path: Path) -> None:
     """A line more, and every sample after the checkpoint would be another."""
     files = [write_lines(tmp_path / "some.jsonl", conversations(20, 1)), data[1]]
-    flags = [*flags_for(folder, files, tmp_path), "--eval-iters", "0", "--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    flags = [
+        *flags_for(folder, files, tmp_path),
+        "--eval-iters",
+        "0",
+        "--save",
+        str(tmp_path / "saved"),
+        "--load",
+        str(tmp_path / "saved"),
+    ]
     job_on_rank(0, 1, [*flags, "--exit-interval", "1"])[0].fit()
     job, _ = job_on_rank(0, 1, [*flags, "--train-iters", "9", "--override-opt-param-scheduler"])
     assert job.trainer.position.iteration == 1, "more epochs of the same are no others"

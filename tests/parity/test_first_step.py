@@ -1,7 +1,8 @@
-"""The first step in every precision that a CPU has, on every level of kernels and on other processors' block products, beside float64.
+"""The first step in every precision that a CPU has, on every level of kernels and on other processors' block products,
+beside float64.
 
-Layouts agree with each other whatever a product computes, so parity of layouts cannot see one that is wrong in 16 bits. One rank,
-in this process; a step takes a fifth of a second.
+Layouts agree with each other whatever a product computes, so parity of layouts cannot see one that is wrong in 16 bits.
+One rank, in this process; a step takes a fifth of a second.
 """
 
 from __future__ import annotations
@@ -19,15 +20,35 @@ from tests.parity.training import job_on_rank
 MODELS = {
     "GPT-2": ("--position-embedding", "learned"),
     "BLOOM": ("--position-embedding", "alibi", "--embedding-layernorm"),
-    "LLaMA": ("--position-embedding", "rotary", "--norm", "rmsnorm", "--activation", "swiglu", "--num-query-groups", "1"),
+    "LLaMA": (
+        "--position-embedding",
+        "rotary",
+        "--norm",
+        "rmsnorm",
+        "--activation",
+        "swiglu",
+        "--num-query-groups",
+        "1",
+    ),
 }
-SIZE = ("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "93", "--vocab-size", "1003")
+SIZE = (
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "93",
+    "--vocab-size",
+    "1003",
+)
 BATCH = ("--train-iters", "1", "--global-batch-size", "4", "--micro-batch-size", "2", "--eval-iters", "0")
 LOSS, NORM = 1e-4, 1e-3
 """How far loss and gradient norm may be off, relative.
 
-At the first step nearly all of the norm comes from one number, what a target's logit gets: (1 - 1/1003) / (4 x 93). bf16 has one that is
-2e-5 off it. Beside 97 or 128 positions its nearest is 1e-3 off, and so is the norm.
+At the first step nearly all of the norm comes from one number, what a target's logit gets: (1 - 1/1003) / (4 x 93).
+bf16 has one that is 2e-5 off it. Beside 97 or 128 positions its nearest is 1e-3 off, and so is the norm.
 """
 
 
@@ -57,7 +78,9 @@ def compare(found: tuple[float, float], exact: tuple[float, float]) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("level", ["reference", *CPU_LEVELS])
-def test_on_every_level(level: str, precision: str, model: str, exact, corpus: Path, tmp_path_factory, monkeypatch) -> None:
+def test_on_every_level(
+    level: str, precision: str, model: str, exact, corpus: Path, tmp_path_factory, monkeypatch
+) -> None:
     monkeypatch.setenv("MEGAZERO_FUSED", level)
     compare(first_step(tmp_path_factory.getbasetemp(), corpus, model, precision), exact(model))
 

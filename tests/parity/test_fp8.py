@@ -1,4 +1,6 @@
-"""--fp8 in the whole program: how far its loss is from bf16's, layouts against one process, what a checkpoint keeps, skipped steps."""
+"""--fp8 in the whole program: how far its loss is from bf16's, layouts against one process, what a checkpoint keeps,
+skipped steps.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,27 @@ from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 from tests.reference import REFERENCE, needs_reference
 
-MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--vocab-size",
+    "1003",
+]
 NUMBERS = ["--global-batch-size", "16", "--micro-batch-size", "4", "--lr", "3e-3", "--lr-warmup-iters", "2"]
 LARGE_MICRO_BATCHES = ["--micro-batch-size", "8"]
 """For runs of many steps: what a step costs here grows with their number and hardly with their size."""
 SCALINGS = {"current": ["--fp8"], "delayed": ["--fp8", "delayed", "--fp8-amax-history", "4"]}
 DISTANCE = 0.01
-"""Largest relative difference of the loss from bf16's, as a mean of 20 steps of real text; a single step may be twice as far. Measured over 150
-steps: 0.7% (current) and 0.4% (delayed), steps 1.1%; fp32 is as far from bf16 (0.6%, steps 0.8%), and so is bf16 with tp 2 (0.5%, 1.0%)."""
+"""Largest relative difference of the loss from bf16's, as a mean of 20 steps of real text; a single step may be twice
+as far. Measured over 150 steps: 0.7% (current) and 0.4% (delayed), steps 1.1%; fp32 is as far from bf16 (0.6%, steps
+0.8%), and so is bf16 with tp 2 (0.5%, 1.0%).
+"""
 LAST = 20
 
 
@@ -49,7 +64,8 @@ def distance(ours: Outcome, theirs: Outcome) -> float:
     return ((losses(ours) - losses(theirs)).abs() / losses(theirs)).max().item()
 
 
-# --- against bf16 ------------------------------------------------------------------------------------------------------
+# --- against bf16
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +86,10 @@ def test_the_loss_is_near_that_of_16_bits(
     wide, narrow = plain(flags), train(1, [*flags, *SCALINGS[scaling]])
     assert losses(wide)[-5:].mean() < losses(wide)[0] - 1.5
     found = distance(narrow, wide)
-    print(f"{precision}, {scaling}: {found:.5f}, validation {narrow.losses['valid_loss']:.5f}, plain {wide.losses['valid_loss']:.5f}")
+    print(
+        f"{precision}, {scaling}: {found:.5f}, validation {narrow.losses['valid_loss']:.5f}, plain "
+        f"{wide.losses['valid_loss']:.5f}"
+    )
     assert 0 < found < DISTANCE / 5
     assert narrow.losses["valid_loss"] == pytest.approx(wide.losses["valid_loss"], rel=DISTANCE / 5)
     assert not any(record.skipped for record in narrow.records)
@@ -80,21 +99,38 @@ def test_the_loss_is_near_that_of_16_bits(
 @needs_reference
 @pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", SCALINGS)
-def test_the_loss_on_real_text(name: str, plain: Callable[[tuple[str, ...]], Outcome], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_loss_on_real_text(
+    name: str, plain: Callable[[tuple[str, ...]], Outcome], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     assert REFERENCE is not None
     index = tmp_path_factory.getbasetemp() / "real-text-cache"
     data = ["--data-path", str(REFERENCE / "meg-gpt2-openwebtext_text_document"), "--data-cache-path", str(index)]
-    model = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--vocab-size", "5000"]
+    model = [
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "64",
+        "--vocab-size",
+        "5000",
+    ]
     flags = (*model, *NUMBERS, *LARGE_MICRO_BATCHES, *data, "--train-iters", "100", "--eval-iters", "0")
     wide, narrow = plain(flags), train(1, [*flags, *SCALINGS[name]])
     ours, theirs = losses(narrow)[-LAST:].mean(), losses(wide)[-LAST:].mean()
-    print(f"{name}: {ours / theirs - 1:.5f}, steps {distance(narrow, wide):.5f}; loss {losses(wide)[0]:.3f} to {theirs:.3f}")
+    print(
+        f"{name}: {ours / theirs - 1:.5f}, steps {distance(narrow, wide):.5f}; loss {losses(wide)[0]:.3f} to "
+        f"{theirs:.3f}"
+    )
     assert theirs < losses(wide)[0] - 1.5
     assert abs(ours / theirs - 1) < DISTANCE
     assert 0 < distance(narrow, wide) < 2 * DISTANCE
 
 
-# --- layouts -----------------------------------------------------------------------------------------------------------
+# --- layouts
+# -----------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, ["--tp", "2"]),
@@ -109,7 +145,9 @@ LLAMA = ["--position-embedding", "rotary", "--norm", "rmsnorm", "--activation", 
 STEPS = 6
 
 
-def train_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepRecord], list[Piece], list[Tensor], Counter[str]]:
+def train_on_rank(
+    rank: int, size: int, flags: list[str]
+) -> tuple[list[StepRecord], list[Piece], list[Tensor], Counter[str]]:
     """Records, weights, the scales after each step, and how many weights were cast in the run."""
     cast: Counter[str] = Counter()
     fill = module.fill
@@ -137,7 +175,11 @@ def train_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[StepReco
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_one_process(name: str, scaling: str, corpus: Path, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
-    flags = [*flags_for(corpus, tmp_path, "--train-iters", str(STEPS)), *SCALINGS[scaling], *(LLAMA if "tp2-sp" in name else [])]
+    flags = [
+        *flags_for(corpus, tmp_path, "--train-iters", str(STEPS)),
+        *SCALINGS[scaling],
+        *(LLAMA if "tp2-sp" in name else []),
+    ]
     ((expected, weights, scales, cast),) = run_ranks(1, train_on_rank, 1, flags)
     results = run_ranks(ranks, train_on_rank, ranks, [*flags, *layout])
     assert cast["weight"] == 4 * 4 * STEPS
@@ -148,7 +190,8 @@ def test_a_layout_is_one_process(name: str, scaling: str, corpus: Path, tmp_path
                 assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=3e-2)
         if scaling == "current":
             continue
-        # To the bit the same on all ranks, and but for a largest value that lies at a power of two, those of one process.
+        # To the bit the same on all ranks, and but for a largest value that lies at a power of two, those of one
+        # process.
         assert all(torch.equal(a, b) for a, b in zip(found, results[0][2], strict=True))
         assert torch.equal(found[0][:, 1], scales[0][:, 1])  # weights as they are drawn
         for ours_, theirs_ in zip(found, scales, strict=True):
@@ -164,7 +207,8 @@ def test_a_layout_is_one_process(name: str, scaling: str, corpus: Path, tmp_path
         assert ((whole[key] - value).double().norm() / value.double().norm().clamp_min(1e-9)).item() < 0.1, key
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------------
+# --- checkpoints
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -177,11 +221,15 @@ def test_a_resumed_run_is_the_run_that_never_stopped(scaling: str, corpus: Path,
     folder = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
     parts = [train(4, [*flags, *layout, *folder, "--exit-interval", "3"]) for _ in range(3)]
     records = [record for part in parts for record in part.records]
-    assert [(r.iteration, r.loss, r.grad_norm) for r in records] == [(r.iteration, r.loss, r.grad_norm) for r in whole.records]
+    assert [(r.iteration, r.loss, r.grad_norm) for r in records] == [
+        (r.iteration, r.loss, r.grad_norm) for r in whole.records
+    ]
     assert all(torch.equal(parts[-1].weights[name], value) for name, value in whole.weights.items())
     kept = json.loads((tmp_path / "saved" / "iter_0000003" / MANIFEST).read_text())["progress"]["fp8"]
     assert (kept is None) == (scaling == "current")
-    assert kept is None or [len(kept["blocks.3.mlp.down"][role]["amax"]) for role in ("input", "weight", "gradient")] == [4, 4, 4]
+    assert kept is None or [
+        len(kept["blocks.3.mlp.down"][role]["amax"]) for role in ("input", "weight", "gradient")
+    ] == [4, 4, 4]
 
 
 @pytest.mark.slow
@@ -206,7 +254,8 @@ def test_any_scaling_opens_any_others_checkpoint(before: str, after: str, corpus
     assert [record.iteration for record in resumed.records] == [2]
 
 
-# --- steps that are not taken, and what does not count ------------------------------------------------------------------
+# --- steps that are not taken, and what does not count
+# ------------------------------------------------------------------
 
 
 class Spoiled:
@@ -250,7 +299,9 @@ def test_an_overflow_of_fp16_reaches_the_loss_scale(corpus: Path, tmp_path: Path
             0,
             1,
             [
-                *flags_for(corpus, tmp_path, "--train-iters", "12", "--precision", "fp16", "--initial-loss-scale", "3e8"),
+                *flags_for(
+                    corpus, tmp_path, "--train-iters", "12", "--precision", "fp16", "--initial-loss-scale", "3e8"
+                ),
                 *("--hysteresis", "1", "--eval-iters", "0", *more),
             ],
         )
@@ -260,10 +311,18 @@ def test_an_overflow_of_fp16_reaches_the_loss_scale(corpus: Path, tmp_path: Path
 
 
 def test_seven_micro_batches_are_one_entry(corpus: Path, tmp_path: Path) -> None:
-    """And evaluation none; the entry is that of one micro-batch of all the samples, but for the last bits of its values."""
+    """And evaluation none; the entry is that of one micro-batch of all the samples, but for the last bits of its
+    values.
+    """
     found = []
     for size in ("1", "7"):
-        flags = [*flags_for(corpus, tmp_path, "--train-iters", "2"), "--global-batch-size", "7", "--micro-batch-size", size]
+        flags = [
+            *flags_for(corpus, tmp_path, "--train-iters", "2"),
+            "--global-batch-size",
+            "7",
+            "--micro-batch-size",
+            size,
+        ]
         job, _ = job_on_rank(0, 1, [*flags, *SCALINGS["delayed"]])
         job.trainer.train_step(stop=False)
         fp8 = job.trainer.fp8
@@ -277,9 +336,21 @@ def test_seven_micro_batches_are_one_entry(corpus: Path, tmp_path: Path) -> None
     assert ((found[0] - found[1]).abs() / found[1]).max() < 0.1
 
 
-def test_products_that_do_not_fit_stay_and_the_banner_says_which(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_products_that_do_not_fit_stay_and_the_banner_says_which(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = flags_for(
-        corpus, tmp_path, "--train-iters", "2", "--ffn-hidden-size", "72", "--micro-batch-size", "1", "--seq-length", "24", "--fp8"
+        corpus,
+        tmp_path,
+        "--train-iters",
+        "2",
+        "--ffn-hidden-size",
+        "72",
+        "--micro-batch-size",
+        "1",
+        "--seq-length",
+        "24",
+        "--fp8",
     )
     job, _ = job_on_rank(0, 1, flags)
     said = " ".join(capsys.readouterr().out.split())
@@ -291,7 +362,9 @@ def test_products_that_do_not_fit_stay_and_the_banner_says_which(corpus: Path, t
     job.trainer.train_step(stop=False)
 
 
-def test_a_machine_without_it_is_an_error_before_training(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_it_is_an_error_before_training(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(*args: object, **kwargs: object) -> Tensor:
         raise NotImplementedError("no kernel")
 
@@ -305,7 +378,9 @@ def test_a_machine_without_it_is_an_error_before_training(corpus: Path, tmp_path
 @pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_compiled_casts_train_the_same_weights(scaling: str, corpus: Path, tmp_path: Path) -> None:
-    """Beside the CPU's kernels what --compile compiles are the casts alone; it would compile what the environment asks for instead of them, too."""
+    """Beside the CPU's kernels what --compile compiles are the casts alone; it would compile what the environment asks
+    for instead of them, too.
+    """
     try:
         compiler()
     except CompileError:

@@ -1,4 +1,5 @@
-"""The compiled kernels on every kind of layout: float64 never runs them, so these runs are in fp32, beside one process in float64.
+"""The compiled kernels on every kind of layout: float64 never runs them, so these runs are in fp32, beside one process
+in float64.
 
 The plain torch bodies on the same layout say what fp32 itself costs, and the kernels may cost little more.
 """
@@ -31,7 +32,9 @@ def check(case: Case, steps: str, fused: str, flags_of: Flags, reference: Refere
 @pytest.mark.slow
 @pytest.mark.layouts(check=0, test=2, all=8, salt=2)
 def test_cuda_kernels_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
-    """The whole step on the emulated CUDA kernels: what ops ask of a library whose work is only queued, and all that is between them."""
+    """The whole step on the emulated CUDA kernels: what ops ask of a library whose work is only queued, and all that is
+    between them.
+    """
     check(case, "2", "emulated", flags_of, reference)
 
 

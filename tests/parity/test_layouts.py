@@ -1,4 +1,6 @@
-"""Every layout is the same program: loss, gradient norm and final weights of six steps against one process, in float64."""
+"""Every layout is the same program: loss, gradient norm and final weights of six steps against one
+process, in float64.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ COUNT = 24
 
 
 @pytest.mark.layouts(check=1, test=COUNT, all=150, salt=0)
-def test_layout_equals_one_process(case: Case, flags_of: Callable[[Model, str, list[str]], list[str]], reference: Reference) -> None:
+def test_layout_equals_one_process(
+    case: Case, flags_of: Callable[[Model, str, list[str]], list[str]], reference: Reference
+) -> None:
     found = train(case.ranks, [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()])
     differences = worst(found, reference(case.model, STEPS))
     assert all(value < TOLERANCE for value in differences.values()), differences
@@ -25,13 +29,29 @@ def test_layout_equals_one_process(case: Case, flags_of: Callable[[Model, str, l
 
 @pytest.mark.parametrize("seed", [0, 1, 2026])
 def test_what_is_drawn(seed: int) -> None:
-    """A third of the cases goes without shared memory, and every value that an axis has is tried on some layout and some model."""
+    """A third of the cases goes without shared memory, and every value that an axis has is tried on some layout and
+    some model.
+    """
     drawn = list(cases(COUNT, seed))
     assert sum(not case.shared_memory for case in drawn) == COUNT // 3
     for number, fixed in enumerate(REQUIRED):
         case = drawn[number]
-        assert all(getattr(case.model if hasattr(case.model, name) else case, name) == value for name, value in fixed.items())
-    for name in ("tp", "pp", "dp", "zero", "schedule", "recompute", "sequence_parallel", "overlap", "bucket", "virtual", "accumulation"):
+        assert all(
+            getattr(case.model if hasattr(case.model, name) else case, name) == value for name, value in fixed.items()
+        )
+    for name in (
+        "tp",
+        "pp",
+        "dp",
+        "zero",
+        "schedule",
+        "recompute",
+        "sequence_parallel",
+        "overlap",
+        "bucket",
+        "virtual",
+        "accumulation",
+    ):
         assert {getattr(case, name) for case in drawn} == {getattr(case, name) for case in cases(400, 7)}, name
     assert {case.model.name for case in drawn} == {model.name for model in MODELS}
     for field in fields(Model):

@@ -1,4 +1,6 @@
-"""What a run says of the operations it computes: the published formulas by hand, and the products that are really made."""
+"""What a run says of the operations it computes: the published formulas by hand, and the products
+that are really made.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,33 @@ from megazero.train.banner import banner
 from tests.parity.training import data_flags, job_on_rank
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, BATCH = 3, 24, 12, 1003, 8
-MODEL = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} --vocab-size {VOCABULARY}".split()
-NUMBERS = f"--train-iters 1 --global-batch-size {BATCH} --micro-batch-size 4 --precision fp64 --make-vocab-size-divisible-by 1".split()
+MODEL = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} --vocab-size "
+    f"{VOCABULARY}"
+).split()
+NUMBERS = (
+    f"--train-iters 1 --global-batch-size {BATCH} --micro-batch-size 4 --precision fp64 "
+    "--make-vocab-size-divisible-by 1"
+).split()
 CORES = LAYERS * 4 * BATCH * SEQUENCE**2 * HIDDEN
 
 
 def by_hand(passes: int) -> float:
-    """A step with so many passes through blocks and three through the head (Narayanan et al. 2021, whose 96 is 4 layers' passes of 24)."""
+    """A step with so many passes through blocks and three through the head (Narayanan et al.
+
+    2021, whose 96 is 4 layers' passes of 24).
+    """
     block = 24 * BATCH * SEQUENCE * HIDDEN**2 * (1 + SEQUENCE / (6 * HIDDEN))
     return passes * block + 6 * BATCH * SEQUENCE * HIDDEN * VOCABULARY
 
 
 CASES = {
     "full": (["full"], by_hand(4 * LAYERS), by_hand(4 * LAYERS) - by_hand(3 * LAYERS)),
-    "every second": (["full", "--recompute-num-layers", "2"], by_hand(3 * LAYERS + 2), by_hand(3 * LAYERS + 2) - by_hand(3 * LAYERS)),
+    "every second": (
+        ["full", "--recompute-num-layers", "2"],
+        by_hand(3 * LAYERS + 2),
+        by_hand(3 * LAYERS + 2) - by_hand(3 * LAYERS),
+    ),
     # torch's checkpoint stops before the last product, for whose backward its operands are enough; a kernel runs whole
     "selective": (["selective"], by_hand(3 * LAYERS) + CORES, CORES / 2),
 }

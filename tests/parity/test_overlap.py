@@ -1,4 +1,6 @@
-"""--overlap changes no bit of a run: with gloo's own collectives, which run beside the backward, and with such as come as late as they may."""
+"""--overlap changes no bit of a run: with gloo's own collectives, which run beside the backward, and with such as come
+as late as they may.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,35 @@ from tests.parity.training import Outcome, data_flags, train_on_rank
 from tests.places import Piece, assemble
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "4", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
-NUMBERS = ["--precision", "bf16", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4", "--lr", "1e-3"]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
+NUMBERS = [
+    "--precision",
+    "bf16",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "4",
+    "--lr",
+    "1e-3",
+]
 
 
-def body(rank: int, size: int, flags: list[str], late: bool) -> tuple[tuple[list[StepRecord], dict[str, float], list[Piece]], int]:
+def body(
+    rank: int, size: int, flags: list[str], late: bool
+) -> tuple[tuple[list[StepRecord], dict[str, float], list[Piece]], int]:
     if not late:
         return train_on_rank(rank, size, flags, "auto"), 0
     with late_collectives() as count:

@@ -1,4 +1,6 @@
-"""16-bit training on real text follows fp32: 50 steps of the reference data, on layouts that together have every axis."""
+"""16-bit training on real text follows fp32: 50 steps of the reference data, on layouts that together
+have every axis.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,30 @@ from tests.parity.training import job_on_rank
 from tests.ranks import run_ranks
 from tests.reference import REFERENCE, needs_reference
 
-MODEL = ["--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "4", "--seq-length", "64", "--vocab-size", "5000"]
-NUMBERS = ["--train-iters", "50", "--global-batch-size", "8", "--lr", "3e-3", "--lr-warmup-iters", "5", "--eval-iters", "0"]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "48",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--vocab-size",
+    "5000",
+]
+NUMBERS = [
+    "--train-iters",
+    "50",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "3e-3",
+    "--lr-warmup-iters",
+    "5",
+    "--eval-iters",
+    "0",
+]
 LAYOUTS = {
     "bf16": ["--tp", "2", "--sequence-parallel", "--zero-stage", "2", "--micro-batch-size", "4"],
     "fp16": ["--pp", "2", "--zero-stage", "1", "--micro-batch-size", "2"],
@@ -36,7 +60,12 @@ def tail_loss(size: int, flags: list[str]) -> tuple[float, float, int]:
 @needs_reference
 def test_bf16_and_fp16_follow_fp32(tmp_path: Path) -> None:
     assert REFERENCE is not None
-    data = ["--data-path", str(REFERENCE / "meg-gpt2-openwebtext_text_document"), "--data-cache-path", str(tmp_path / "cache")]
+    data = [
+        "--data-path",
+        str(REFERENCE / "meg-gpt2-openwebtext_text_document"),
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+    ]
     flags = [*MODEL, *NUMBERS, *data]
     first, expected, _ = tail_loss(1, [*flags, "--precision", "fp32"])
     assert expected < first - 1.0

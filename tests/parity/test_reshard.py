@@ -1,4 +1,5 @@
-"""Save on one layout, go on with another: 21 pairs, over every axis and schedule; and one checkpoint on ever more pipeline stages.
+"""Save on one layout, go on with another: 21 pairs, over every axis and schedule; and one checkpoint on ever more
+pipeline stages.
 
 `test_resume` goes on with a few layouts in turn; here every pair has a layout of its own to go on with.
 """
@@ -20,8 +21,30 @@ from tests.ranks import run_ranks
 
 SAVED, LAST = 2, 7
 """The checkpoint's iteration, and the run's end: five steps."""
-MODEL = ["--num-layers", "6", "--hidden-size", "24", "--num-attention-heads", "12", "--seq-length", "12", "--vocab-size", "1003"]
-NUMBERS = ["--precision", "fp64", "--global-batch-size", "12", "--lr-warmup-iters", "2", "--hidden-dropout", "0.1", "--clip-grad", "0.5"]
+MODEL = [
+    "--num-layers",
+    "6",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "12",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
+NUMBERS = [
+    "--precision",
+    "fp64",
+    "--global-batch-size",
+    "12",
+    "--lr-warmup-iters",
+    "2",
+    "--hidden-dropout",
+    "0.1",
+    "--clip-grad",
+    "0.5",
+]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 
 
@@ -29,7 +52,14 @@ def layout(
     tp: int = 1, pp: int = 1, dp: int = 1, zero: int = 0, schedule: str = "1f1b", virtual: int = 1, *more: str
 ) -> tuple[int, list[str]]:
     """(ranks, flags)."""
-    flags = {"tp": tp, "pp": pp, "zero-stage": zero, "pipeline-schedule": schedule, "virtual-stages": virtual, "micro-batch-size": 1}
+    flags = {
+        "tp": tp,
+        "pp": pp,
+        "zero-stage": zero,
+        "pipeline-schedule": schedule,
+        "virtual-stages": virtual,
+        "micro-batch-size": 1,
+    }
     return tp * pp * dp, [word for flag, value in flags.items() for word in (f"--{flag}", str(value))] + list(more)
 
 
@@ -46,7 +76,11 @@ BEFORE: dict[str, tuple[int, list[str]]] = {
 AFTER: dict[str, tuple[tuple[int, list[str]], ...]] = {
     "tied: one process": (layout(4, 1, 1, 0, "1f1b", 1, SP), layout(1, 4, 1, 0, "zb-v", 2), layout(1, 1, 3, 2)),
     "tied: tp2 sp, interleaved pp2": (layout(), layout(3, 2, 1, 0, "zb-h1"), layout(1, 2, 2, 1, "interleaved", 2)),
-    "tied: zb-v pp2 dp2 ZeRO-2": (layout(1, 3, 1, 0, "zb-v", 2), layout(2, 1, 2, 2, "1f1b", 1, SP), layout(1, 2, 2, 1, "gpipe", 2)),
+    "tied: zb-v pp2 dp2 ZeRO-2": (
+        layout(1, 3, 1, 0, "zb-v", 2),
+        layout(2, 1, 2, 2, "1f1b", 1, SP),
+        layout(1, 2, 2, 1, "gpipe", 2),
+    ),
     "tied: zb-h1 pp3 dp2 ZeRO-1": (layout(2, 2, 2, 2, "zb-v", 2), layout(3, 1), layout(1, 2, 1, 0, "interleaved", 4)),
     "untied: tp3 dp2 ZeRO-1": (
         layout(1, 6),
@@ -54,7 +88,11 @@ AFTER: dict[str, tuple[tuple[int, list[str]], ...]] = {
         layout(3, 2, 1, 0, "interleaved", 2, SP),
     ),
     "untied: zb-h1 pp4": (layout(1, 2, 2, 2, "zb-h1"), layout(2, 2, 1, 0, "zb-v", 2, SP), layout()),
-    "untied: tp2 pp2 dp2 ZeRO-2": (layout(4, 2, 1, 0, "zb-h1", 1, SP), layout(1, 1, 2, 1), layout(1, 3, 2, 2, "interleaved", 2)),
+    "untied: tp2 pp2 dp2 ZeRO-2": (
+        layout(4, 2, 1, 0, "zb-h1", 1, SP),
+        layout(1, 1, 2, 1),
+        layout(1, 3, 2, 2, "interleaved", 2),
+    ),
 }
 PAIRS = [(before, number) for before in BEFORE for number in range(len(AFTER[before]))]
 
@@ -75,7 +113,9 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     base = tmp_path_factory.getbasetemp()
     folders = {name: base / f"reshard-{number}" for number, name in enumerate(BEFORE)}
     for name, (ranks, flags) in BEFORE.items():
-        train(ranks, [*flags_for(name, corpus, base), *flags, "--save", str(folders[name]), "--exit-interval", str(SAVED)])
+        train(
+            ranks, [*flags_for(name, corpus, base), *flags, "--save", str(folders[name]), "--exit-interval", str(SAVED)]
+        )
     return folders
 
 
@@ -86,7 +126,18 @@ def test_there_are_21_pairs() -> None:
     assert all(BEFORE[before] not in AFTER[before] for before in BEFORE)
     for side in (list(BEFORE.values()), [after for own in AFTER.values() for after in own]):
         words = [" ".join(flags) for _, flags in side]
-        for needed in ("--tp 2", "--tp 3", "--pp 2", "--zero-stage 1", "--zero-stage 2", "interleaved", "zb-h1", "zb-v", "--tp 1", SP):
+        for needed in (
+            "--tp 2",
+            "--tp 3",
+            "--pp 2",
+            "--zero-stage 1",
+            "--zero-stage 2",
+            "interleaved",
+            "zb-h1",
+            "zb-v",
+            "--tp 1",
+            SP,
+        ):
             assert any(needed in word for word in words), needed
 
 
@@ -94,17 +145,26 @@ def test_there_are_21_pairs() -> None:
 @pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize(("before", "number"), PAIRS)
 def test_reshard(
-    before: str, number: int, whole: dict[str, Outcome], saved: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    before: str,
+    number: int,
+    whole: dict[str, Outcome],
+    saved: dict[str, Path],
+    corpus: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """The next five steps (loss, norm), the validation loss after them and the weights at the end, to 1e-9."""
     ranks, flags = AFTER[before][number]
-    resumed = train(ranks, [*flags_for(before, corpus, tmp_path_factory.getbasetemp()), *flags, "--load", str(saved[before])])
+    resumed = train(
+        ranks, [*flags_for(before, corpus, tmp_path_factory.getbasetemp()), *flags, "--load", str(saved[before])]
+    )
     right = whole[before.split(":")[0]]
     assert [record.iteration for record in resumed.records] == list(range(SAVED + 1, LAST + 1))
     rest = Outcome(right.records[SAVED:], right.losses, right.weights)
     assert all(value < 1e-9 for value in worst(resumed, rest).values()), worst(resumed, rest)
     for ours, theirs in zip(resumed.records, rest.records, strict=True):
-        assert abs(ours.loss - theirs.loss) < 1e-9 and abs(ours.grad_norm - theirs.grad_norm) < 1e-9 * max(1.0, theirs.grad_norm)
+        assert abs(ours.loss - theirs.loss) < 1e-9 and abs(ours.grad_norm - theirs.grad_norm) < 1e-9 * max(
+            1.0, theirs.grad_norm
+        )
 
 
 STAGES = (1, 2, 3, 6, 12)
@@ -126,12 +186,15 @@ def losses_on_rank(rank: int, size: int, flags: list[str], folder: Path, corpus:
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("bf16", 1e-6)])
 def test_the_loss_does_not_grow_with_the_stages(precision: str, tolerance: float, corpus: Path, tmp_path: Path) -> None:
-    """BLOOM's: 1.944, 1.954, 1.963, 2.043 at 12, 24, 36 and 72 stages from one checkpoint. Twelve layers here, a tied embedding, and the
-    checkpoint written on three stages."""
+    """BLOOM's: 1.944, 1.954, 1.963, 2.043 at 12, 24, 36 and 72 stages from one checkpoint. Twelve layers here, a tied
+    embedding, and the checkpoint written on three stages.
+    """
     flags = [*DEEP, "--precision", precision, *data_flags(corpus, tmp_path / "cache")]
     train(3, [*flags, "--pp", "3", "--train-iters", "4", "--save", str(tmp_path / "saved")])
     found = {
-        pp: run_ranks(pp, losses_on_rank, pp, [*flags, "--pp", str(pp), "--train-iters", "4"], tmp_path / "saved", corpus)[0]
+        pp: run_ranks(
+            pp, losses_on_rank, pp, [*flags, "--pp", str(pp), "--train-iters", "4"], tmp_path / "saved", corpus
+        )[0]
         for pp in STAGES
     }
     for pp in STAGES:

@@ -1,4 +1,5 @@
-"""Save on one layout, go on with any other: the next steps and the final weights are those of the run that never stopped.
+"""Save on one layout, go on with any other: the next steps and the final weights are those of the run that never
+stopped.
 
 Fault 26 (BLOOM: the loss of one checkpoint was 1.944, 1.954, 1.963, 2.043 at pp 12, 24, 36, 72) and faults 27 and 30.
 """
@@ -12,18 +13,54 @@ import pytest
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "5", "--hidden-size", "24", "--num-attention-heads", "12", "--seq-length", "12", "--vocab-size", "1003"]
-NUMBERS = ["--precision", "fp64", "--global-batch-size", "12", "--train-iters", "7", "--lr-warmup-iters", "2", "--hidden-dropout", "0.1"]
+MODEL = [
+    "--num-layers",
+    "5",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "12",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
+NUMBERS = [
+    "--precision",
+    "fp64",
+    "--global-batch-size",
+    "12",
+    "--train-iters",
+    "7",
+    "--lr-warmup-iters",
+    "2",
+    "--hidden-dropout",
+    "0.1",
+]
 STOP = 3
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp4-sp": (4, ["--tp", "4", "--sequence-parallel", "--micro-batch-size", "1"]),
     "pp3": (3, ["--pp", "3", "--zero-stage", "1"]),
     "tp2-dp3-z2": (6, ["--tp", "2", "--zero-stage", "2", "--bucket-size", "700"]),
-    "pp2-dp2-z1": (4, ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"]),
+    "pp2-dp2-z1": (
+        4,
+        ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"],
+    ),
     "pp2-dp2-zb-v": (
         4,
-        ["--pp", "2", "--zero-stage", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", "--micro-batch-size", "1"],
+        [
+            "--pp",
+            "2",
+            "--zero-stage",
+            "2",
+            "--pipeline-schedule",
+            "zb-v",
+            "--virtual-stages",
+            "2",
+            "--micro-batch-size",
+            "1",
+        ],
     ),
     "tp3-pp2": (6, ["--tp", "3", "--pp", "2", "--pipeline-schedule", "gpipe", "--recompute-granularity", "full"]),
 }
@@ -59,7 +96,12 @@ PAIRS = [(before, NAMES[(number + step) % len(NAMES)]) for number, before in enu
 @pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_fault_26_any_layout_to_any_layout(
-    before: str, after: str, whole: Outcome, saved: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    before: str,
+    after: str,
+    whole: Outcome,
+    saved: dict[str, Path],
+    corpus: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     ranks, layout = LAYOUTS[after]
     resumed = train(ranks, [*flags_for(corpus, tmp_path_factory.getbasetemp()), *layout, "--load", str(saved[before])])
@@ -67,14 +109,20 @@ def test_fault_26_any_layout_to_any_layout(
     rest = Outcome(whole.records[STOP:], whole.losses, whole.weights)
     assert all(value < 1e-9 for value in worst(resumed, rest).values()), worst(resumed, rest)
     for ours, theirs in zip(resumed.records, rest.records, strict=True):
-        assert (ours.lr, ours.consumed_samples, ours.consumed_tokens) == (theirs.lr, theirs.consumed_samples, theirs.consumed_tokens)
+        assert (ours.lr, ours.consumed_samples, ours.consumed_tokens) == (
+            theirs.lr,
+            theirs.consumed_samples,
+            theirs.consumed_tokens,
+        )
 
 
 @pytest.mark.slow
 def test_fault_27_30_three_resumes_in_a_row_are_bitwise(corpus: Path, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS["pp2-dp2-z1"]
     flags = [*flags_for(corpus, tmp_path), *layout, "--precision", "bf16"]
-    flags = [word for i, word in enumerate(flags) if word != "fp64" and (word != "--precision" or flags[i + 1] == "bf16")]
+    flags = [
+        word for i, word in enumerate(flags) if word != "fp64" and (word != "--precision" or flags[i + 1] == "bf16")
+    ]
     whole = train(ranks, flags)
     folder = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
     records = []
@@ -94,12 +142,16 @@ def evaluate_on_rank(rank: int, size: int, flags: list[str]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("written", "read", "tolerance"), [("fp64", "fp32", 1e-5), ("fp32", "bf16", 2e-2), ("bf16", "fp64", 2e-2)])
+@pytest.mark.parametrize(
+    ("written", "read", "tolerance"), [("fp64", "fp32", 1e-5), ("fp32", "bf16", 2e-2), ("bf16", "fp64", 2e-2)]
+)
 def test_any_precision_opens_any_other(written: str, read: str, tolerance: float, corpus: Path, tmp_path: Path) -> None:
     base = [word for word in flags_for(corpus, tmp_path) if word not in ("--precision", "fp64")]
     train(2, [*base, "--precision", written, "--tp", "2", "--save", str(tmp_path / "saved"), "--exit-interval", "2"])
     losses = [
-        run_ranks(2, evaluate_on_rank, 2, [*base, "--precision", precision, "--pp", "2", "--load", str(tmp_path / "saved")])[0]
+        run_ranks(
+            2, evaluate_on_rank, 2, [*base, "--precision", precision, "--pp", "2", "--load", str(tmp_path / "saved")]
+        )[0]
         for precision in (written, read)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
@@ -110,5 +162,7 @@ def test_fp16_after_bf16_begins_at_its_own_scale(corpus: Path, tmp_path: Path) -
     """It went on from bf16's scale, which is 1: small gradients were lost for thousands of steps."""
     base = [word for word in flags_for(corpus, tmp_path) if word not in ("--precision", "fp64")]
     train(1, [*base, "--precision", "bf16", "--save", str(tmp_path / "saved"), "--exit-interval", "2"])
-    resumed = train(1, [*base, "--precision", "fp16", "--initial-loss-scale", "1024", "--load", str(tmp_path / "saved")])
+    resumed = train(
+        1, [*base, "--precision", "fp16", "--initial-loss-scale", "1024", "--load", str(tmp_path / "saved")]
+    )
     assert [record.loss_scale for record in resumed.records] == [1024.0] * 5

@@ -12,7 +12,18 @@ from megazero.data.writer import PairWriter
 from tests.parity.training import data_flags, job_on_rank
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
 NUMBERS = [
     "--precision",
     "fp64",
@@ -60,6 +71,8 @@ def test_the_finished_run_is_evaluated_on_the_test_part(corpus: Path, tmp_path: 
 def test_a_split_without_a_test_part_is_refused(corpus: Path, tmp_path: Path) -> None:
     flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *NUMBERS, "--split", "90,10,0", "--test-iters", "2"]
     with pytest.raises(
-        ConfigError, match=r"2 test samples are asked of .*change --split, or ask for no test samples \(in training: --test-iters 0\)"
+        ConfigError,
+        match=r"2 test samples are asked of .*change --split, or ask for no test samples \(in training: --test-iters "
+        r"0\)",
     ):
         job_on_rank(0, 1, flags)

@@ -1,7 +1,7 @@
 """One process equals `transformers` with the same weights, in float64: logits, loss and every gradient.
 
-To 1e-12 relative (largest difference over largest value of the tensor) for GPT-2, LLaMA and OPT; to 1e-9 for BLOOM, whose
-constant inside GELU is rounded to eight digits over there.
+To 1e-12 relative (largest difference over largest value of the tensor) for GPT-2, LLaMA and OPT; to 1e-9 for BLOOM,
+whose constant inside GELU is rounded to eight digits over there.
 """
 
 from __future__ import annotations
@@ -39,22 +39,54 @@ class Case:
 
 def bloom(heads: int, **changes: Any) -> ModelConfig:
     base = ModelConfig(
-        num_layers=2, hidden_size=8 * heads, num_attention_heads=heads, vocab_size=61, seq_length=16, make_vocab_size_divisible_by=8
+        num_layers=2,
+        hidden_size=8 * heads,
+        num_attention_heads=heads,
+        vocab_size=61,
+        seq_length=16,
+        make_vocab_size_divisible_by=8,
     )
     return replace(base, embedding_layernorm=True, position_embedding="alibi", activation="gelu-tanh", **changes)
 
 
 def gpt2(**changes: Any) -> ModelConfig:
-    base = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=57, seq_length=16, make_vocab_size_divisible_by=8)
+    base = ModelConfig(
+        num_layers=2,
+        hidden_size=48,
+        num_attention_heads=4,
+        vocab_size=57,
+        seq_length=16,
+        make_vocab_size_divisible_by=8,
+    )
     return replace(base, **{"position_embedding": "learned", "activation": "gelu-tanh", **changes})
 
 
 def llama(heads: int, groups: int, **changes: Any) -> ModelConfig:
     base = ModelConfig(
-        num_layers=2, hidden_size=8 * heads, num_attention_heads=heads, num_query_groups=groups, vocab_size=59, seq_length=16
+        num_layers=2,
+        hidden_size=8 * heads,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        vocab_size=59,
+        seq_length=16,
     )
-    shape = {"position_embedding": "rotary", "norm": "rmsnorm", "norm_epsilon": 1e-6, "activation": "swiglu", "disable_bias_linear": True}
-    return replace(base, **{**shape, "untie_embeddings_and_output_weights": True, "ffn_hidden_size": 40, "rotary_base": 500.0, **changes})
+    shape = {
+        "position_embedding": "rotary",
+        "norm": "rmsnorm",
+        "norm_epsilon": 1e-6,
+        "activation": "swiglu",
+        "disable_bias_linear": True,
+    }
+    return replace(
+        base,
+        **{
+            **shape,
+            "untie_embeddings_and_output_weights": True,
+            "ffn_hidden_size": 40,
+            "rotary_base": 500.0,
+            **changes,
+        },
+    )
 
 
 def opt(**changes: Any) -> ModelConfig:
@@ -82,7 +114,11 @@ CASES = {
     "opt": Case("opt", opt(), 1e-12),
     "opt, more positions": Case("opt", opt(max_position_embeddings=40), 1e-12),
     "opt, no biases, untied": Case(
-        "opt", opt(activation="gelu", disable_bias_linear=True, untie_embeddings_and_output_weights=True), 1e-12, samples=1, length=16
+        "opt",
+        opt(activation="gelu", disable_bias_linear=True, untie_embeddings_and_output_weights=True),
+        1e-12,
+        samples=1,
+        length=16,
     ),
     "llama, tied": Case("llama", llama(4, 2, untie_embeddings_and_output_weights=False), 1e-12),
 }
@@ -219,7 +255,9 @@ def test_names_map_both_ways(case: Case) -> None:
 
 
 def test_the_mode_is_needed_and_works() -> None:
-    """Without it `transformers` falls short of 1e-9 in a float64 model: the comparison would not see a fault of that size."""
+    """Without it `transformers` falls short of 1e-9 in a float64 model: the comparison would not see a fault of that
+    size.
+    """
     case = CASES["bloom, 6 heads"]
     batch = batch_of(case)
     logits, _, state, _ = theirs_of(case, batch)

@@ -1,7 +1,9 @@
-"""Five training steps of the program equal those of `transformers` under a training loop of torch's own parts, in float64.
+"""Five training steps of the program equal those of `transformers` under a training loop of torch's own parts, in
+float64.
 
-Their side is a few lines: the whole batch at once, `cross_entropy`, `clip_grad_norm_`, `torch.optim`. Ours is the program:
-two micro-batches, flat buckets, its own norm, clipping, schedule and optimizer. Losses, norms and final weights agree.
+Their side is a few lines: the whole batch at once, `cross_entropy`, `clip_grad_norm_`, `torch.optim`. Ours is the
+program: two micro-batches, flat buckets, its own norm, clipping, schedule and optimizer. Losses, norms and final
+weights agree.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ BLOOM = "--num-attention-heads 6 --position-embedding alibi --embedding-layernor
 GPT2 = "--num-attention-heads 4 --position-embedding learned --activation gelu-tanh"
 OPT = "--num-attention-heads 4 --position-embedding learned --activation relu --ffn-hidden-size 60 --position-offset 2"
 LLAMA = (
-    "--num-attention-heads 6 --num-query-groups 2 --position-embedding rotary --norm rmsnorm --norm-epsilon 1e-6 --activation swiglu"
+    "--num-attention-heads 6 --num-query-groups 2 --position-embedding rotary --norm rmsnorm --norm-epsilon 1e-6 "
+    "--activation swiglu"
     " --ffn-hidden-size 40 --disable-bias-linear --untie-embeddings-and-output-weights"
 )
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -160,5 +163,7 @@ def test_five_steps_equal_transformers(case: Case, corpus: Path, tmp_path: Path)
     assert any(norm > case.clip for _, norm in found), "clipping is to bind"
     weights = assemble([values_of(job.stages[0])])
     state = theirs.state_dict()
-    apart, name = worst_difference(weights, {name: from_transformers(case.family, job.run.model, name, state) for name in weights})
+    apart, name = worst_difference(
+        weights, {name: from_transformers(case.family, job.run.model, name, state) for name in weights}
+    )
     assert apart < case.tolerance, name

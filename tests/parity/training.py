@@ -50,7 +50,8 @@ class Outcome:
 def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = False) -> tuple[Job, Recorder]:
     """The job of this rank, as the program builds it, with a recorder instead of its log.
 
-    keep_log: rank 0 has the recorder beside its log, the others have nothing, as in a run. What rank 0 alone would do shows only so.
+    keep_log: rank 0 has the recorder beside its log, the others have nothing, as in a run. What rank 0 alone would do
+    shows only so.
     """
     run = parse_run(flags, size, model_level)
     prepared = prepare(run, size, silent)
@@ -63,7 +64,9 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
     return job, recorder
 
 
-def train_on_rank(rank: int, size: int, flags: list[str], fused: str) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
+def train_on_rank(
+    rank: int, size: int, flags: list[str], fused: str
+) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
     """Train to the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGAZERO_FUSED", fused)
@@ -74,7 +77,10 @@ def train_on_rank(rank: int, size: int, flags: list[str], fused: str) -> tuple[l
 
 
 def train(size: int, flags: list[str], fused: str | None = None) -> Outcome:
-    """The run on `size` ranks, with these bodies of the ops, else those that MEGAZERO_FUSED names. Replicas of a parameter must be equal to the bit."""
+    """The run on `size` ranks, with these bodies of the ops, else those that MEGAZERO_FUSED names.
+
+    Replicas of a parameter must be equal to the bit.
+    """
     results = run_ranks(size, train_on_rank, size, flags, fused or os.environ.get("MEGAZERO_FUSED", "auto"))
     records, losses, _ = results[0]
     return Outcome(records, losses, assemble([pieces for _, _, pieces in results]))

@@ -50,7 +50,9 @@ def test_nothing_is_wider_than_the_terminal_and_every_block_is_there(width, colo
         row = "".join(bands)
         if not colour:
             ops, letters = "FBW" if name.startswith("zb-") else "FB", "ab" if chunks > 1 else [""]
-            assert sorted(re.findall(r"\|([FBW]\d+[ab]?)", row)) == sorted(f"{op}{m}{c}" for op in ops for m in range(12) for c in letters)
+            assert sorted(re.findall(r"\|([FBW]\d+[ab]?)", row)) == sorted(
+                f"{op}{m}{c}" for op in ops for m in range(12) for c in letters
+            )
         else:
             assert sorted(re.findall(r"\d+", re.sub(r"(?<=\d)(?=\d\d)", "", row)))  # numbers, no letters
             assert not re.search("[a-zA-Z]", row)
@@ -75,9 +77,13 @@ def run_tool(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_the_tool():
-    done = run_tool("--pp", "4", "--micro-batches", "8", "--virtual-stages", "2", "--schedule", "interleaved", "--width", "100")
+    done = run_tool(
+        "--pp", "4", "--micro-batches", "8", "--virtual-stages", "2", "--schedule", "interleaved", "--width", "100"
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("interleaved: 4 stages, 2 chunks each, 8 micro-batches\nbubble 15.79%; 57 units of time for 48 of work\n")
+    assert done.stdout.startswith(
+        "interleaved: 4 stages, 2 chunks each, 8 micro-batches\nbubble 15.79%; 57 units of time for 48 of work\n"
+    )
     assert done.stdout.isascii()
     assert "\x1b[" in run_tool("--color", "always").stdout
     listed = run_tool("--pp", "2", "-m", "1", "--list", "1").stdout.splitlines()

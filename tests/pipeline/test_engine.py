@@ -65,7 +65,9 @@ class Recorder:
         assert self.open == chunk
         self.open = None
         for i, stage in enumerate(self.stages):
-            changed = {name for name, value in gradients([stage]).items() if not torch.equal(value, self.before[i][name])}
+            changed = {
+                name for name, value in gradients([stage]).items() if not torch.equal(value, self.before[i][name])
+            }
             assert not changed or i == chunk, "gradients belong to the announced chunk"
             if self.holding is not None:
                 assert not any(name.endswith("_weight") for name in changed), "weights wait"
@@ -99,7 +101,14 @@ def build_engine(
 
 
 def run_case(
-    grid: ProcessGrid, channels: Channels | None, name: str, virtual: int, batches: list[MicroBatch], every: bool, tied: bool, jitter: bool
+    grid: ProcessGrid,
+    channels: Channels | None,
+    name: str,
+    virtual: int,
+    batches: list[MicroBatch],
+    every: bool,
+    tied: bool,
+    jitter: bool,
 ) -> tuple[float, float, dict[str, torch.Tensor], list[tuple[int, bool]]]:
     """Training loss, evaluation loss before it, gradients and sink calls of this rank."""
     random = np.random.default_rng(grid.rank) if jitter else None
@@ -107,7 +116,9 @@ def run_case(
     engine = build_engine(grid, stages, channels, name, every, batches[0].tokens.shape[0])
     sink = Recorder(stages)
     valid = engine.evaluate(batches)
-    assert all(stage.training for stage in stages) and not any(gradient.any() for gradient in gradients(stages).values())
+    assert all(stage.training for stage in stages) and not any(
+        gradient.any() for gradient in gradients(stages).values()
+    )
     loss = engine.train(batches, torch.tensor(FACTOR, dtype=torch.float64), sink)
     assert loss.dtype == valid.dtype == torch.float64 and loss.dim() == 0
     return loss.item(), valid.item(), gradients(stages), sink.calls
@@ -127,7 +138,11 @@ def body_matched_by_order(rank: int, pp: int, cases: list[tuple]) -> list[tuple]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "is_on_host", False)
         groups = [[case for case in cases if (case[0] == "zb-v") == and_back] for and_back in (False, True)]
-        return [result for and_back, group in enumerate(groups) for result in body(rank, pp, group, jitter=True, and_back=bool(and_back))]
+        return [
+            result
+            for and_back, group in enumerate(groups)
+            for result in body(rank, pp, group, jitter=True, and_back=bool(and_back))
+        ]
 
 
 def merge(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -150,7 +165,9 @@ def compare(results: list[list[tuple]], cases: list[tuple], pp: int) -> None:
         for which in (0, 1):
             assert sum(r[which] for r in ranks) == pytest.approx(loss, rel=1e-13), cases[number]
             head = chunk_map(name, pp, virtual).last_stage
-            assert all(r[which] == 0.0 for stage, r in enumerate(ranks) if stage != head), "only the head's rank has a loss"
+            assert all(r[which] == 0.0 for stage, r in enumerate(ranks) if stage != head), (
+                "only the head's rank has a loss"
+            )
         found = merge([r[2] for r in ranks])
         assert found.keys() == wanted.keys()
         for key, gradient in wanted.items():
@@ -166,7 +183,12 @@ def virtuals(name: str, *wanted: int) -> list[int]:
 
 
 def all_cases(every: bool = False, tied: bool = False) -> list[tuple]:
-    return [(name, virtual, m, every, tied) for name in SCHEDULES for virtual in virtuals(name, 1, 2, 3) for m in (1, 2, 3, 4, 7)]
+    return [
+        (name, virtual, m, every, tied)
+        for name in SCHEDULES
+        for virtual in virtuals(name, 1, 2, 3)
+        for m in (1, 2, 3, 4, 7)
+    ]
 
 
 @pytest.mark.slow
@@ -228,12 +250,15 @@ def label_body(rank: int, pp: int, virtual: int, swap: bool) -> dict[str, float]
     batches = [micro_batch(i) for i in range(5)]
     if swap:
         batches[1], batches[3] = (
-            MicroBatch(batches[a].tokens, batches[b].labels, batches[a].loss_mask, batches[a].samples) for a, b in ((1, 3), (3, 1))
+            MicroBatch(batches[a].tokens, batches[b].labels, batches[a].loss_mask, batches[a].samples)
+            for a, b in ((1, 3), (3, 1))
         )
     losses = {}
     for name in (name for name in SCHEDULES if virtuals(name, virtual)):
         stages = build_stages(rank, pp, virtual, name=name)
-        loss = build_engine(grid, stages, channels, name).train(batches, torch.tensor(1.0, dtype=torch.float64), Recorder(stages))
+        loss = build_engine(grid, stages, channels, name).train(
+            batches, torch.tensor(1.0, dtype=torch.float64), Recorder(stages)
+        )
         dist.all_reduce(loss, group=grid.pp.handle)
         losses[name] = loss.item()
     return losses
@@ -250,7 +275,9 @@ def test_fault_20_every_output_meets_its_own_labels_and_every_rank_knows_the_los
 
 
 class Watcher(Recorder):
-    """Looks at what is alive at each backward. handed_over: chunks whose outputs are another's input here, and not sent."""
+    """Looks at what is alive at each backward. handed_over: chunks whose outputs are another's input here, and not
+    sent.
+    """
 
     def __init__(self, stages: list[ToyStage], handed_over: set[int]) -> None:
         super().__init__(stages)
@@ -260,7 +287,9 @@ class Watcher(Recorder):
         self.most_inputs = 0
 
     def look(self) -> None:
-        """What a first layer's weights wait for is the stage's input: it lives until both parts of a backward are over."""
+        """What a first layer's weights wait for is the stage's input: it lives until both parts of a
+        backward are over.
+        """
         self.most_inputs = max(self.most_inputs, sum(ref() is not None for s in self.stages for ref in s.inputs))
         for stage, ended in zip(self.stages, self.ended, strict=True):
             assert all(ref() is None for ref in stage.inputs[:ended]), "an input outlives its backward"

@@ -1,7 +1,8 @@
-"""Replayed micro-batches give the bits of the eager engine: what is written, what is added, what is told to the reducer.
+"""Replayed micro-batches give the bits of the eager engine: what is written, what is added, what is told to the
+reducer.
 
-In place of a CUDA graph stands a closure that runs again over the same tensors. As with a graph, what it computes while it is
-captured has no effect, and what its Python does while it is replayed has none either.
+In place of a CUDA graph stands a closure that runs again over the same tensors. As with a graph, what it computes while
+it is captured has no effect, and what its Python does while it is replayed has none either.
 """
 
 from __future__ import annotations
@@ -25,14 +26,27 @@ from tests.parity.training import data_flags, job_on_rank
 from tests.places import Piece, values_of
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
 NUMBERS = ["--micro-batch-size", "1", "--lr", "1e-2"]
 
 
 class Replays:
     """A capturer over a model state. log: what was done, in order."""
 
-    def __init__(self, state: ModelState, loss_sum: Callable[[], Tensor | None], layers: Sequence[Fp8Layer] = ()) -> None:
+    def __init__(
+        self, state: ModelState, loss_sum: Callable[[], Tensor | None], layers: Sequence[Fp8Layer] = ()
+    ) -> None:
         self.state, self.loss_sum, self.layers = state, loss_sum, layers
         self.log: list[str] = []
 
@@ -58,10 +72,16 @@ class Replays:
         def replay() -> None:
             self.log.append(name)
             reducer = self.state.reducer
-            kept = {key: copy.copy(value) for key, value in vars(reducer).items() if key.startswith("_") and key != "_partials"}
+            kept = {
+                key: copy.copy(value)
+                for key, value in vars(reducer).items()
+                if key.startswith("_") and key != "_partials"
+            }
             reducer.say_arrived(arrived)
             cast_in = [layer._cast_in for layer in self.layers]
-            for layer, was_cast in zip(self.layers, casts, strict=True):  # what was cast when it was captured is cast by no replay
+            for layer, was_cast in zip(
+                self.layers, casts, strict=True
+            ):  # what was cast when it was captured is cast by no replay
                 layer._cast_in = layer.fp8.step if was_cast else None
             work()
             vars(reducer).update(kept)
@@ -91,7 +111,9 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
 def equal(a: tuple, b: tuple) -> None:
     """Losses, norms, scales and weights, to the bit."""
     for key in ("iteration", "loss", "grad_norm", "loss_scale", "skipped", "consumed_samples"):
-        assert [repr(getattr(record, key)) for record in a[0]] == [repr(getattr(record, key)) for record in b[0]], key  # NaN too
+        assert [repr(getattr(record, key)) for record in a[0]] == [repr(getattr(record, key)) for record in b[0]], (
+            key
+        )  # NaN too
     assert len(a[1]) == len(b[1]) > 0
     for one, other in zip(a[1], b[1], strict=True):
         assert one.place == other.place and torch.equal(one.values, other.values), one.place.name
@@ -101,16 +123,33 @@ CASES = {
     "one micro-batch": (1, []),
     "two": (2, ["--precision", "fp32"]),
     "seven, ZeRO-1, narrow reduction": (7, ["--zero-stage", "1", "--grad-reduce-dtype", "bf16"]),
-    "dropout, recompute": (3, ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--recompute-granularity", "full"]),
+    "dropout, recompute": (
+        3,
+        ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--recompute-granularity", "full"],
+    ),
     "masks, untied, small buckets": (
         2,
-        ["--eod-mask-loss", "--document-mask", "--eod-id", "0", "--untie-embeddings-and-output-weights", "--bucket-size", "3000"],
+        [
+            "--eod-mask-loss",
+            "--document-mask",
+            "--eod-id",
+            "0",
+            "--untie-embeddings-and-output-weights",
+            "--bucket-size",
+            "3000",
+        ],
     ),
     "FP8, delayed, gradients of weights in 16 bits": (3, ["--fp8", "delayed", "--hidden-size", "64"]),
-    "FP8, delayed, recompute": (3, ["--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--recompute-granularity", "full"]),
+    "FP8, delayed, recompute": (
+        3,
+        ["--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--recompute-granularity", "full"],
+    ),
     "FP8": (1, ["--hidden-size", "32", "--seq-length", "16", "--fp8"]),
     # The first scale overflows and halves for some steps, others are applied.
-    "fp16 overflows": (2, ["--precision", "fp16", "--initial-loss-scale", "8e6", "--hysteresis", "1", "--loss-scale-window", "2"]),
+    "fp16 overflows": (
+        2,
+        ["--precision", "fp16", "--initial-loss-scale", "8e6", "--hysteresis", "1", "--loss-scale-window", "2"],
+    ),
 }
 
 
@@ -118,7 +157,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_replays_are_the_eager_engine(name: str, corpus: Path, tmp_path: Path) -> None:
     count, more = CASES[name]
-    flags = [*MODEL, *NUMBERS, *more, "--train-iters", "7", "--global-batch-size", str(count), *data_flags(corpus, tmp_path / "cache")]
+    flags = [
+        *MODEL,
+        *NUMBERS,
+        *more,
+        "--train-iters",
+        "7",
+        "--global-batch-size",
+        str(count),
+        *data_flags(corpus, tmp_path / "cache"),
+    ]
     eager, graphed = train(0, 1, flags, False), train(0, 1, flags, True)
     equal(graphed, eager)
     if name == "fp16 overflows":
@@ -140,9 +188,13 @@ def test_a_growing_batch_captures_what_it_comes_to_need(corpus: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [["--zero-stage", "1"], ["--zero-stage", "0", "--no-overlap"]], ids=["zero1", "zero0"])
+@pytest.mark.parametrize(
+    "layout", [["--zero-stage", "1"], ["--zero-stage", "0", "--no-overlap"]], ids=["zero1", "zero0"]
+)
 @pytest.mark.parametrize("count", [2, 5])
-def test_where_gradients_travel_the_first_and_the_last_run_as_ever(count: int, layout: list[str], corpus: Path, tmp_path: Path) -> None:
+def test_where_gradients_travel_the_first_and_the_last_run_as_ever(
+    count: int, layout: list[str], corpus: Path, tmp_path: Path
+) -> None:
     batch = ["--train-iters", "6", "--global-batch-size", str(2 * count)]
     flags = [*MODEL, *NUMBERS, *batch, *layout, *data_flags(corpus, tmp_path / "cache")]
     eager, graphed = (run_ranks(2, train, 2, flags, graphs) for graphs in (False, True))
@@ -154,7 +206,18 @@ def test_where_gradients_travel_the_first_and_the_last_run_as_ever(count: int, l
 
 
 def test_evaluation_between_steps_is_the_engines_own(corpus: Path, tmp_path: Path) -> None:
-    flags = [*MODEL, *NUMBERS, "--train-iters", "6", "--eval-interval", "2", "--global-batch-size", "2", "--hidden-dropout", "0.2"]
+    flags = [
+        *MODEL,
+        *NUMBERS,
+        "--train-iters",
+        "6",
+        "--eval-interval",
+        "2",
+        "--global-batch-size",
+        "2",
+        "--hidden-dropout",
+        "0.2",
+    ]
     flags += data_flags(corpus, tmp_path / "cache")
     equal(train(0, 1, flags, True), train(0, 1, flags, False))
 
@@ -166,7 +229,15 @@ def test_which_micro_batches_are_replayed() -> None:
 
 def test_micro_batches_of_one_run_have_the_same_tensors(corpus: Path, tmp_path: Path) -> None:
     """A mask that comes and goes would be left out of the graph without a word."""
-    flags = [*MODEL, *NUMBERS, "--train-iters", "7", "--global-batch-size", "1", *data_flags(corpus, tmp_path / "cache")]
+    flags = [
+        *MODEL,
+        *NUMBERS,
+        "--train-iters",
+        "7",
+        "--global-batch-size",
+        "1",
+        *data_flags(corpus, tmp_path / "cache"),
+    ]
     job, _ = job_on_rank(0, 1, flags)
     engine = GraphedEngine(job.trainer.engine, Replays(job.state, lambda: engine._loss_sum), travels=False)  # type: ignore[arg-type]
     (batch,) = job.trainer.train_batches.micro_batches(0, 1)

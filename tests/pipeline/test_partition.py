@@ -77,7 +77,9 @@ def test_shapes(layers, extra, parts, wanted):
 
 
 def test_too_many_chunks_and_wrong_numbers_are_refused():
-    with pytest.raises(ValueError, match=r"2 layers cannot fill 5 model chunks.*3 layers are needed, or at most 4 chunks"):
+    with pytest.raises(
+        ValueError, match=r"2 layers cannot fill 5 model chunks.*3 layers are needed, or at most 4 chunks"
+    ):
         partition([1, 1], 1, 1, 5)
     with pytest.raises(ValueError, match="at least 1"):
         partition([1, 1], 1, 1, 0)

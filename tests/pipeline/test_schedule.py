@@ -72,7 +72,9 @@ def test_receives_are_posted_one_computation_ahead():
             for receive in (i for i in stage if not i.is_compute and not i.is_send):
                 use = Op.BACKWARD if receive.is_backward else Op.FORWARD
                 number = next(
-                    n for n, i in enumerate(computes) if (i.op, i.micro_batch, i.chunk) == (use, receive.micro_batch, receive.chunk)
+                    n
+                    for n, i in enumerate(computes)
+                    if (i.op, i.micro_batch, i.chunk) == (use, receive.micro_batch, receive.chunk)
                 )
                 before = sum(i.is_compute for i in stage[: stage.index(receive)])
                 assert before == max(0, number - 1)
@@ -93,7 +95,9 @@ def test_reduction_comes_with_the_last_backward_or_with_every_one():
             flags = [(i.chunk, i.reduce) for i in stage if i.op is Op.BACKWARD]
             assert [c for c, reduce in flags if reduce] == list(dict.fromkeys(c for c, _ in reversed(flags)))[::-1]
         for stage in make_schedule(name, 3, 7, v, reduce_every=True):
-            assert all(i.reduce for i in stage if i.op is Op.BACKWARD) and not any(i.reduce for i in stage if i.op is not Op.BACKWARD)
+            assert all(i.reduce for i in stage if i.op is Op.BACKWARD) and not any(
+                i.reduce for i in stage if i.op is not Op.BACKWARD
+            )
     assert [is_breadth_first(name, v) for name, v in (("gpipe", 1), ("gpipe", 2), ("1f1b", 2), ("interleaved", 2))] == [
         False,
         True,
@@ -122,14 +126,21 @@ def test_longer_messages_and_uneven_chunks_cost_time():
     times = uniform_times(4)
     base = simulate(schedule, times)
     assert simulate(schedule, replace(times, message=0.5)).makespan > base.makespan + 2.9
-    # Stage 2 starts after 2 forwards, works 8 x (2 + 2), waits 1 for its first and 1 for its last gradient; 2 backwards follow.
+    # Stage 2 starts after 2 forwards, works 8 x (2 + 2), waits 1 for its first and 1 for its last gradient; 2 backwards
+    # follow.
     slow = simulate(schedule, replace(times, forward=(1, 1, 2, 1)))
-    assert slow.busy == (24, 24, 32, 24) and slow.makespan == 2 + 32 + 2 + 4 and slow.bubble == pytest.approx(1 - 104 / (4 * 40))
+    assert (
+        slow.busy == (24, 24, 32, 24)
+        and slow.makespan == 2 + 32 + 2 + 4
+        and slow.bubble == pytest.approx(1 - 104 / (4 * 40))
+    )
     assert peak_activations(schedule[1], weights=[2.5]) == 7.5
 
 
 def test_a_message_travels_while_the_computation_before_its_use_runs():
-    """Stage 1's receive for micro-batch 1 is open while it works on micro-batch 0: the long transfer costs nothing extra."""
+    """Stage 1's receive for micro-batch 1 is open while it works on micro-batch 0: the long transfer costs nothing
+    extra.
+    """
     schedule = [forward_only(stage) for stage in make_schedule("gpipe", 2, 6)]
     assert simulate(schedule, uniform_times(2, forward=1.0, message=1.0)).makespan == 1 + 1 + 6
 
@@ -150,7 +161,9 @@ def test_broken_schedules_are_found():
     with pytest.raises(ScheduleError, match="not reduced"):
         check_complete([tuple(replace(i, reduce=False) for i in good[0]), good[1]], 3, 1)
     receives = [n for n, i in enumerate(good[1]) if i.op is Op.RECV_FORWARD]
-    with pytest.raises(ScheduleError, match="boundary 0 of micro-batch 0 is sent, boundary 0 of micro-batch 1 is received"):
+    with pytest.raises(
+        ScheduleError, match="boundary 0 of micro-batch 0 is sent, boundary 0 of micro-batch 1 is received"
+    ):
         simulate([good[0], swapped(good[1], *receives[:2])], times)
     with pytest.raises(ScheduleError, match="sends, 2 receives"):
         lost = next(n for n, i in enumerate(good[0]) if i.op is Op.RECV_BACKWARD and i.micro_batch == 2)

@@ -1,4 +1,6 @@
-"""ZB-H1 and ZB-V: complete, without deadlock, within their memory, with the bubble of theory and of the published profiles."""
+"""ZB-H1 and ZB-V: complete, without deadlock, within their memory, with the bubble of theory and of the published
+profiles.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import pytest
 
 from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
-from megazero.pipeline.simulate import Report, ScheduleError, check_complete, peak_activations, profiled_times, simulate, uniform_times
+from megazero.pipeline.simulate import (
+    Report,
+    ScheduleError,
+    check_complete,
+    peak_activations,
+    profiled_times,
+    simulate,
+    uniform_times,
+)
 from tests.reference import REFERENCE, needs_reference
 
 NAMES = [name for name, chunks in CHUNKS.items() if chunks is not None]
@@ -22,7 +32,9 @@ def chunks_of(name: str) -> int:
 
 
 def run(name: str, p: int, m: int, *profile: float) -> Report:
-    """A simulation with a whole stage's (forward, backward of inputs, of weights, message); default: the chunks' are 1, 1, 1, 0."""
+    """A simulation with a whole stage's (forward, backward of inputs, of weights, message); default: the chunks' are 1,
+    1, 1, 0.
+    """
     v = chunks_of(name)
     return simulate(make_schedule(name, p, m, v), profiled_times(p, v, *(profile or (v, v, v, 0.0))))
 
@@ -60,7 +72,9 @@ def test_the_order_in_which_stages_get_to_run_does_not_matter():
     source = random.Random(2)
     for name, p, m in source.sample(SIZES, 40):
         schedule = make_schedule(name, p, m, chunks_of(name))
-        times = uniform_times(p * chunks_of(name), source.random(), 1 + source.random(), source.random(), source.random())
+        times = uniform_times(
+            p * chunks_of(name), source.random(), 1 + source.random(), source.random(), source.random()
+        )
         for lists in (schedule, [forward_only(stage) for stage in schedule]):
             assert simulate(lists, times, pick=source.choice) == simulate(lists, times)
 
@@ -82,14 +96,19 @@ def published() -> list[dict[str, str]]:
 @pytest.mark.slow
 @needs_reference
 def test_bubbles_at_the_published_profiles():
-    """1F1B's is the published one; the others are below it, in the memory of 1F1B's first stage: p whole stages' activations."""
+    """1F1B's is the published one; the others are below it, in the memory of 1F1B's first stage: p whole stages'
+    activations.
+    """
     for row in published():
         p, m = int(row["stages"]), int(row["micro_batches"])
         profile = [float(row[f"t_{name}_ms"]) for name in ("forward", "backward_input", "backward_weight", "comm")]
         reports = {name: run(name, p, m, *profile) for name in ("1f1b", "zb-h1", "zb-v")}
         assert reports["1f1b"].bubble == pytest.approx(float(row["bubble_1f1b"]), abs=2e-4)
         assert reports["1f1b"].own_bubble == pytest.approx(reports["1f1b"].bubble, abs=1e-12)
-        assert reports["1f1b"].bubble > reports["zb-h1"].bubble + 0.08 and reports["zb-h1"].bubble > reports["zb-v"].bubble + 0.06
+        assert (
+            reports["1f1b"].bubble > reports["zb-h1"].bubble + 0.08
+            and reports["zb-h1"].bubble > reports["zb-v"].bubble + 0.06
+        )
         assert reports["zb-v"].own_bubble <= reports["zb-v"].bubble
         assert max(reports["1f1b"].peak_activations) == max(reports["zb-h1"].peak_activations) == p
         assert max(reports["zb-v"].peak_activations) == 2 * p, "chunks of half a stage"
@@ -99,7 +118,10 @@ def test_the_same_order_of_bubbles_at_any_likely_profile():
     source = random.Random(5)
     for _ in range(20):
         p = source.choice((4, 8))
-        m, profile = p * source.choice((1, 2, 3, 4)), (1.0, source.uniform(0.8, 2.2), source.uniform(0.3, 1.2), source.uniform(0, 0.15))
+        m, profile = (
+            p * source.choice((1, 2, 3, 4)),
+            (1.0, source.uniform(0.8, 2.2), source.uniform(0.3, 1.2), source.uniform(0, 0.15)),
+        )
         bubbles = [run(name, p, m, *profile).bubble for name in ("1f1b", "zb-h1", "zb-v")]
         assert bubbles == sorted(bubbles, reverse=True), (p, m, profile)
 
@@ -110,14 +132,20 @@ def test_uneven_chunks_and_long_messages_are_no_deadlock():
         count = p * chunks_of(name)
         forward = tuple(source.uniform(0.1, 3) for _ in range(count))
         times = replace(
-            uniform_times(count, message=source.uniform(0, 5)), forward=forward, weight=tuple(source.uniform(0, 2) for _ in forward)
+            uniform_times(count, message=source.uniform(0, 5)),
+            forward=forward,
+            weight=tuple(source.uniform(0, 2) for _ in forward),
         )
         assert simulate(make_schedule(name, p, m, chunks_of(name)), times).makespan > 0
 
 
 def test_the_middle_of_the_v_hands_over_on_its_stage():
     schedule = make_schedule("zb-v", 3, 4, 2)
-    assert [[i.model_chunk for i in stage if i.op is Op.FORWARD and i.micro_batch == 0] for stage in schedule] == [[0, 5], [1, 4], [2, 3]]
+    assert [[i.model_chunk for i in stage if i.op is Op.FORWARD and i.micro_batch == 0] for stage in schedule] == [
+        [0, 5],
+        [1, 4],
+        [2, 3],
+    ]
     for stage, instructions in enumerate(schedule):
         peers = {(i.op, i.chunk, i.peer) for i in instructions if not i.is_compute}
         down = {
@@ -155,7 +183,9 @@ def test_what_cannot_be_is_refused_and_what_is_broken_is_found():
             make_schedule(name, 2, 2, wrong)
     first, second = make_schedule("zb-h1", 2, 3)
     lost = tuple(i for i in second if (i.op, i.micro_batch) != (Op.BACKWARD_WEIGHT, 1))
-    with pytest.raises(ScheduleError, match=r"stage 1: missing \['backward of the weights \(micro-batch 1, chunk 0\)'\]"):
+    with pytest.raises(
+        ScheduleError, match=r"stage 1: missing \['backward of the weights \(micro-batch 1, chunk 0\)'\]"
+    ):
         check_complete([first, lost], 3, 1)
     early = sorted(second, key=lambda i: i.op is not Op.BACKWARD_WEIGHT)
     with pytest.raises(ScheduleError, match="the input's part of its backward"):

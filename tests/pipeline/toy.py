@@ -39,8 +39,9 @@ class _Copy(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x [s, b, k] times a weight [n, k], whose gradient goes to the weight's `target`, if it has one: a callable that is handed
-    another one, which makes the gradient."""
+    """x [s, b, k] times a weight [n, k], whose gradient goes to the weight's `target`, if it has one: a callable that
+    is handed another one, which makes the gradient.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -69,7 +70,9 @@ class ToyStage(nn.Module):
     jitter           a generator of sleeps, to shake the order in which ranks get ahead
     """
 
-    def __init__(self, blocks: range, embedding: bool, head: bool, tied: bool = False, jitter: np.random.Generator | None = None) -> None:
+    def __init__(
+        self, blocks: range, embedding: bool, head: bool, tied: bool = False, jitter: np.random.Generator | None = None
+    ) -> None:
         super().__init__()
         self.blocks, self.embedding, self.head, self.jitter = blocks, embedding, head, jitter
         self.weights = nn.ParameterDict()
@@ -93,7 +96,9 @@ class ToyStage(nn.Module):
             assert hidden is not None
             self.inputs.append(weakref.ref(hidden))
         for i in self.blocks:
-            hidden = hidden + torch.tanh(_Linear.apply(hidden, self.weights[f"block{i}_weight"]) + self.weights[f"block{i}_bias"])
+            hidden = hidden + torch.tanh(
+                _Linear.apply(hidden, self.weights[f"block{i}_weight"]) + self.weights[f"block{i}_bias"]
+            )
         if not self.head:
             return _Copy.apply(hidden, self.outputs)
         logits = _Linear.apply(hidden, self.weights[self.head_name]).transpose(0, 1)
@@ -117,7 +122,12 @@ def split_batch(samples: int, micro_batches: int) -> list[MicroBatch]:
 
     def join(group: list[MicroBatch]) -> MicroBatch:
         masks = [batch.loss_mask for batch in group if batch.loss_mask is not None]
-        columns = ([batch.tokens for batch in group], [batch.labels for batch in group], masks, [batch.samples for batch in group])
+        columns = (
+            [batch.tokens for batch in group],
+            [batch.labels for batch in group],
+            masks,
+            [batch.samples for batch in group],
+        )
         tokens, labels, mask, samples = (torch.cat(column) for column in columns)
         return MicroBatch(tokens, labels, mask, samples)
 

@@ -22,8 +22,12 @@ def test_blooms_log_line() -> None:
     ("layers", "hidden", "vocabulary", "sequence", "samples"),
     [(70, 14336, 250880, 2048, 2048), (12, 768, 50257, 1024, 3), (1, 64, 1003, 7, 1)],
 )
-def test_a_standard_model_has_the_published_formula(layers: int, hidden: int, vocabulary: int, sequence: int, samples: int) -> None:
-    model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=4, vocab_size=vocabulary, seq_length=sequence)
+def test_a_standard_model_has_the_published_formula(
+    layers: int, hidden: int, vocabulary: int, sequence: int, samples: int
+) -> None:
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=4, vocab_size=vocabulary, seq_length=sequence
+    )
     common = samples * sequence * layers * hidden**2
     attention = sequence / (6 * hidden)
     head = vocabulary / (layers * hidden)
@@ -56,7 +60,13 @@ def test_grouped_query_and_swiglu_product_by_product() -> None:
 def test_every_kth_block_recomputed() -> None:
     model = replace(BLOOM, num_layers=7)
     block = recomputed_flops(replace(model, num_layers=1), 1, "full")
-    assert [recomputed_flops(model, 1, "full", k) for k in (1, 2, 3, 7, 8)] == [7 * block, 4 * block, 3 * block, block, block]
+    assert [recomputed_flops(model, 1, "full", k) for k in (1, 2, 3, 7, 8)] == [
+        7 * block,
+        4 * block,
+        3 * block,
+        block,
+        block,
+    ]
 
 
 def test_unknown_recompute_is_refused() -> None:
@@ -65,5 +75,13 @@ def test_unknown_recompute_is_refused() -> None:
 
 
 def test_narrow_ffn_and_wide_heads() -> None:
-    narrow = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, kv_channels=8, ffn_hidden_size=16, vocab_size=10, seq_length=4)
+    narrow = ModelConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        kv_channels=8,
+        ffn_hidden_size=16,
+        vocab_size=10,
+        seq_length=4,
+    )
     assert model_flops(narrow, 1) == 3 * (2 * (2 * 4 * (4 * 8 * 16 + 2 * 8 * 16) + 4 * 16 * 16) + 2 * 4 * 8 * 10)

@@ -30,8 +30,13 @@ def test_cuda_without_a_card_is_refused() -> None:
     assert device.resolve("auto", 0) == CPU
 
 
-# /proc/self/cgroup, and the group's folder below what is mounted: in a container, in a job of a batch system, beside the mount.
-GROUPS = {"container": ("0::/\n", "."), "job": ("1:cpu:/\n0::/slurm/job_7/step_0\n", "slurm/job_7"), "elsewhere": ("0::/../outer\n", ".")}
+# /proc/self/cgroup, and the group's folder below what is mounted: in a container, in a job of a batch system, beside
+# the mount.
+GROUPS = {
+    "container": ("0::/\n", "."),
+    "job": ("1:cpu:/\n0::/slurm/job_7/step_0\n", "slurm/job_7"),
+    "elsewhere": ("0::/../outer\n", "."),
+}
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -45,7 +50,9 @@ def test_a_control_groups_limit_counts(kind: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(limits, "ROOT", tmp_path / "root")
     assert machine is not None and device.available_memory_bytes() == pytest.approx(machine, rel=0.5), "there is none"
     (own / "memory.current").write_text("50000000\n")
-    (own / "memory.stat").write_text("anon 29000000\nfile 21000000\ninactive_file 3000000\nactive_file 1000000\nshmem 17000000\n")
+    (own / "memory.stat").write_text(
+        "anon 29000000\nfile 21000000\ninactive_file 3000000\nactive_file 1000000\nshmem 17000000\n"
+    )
     for limit, free in (("60000000", 14_000_000), ("40000000", 0)):
         (own / "memory.max").write_text(f"{limit}\n")
         assert device.available_memory_bytes() == free

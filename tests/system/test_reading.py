@@ -1,4 +1,6 @@
-"""Words and JSON of other people's files: what is too much is one error with the file's name, before any memory is taken for it."""
+"""Words and JSON of other people's files: what is too much is one error with the file's name, before any memory is
+taken for it.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_are_counted_before_they_are_made(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of a text beforehand is what it takes, and not many times as much: else bounds would refuse real files, or nothing."""
+    """What is said of a text beforehand is what it takes, and not many times as much: else bounds would refuse real
+    files, or nothing.
+    """
     text = SHAPES[shape]
     tracemalloc.start()
     parse_json(text, "x")
@@ -69,7 +73,8 @@ def test_values_are_counted_before_they_are_made(shape: str, monkeypatch: pytest
     assert 0.9 * peak < held(text) < 5 * peak
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it is parsed"))
     with pytest.raises(
-        Unreadable, match=rf"^x holds so many values that they may take {held(text):,} bytes of memory, more than 1,000,000$"
+        Unreadable,
+        match=rf"^x holds so many values that they may take {held(text):,} bytes of memory, more than 1,000,000$",
     ):
         parse_json(text, "x", 1_000_000)
 
@@ -80,7 +85,8 @@ def test_a_hostile_index_takes_no_memory(tmp_path: Path) -> None:
     (tmp_path / "x").write_text(text)
     tracemalloc.start()
     with pytest.raises(
-        Unreadable, match=r"x holds so many values that they may take 7,3\d\d,\d{3},\d{3} bytes of memory, more than 1,073,741,824"
+        Unreadable,
+        match=r"x holds so many values that they may take 7,3\d\d,\d{3},\d{3} bytes of memory, more than 1,073,741,824",
     ):
         read_json(tmp_path / "x", BOUNDS.index)
     peak = tracemalloc.get_traced_memory()[1]
@@ -164,7 +170,10 @@ def test_a_path_is_said_once() -> None:
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with socket.socket(socket.AF_UNIX) as there, pytest.raises(Unreadable, match=r"socket cannot be read: No such device"):
+    with (
+        socket.socket(socket.AF_UNIX) as there,
+        pytest.raises(Unreadable, match=r"socket cannot be read: No such device"),
+    ):
         there.bind(str(tmp_path / "socket"))
         read_bytes(tmp_path / "socket", 10)
     for path in (tmp_path / "pipe", Path("/dev/zero"), Path(os.devnull)):
@@ -176,7 +185,12 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\xff\xfe", "byte 0 is no UTF-8"), (b"[1]", "holds a list, not an object"), (b"", "is no JSON"), (None, "is missing")],
+    [
+        (b"\xff\xfe", "byte 0 is no UTF-8"),
+        (b"[1]", "holds a list, not an object"),
+        (b"", "is no JSON"),
+        (None, "is missing"),
+    ],
 )
 def test_what_is_no_object(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:

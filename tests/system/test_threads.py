@@ -1,4 +1,6 @@
-"""Ranks of a host divide its cores, unless the user has said how many threads each gets; torchrun's 1 is not the user's."""
+"""Ranks of a host divide its cores, unless the user has said how many threads each gets; torchrun's 1 is not the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_a_rank_that_is_bound_to_its_share_keeps_it(host) -> None:
     assert threads.share(2) == 2, "the launcher itself is bound to four cores"
 
 
-@pytest.mark.parametrize(("limit", "of_sixteen", "of_two"), [("350000 100000\n", 3, 2), ("50000 100000\n", 1, 1), ("max 100000\n", 16, 2)])
+@pytest.mark.parametrize(
+    ("limit", "of_sixteen", "of_two"), [("350000 100000\n", 3, 2), ("50000 100000\n", 1, 1), ("max 100000\n", 16, 2)]
+)
 def test_a_containers_share_of_the_time_counts(
     limit: str, of_sixteen: int, of_two: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +67,9 @@ subprocess.run([*wrapper, sys.executable, "-c", {RANK!r}], env=ranks, check=True
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "behind a script"])
 @pytest.mark.parametrize(("user", "given"), [(None, "None"), ("1", "1"), ("3", "3"), ("4,2", "4"), ("x", "None")])
 def test_a_users_number_counts_and_torchruns_does_not(user: str | None, given: str, wrapped: bool) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in (threads.VARIABLE, threads.BY_TORCHRUN)}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in (threads.VARIABLE, threads.BY_TORCHRUN)
+    }
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if user is None else {threads.VARIABLE: user})
     words = [sys.executable, "-c", LAUNCHER, *["wrapped"] * wrapped]
     assert subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip() == given

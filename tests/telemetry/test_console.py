@@ -57,16 +57,28 @@ os.write(descriptor, b"%d: whole" % descriptor)
 @pytest.mark.parametrize(
     ("redirections", "out", "err"),
     [
-        (">/dev/full", "", "stdout is lost (No space left on device); the run goes on without it, and files are written as before\nerr 0\nerr 1\nerr 2\n"),
-        ("2>/dev/full", "out 0\nstderr is lost (No space left on device); the run goes on without it, and files are written as before\nout 1\nout 2\n", ""),
+        (
+            ">/dev/full",
+            "",
+            "stdout is lost (No space left on device); the run goes on without it, and files are "
+            "written as before\nerr 0\nerr 1\nerr 2\n",
+        ),
+        (
+            "2>/dev/full",
+            "out 0\nstderr is lost (No space left on device); the run goes on without it, and files are "
+            "written as before\nout 1\nout 2\n",
+            "",
+        ),
         (">/dev/full 2>&1", "", ""),
         (">&-", "", "err 0\nerr 1\nerr 2\n"),
         (">&- 2>&- <&-", "", ""),
     ],
-)  # fmt: skip
+)
 def test_a_program_goes_on_without_its_console(redirections: str, out: str, err: str, tmp_path: Path) -> None:
     words = ["bash", "-c", f'"$0" "$@" {redirections}', sys.executable, "-c", PROGRAM, str(tmp_path / "file")]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
     number, _, text = (tmp_path / "file").read_text().partition(": ")
     assert text == "whole" and int(number) > 2, "a file that took the number of stdout would get what others print"

@@ -16,9 +16,20 @@ from megazero.telemetry.steplog import StepLog
 
 RATES = Rates(flops_per_sample=2e9, sequence=128, ranks=4)
 KEYS = [
-    "iteration", "consumed_samples", "consumed_tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped", "global_batch_size",
-    "step_seconds", "tokens_per_second", "model_tflops_per_rank", "peak_memory_bytes",
-]  # fmt: skip
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "loss",
+    "grad_norm",
+    "lr",
+    "loss_scale",
+    "skipped",
+    "global_batch_size",
+    "step_seconds",
+    "tokens_per_second",
+    "model_tflops_per_rank",
+    "peak_memory_bytes",
+]
 
 
 def step(iteration: int, loss: float = 1 / 3, **changes: object) -> StepValues:
@@ -86,7 +97,9 @@ def test_non_finite_numbers_are_null(tmp_path: Path, value: float) -> None:
     assert second == {"iteration": 1, "valid_loss": None, "valid_loss/wiki": 2.0}
 
 
-def test_lines_wait_for_the_interval_and_are_read_in_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_wait_for_the_interval_and_are_read_in_one_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[int] = []
     real = steplog.read_scalars
 
@@ -222,7 +235,9 @@ def test_a_superseded_job_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_where_nobody_can_say_whose_it_is_lines_wait(tmp_path: Path) -> None:
-    """The folder of checkpoints is on a disk that is away for a while; nothing is lost, and nothing written meanwhile."""
+    """The folder of checkpoints is on a disk that is away for a while; nothing is lost, and nothing
+    written meanwhile.
+    """
     away: list[OSError] = []
     told: list[str] = []
 

@@ -45,7 +45,9 @@ with StopSignals(early=end) as stop:
 """
 
 
-@pytest.mark.parametrize(("when", "said"), [("waiting", "early SIGTERM"), ("busy", "early SIGTERM"), ("begun", "asked SIGTERM")])
+@pytest.mark.parametrize(
+    ("when", "said"), [("waiting", "early SIGTERM"), ("busy", "early SIGTERM"), ("begun", "asked SIGTERM")]
+)
 def test_before_there_is_something_to_save_a_signal_ends_the_process_at_once(when: str, said: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", EARLY, when], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -53,10 +55,14 @@ def test_before_there_is_something_to_save_a_signal_ends_the_process_at_once(whe
     assert process.stdout.read().strip() == said and process.wait() == 0
 
 
-@pytest.mark.parametrize(("start", "status"), [("", 0), ("trap '' HUP; ", None)], ids=["a terminal that closes", "nohup"])
+@pytest.mark.parametrize(
+    ("start", "status"), [("", 0), ("trap '' HUP; ", None)], ids=["a terminal that closes", "nohup"]
+)
 def test_a_hang_up_stops_the_run_unless_it_is_ignored(start: str, status: int | None) -> None:
     process = subprocess.Popen(
-        ["bash", "-c", f'{start}exec "$@"', "bash", sys.executable, "-c", EARLY, "begun"], stdout=subprocess.PIPE, text=True
+        ["bash", "-c", f'{start}exec "$@"', "bash", sys.executable, "-c", EARLY, "begun"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGHUP)
@@ -90,7 +96,9 @@ print("orphaned", flush=True)
 
 
 def orphan(torchrun: bool) -> tuple[str, float]:
-    """Start a parent that starts the child above; kill the parent with -9; what the child said and how long it lived on."""
+    """Start a parent that starts the child above; kill the parent with -9; what the child said and how long it lived
+    on.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_RUN_ID"}
     if torchrun:
         environment["TORCHELASTIC_RUN_ID"] = "test"

@@ -1,4 +1,6 @@
-"""A checkpoint is named alike in every tool, a name of the Hub's gets its command, and programs without flags have a help."""
+"""A checkpoint is named alike in every tool, a name of the Hub's gets its command, and programs without flags have a
+help.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,11 @@ def test_the_doctor_helps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         doctor.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert left.value.code == 0 and "usage: python -m megazero.doctor" in said and "what is missing and what that costs" in said
+    assert (
+        left.value.code == 0
+        and "usage: python -m megazero.doctor" in said
+        and "what is missing and what that costs" in said
+    )
     with pytest.raises(SystemExit) as left:
         doctor.main(["--nonsense"])
     assert left.value.code == 2
@@ -92,7 +98,13 @@ def test_the_doctor_helps(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_harness_helps() -> None:
     """What our model takes, and lm_eval's own help."""
     pytest.importorskip("lm_eval")
-    done = subprocess.run([sys.executable, "-m", "megazero.harness", "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "megazero.harness", "--help"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    for words in ("--model megazero --model_args path=runs/bloom", "tp, pp           ranks that share the model", "usage: "):
+    for words in (
+        "--model megazero --model_args path=runs/bloom",
+        "tp, pp           ranks that share the model",
+        "usage: ",
+    ):
         assert words in done.stdout

@@ -56,7 +56,9 @@ def run(*words: str, text: str = "", ranks: int = 1) -> subprocess.CompletedProc
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, TOOL, *words]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment, timeout=280)
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, check=False, env=environment, timeout=280
+    )
 
 
 def expected(model: Path, sampling: Sampling, count: int, samples: int = 1) -> list[list[int]]:
@@ -80,13 +82,17 @@ def test_prompts_from_everywhere_as_json(model: Path, tmp_path: Path) -> None:
     assert [record["ids"] for record in records] == expected(model, sampling, 12, samples=2)
     assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in range(2)]
     for record in records:
-        assert record["text"] == bytes(token for token in record["ids"] if token < 256).decode("utf-8", errors="replace")
+        assert record["text"] == bytes(token for token in record["ids"] if token < 256).decode(
+            "utf-8", errors="replace"
+        )
         assert record["ended"] == "length" and record["stop"] is None
     assert "96 tokens in" in done.stderr and "tokens/s" in done.stderr
 
 
 def test_prompts_that_are_no_text() -> None:
-    """Bytes that are not UTF-8, as a terminal or the command line hands them on, and half a surrogate pair from JSON."""
+    """Bytes that are not UTF-8, as a terminal or the command line hands them on, and half a surrogate
+    pair from JSON.
+    """
     for prompt in (b"caf\xe9".decode(errors="surrogateescape"), json.loads('"\\ud83d"')):
         with pytest.raises(DataError, match="not UTF-8"):
             encoded([prompt], build_tokenizer("byte", None), ModelConfig(vocab_size=300), first=None, eod_id=None)
@@ -95,9 +101,23 @@ def test_prompts_that_are_no_text() -> None:
 @pytest.mark.slow
 def test_nobody_reads(model: Path) -> None:
     """`| head -1`: the rest is not written, and nothing complains."""
-    command = [sys.executable, TOOL, "--load", str(model), "--tokenizer", "byte", "--prompt", "a", "--num-samples", "40", "--json"]
+    command = [
+        sys.executable,
+        TOOL,
+        "--load",
+        str(model),
+        "--tokenizer",
+        "byte",
+        "--prompt",
+        "a",
+        "--num-samples",
+        "40",
+        "--json",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, "--max-new-tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith(b'{"prompt"')
         process.stdout.close()
@@ -126,7 +146,9 @@ def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path, capsys: pytest.Ca
         path = tmp_path / family
         if not path.exists():
             folder_of(family, path)
-        args = generate_text.parser().parse_args(["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words])
+        args = generate_text.parser().parse_args(
+            ["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words]
+        )
         generate_text.talk_on(args, single_process_grid("cpu"))
         assert ("--prefix-id 1 does" in capsys.readouterr().err) is told, (family, words)
 
@@ -178,8 +200,9 @@ class Typist:
     def wait_for_a_prompt(self, number: int) -> None:
         """Until the program waits for keys behind its prompt of this number.
 
-        Before that, keys can be lost. Python's readline takes note of a Ctrl-C behind the prompt and does not look at it before the
-        next key. A Ctrl-D from before the prompt, when the terminal still collects lines, is no end any more when readline reads it.
+        Before that, keys can be lost. Python's readline takes note of a Ctrl-C behind the prompt and does not look at
+        it before the next key. A Ctrl-D from before the prompt, when the terminal still collects lines, is no end any
+        more when readline reads it.
         """
         self.see("> ", number)
         while Path(f"/proc/{self.process.pid}/syscall").read_text().split()[0] not in SELECTS:
@@ -269,7 +292,9 @@ def test_interactive_through_a_pipe_on_four_ranks(model: Path) -> None:
     """Rank 0 reads line by line; a mistake in one is no end; the end of the input is."""
     lines = [" ".join(map(str, prompt.encode())) for prompt in PROMPTS[:2]]
     words = ["--load", str(model), "--ids", "--interactive", "--greedy", "--max-new-tokens", "10"]
-    done = run(*words, "--tp", "2", "--pp", "2", "--precision", "fp64", text=f"{lines[0]}\nnothing\n{lines[1]}\n", ranks=4)
+    done = run(
+        *words, "--tp", "2", "--pp", "2", "--precision", "fp64", text=f"{lines[0]}\nnothing\n{lines[1]}\n", ranks=4
+    )
     assert done.returncode == 0, done.stderr
     shown = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
     assert shown == expected(model, Sampling(temperature=0), 10)[:2]

@@ -51,6 +51,10 @@ def test_stages_run_beside_each_other_and_have_an_end(tmp_path: Path, capfd: pyt
 def test_every_test_of_a_card_is_in_one_stage() -> None:
     """Files of their own stage are left out of the one that takes the rest; no stage is longer than all may take."""
     stages = {stage.name: stage for stages in phases() for stage in stages}
-    named = [word for name in ("ranks", "parity", "attention") for word in stages[name].command if word.startswith("tests/")]
+    named = [
+        word for name in ("ranks", "parity", "attention") for word in stages[name].command if word.startswith("tests/")
+    ]
     ignored = [word.removeprefix("--ignore=") for word in stages["steps"].command if word.startswith("--ignore=")]
-    assert sorted(named) == sorted(ignored) and all((Path(__file__).resolve().parents[2] / path).exists() for path in named)
+    assert sorted(named) == sorted(ignored) and all(
+        (Path(__file__).resolve().parents[2] / path).exists() for path in named
+    )

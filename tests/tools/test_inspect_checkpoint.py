@@ -1,4 +1,6 @@
-"""tools/inspect_checkpoint.py: what it says of whole, damaged and different checkpoints, and with which status it ends."""
+"""tools/inspect_checkpoint.py: what it says of whole, damaged and different checkpoints, and with
+which status it ends.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.checkpoint.fakes import Layout, Values, global_values
 
 tool = importlib.import_module("tools.inspect_checkpoint")  # a folder of programs, which is no package
 RUN = Run(
-    model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=3, vocab_size=37), optimizer=OptimizerConfig(precision="fp32")
+    model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=3, vocab_size=37),
+    optimizer=OptimizerConfig(precision="fp32"),
 )
 ONE, MANY = Layout(), Layout(tp=3, dp=2, pp=2, bucket=50)
 
@@ -120,7 +123,9 @@ def test_the_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_byte_of_every_file_counts(root: Path, threads: int) -> None:
-    """Wherever a bit of a payload or a header is turned, verification finds it, and names the file; and every file's."""
+    """Wherever a bit of a payload or a header is turned, verification finds it, and names the file;
+    and every file's.
+    """
     folder = root / "iter_0000007"
     manifest = read_manifest(folder)
     seen: list[int] = []
@@ -137,7 +142,9 @@ def test_every_byte_of_every_file_counts(root: Path, threads: int) -> None:
             path.write_bytes(whole)
     for stored in manifest.files:
         flip(folder / stored.name, stored.size - 1)
-    assert len(verify(folder, manifest, threads, lambda _: None)) == len(manifest.files), "all are named, not the first alone"
+    assert len(verify(folder, manifest, threads, lambda _: None)) == len(manifest.files), (
+        "all are named, not the first alone"
+    )
 
 
 def test_damage_has_status_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +156,9 @@ def test_damage_has_status_1(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert status == 1 and file.name in err and "sha256 of block" in err and "verified: 1 problems" in out
     file.unlink()
     status, out, err = inspect(capsys, root)
-    assert status == 1 and f"{file.name} is missing" in err and re.search(r"iter_0000007 +latest +\S+ \S+ +damaged", out)
+    assert (
+        status == 1 and f"{file.name} is missing" in err and re.search(r"iter_0000007 +latest +\S+ \S+ +damaged", out)
+    )
     flip(newest / MANIFEST, 50)
     status, out, err = inspect(capsys, root)
     assert status == 1 and "its sha256 does not fit" in err and f"--load {root / 'iter_0000005'}" in err
@@ -164,7 +173,9 @@ def test_damage_has_status_1(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_node_has_its_own_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a checkpoint that was saved on local disks the others' files are no damage; what is here is checked all the same."""
+    """Of a checkpoint that was saved on local disks the others' files are no damage; what is here is checked all the
+    same.
+    """
     folder = root / "iter_0000007"
     manifest = read_manifest(folder)
     manifest.layout["places"] = 2
@@ -193,7 +204,10 @@ def test_files_that_hold_other_fragments(root: Path) -> None:
 
 def test_home_folders(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HOME", str(root.parent))
-    assert as_json(capsys, f"~/{root.name}")[0] == 0 and inspect(capsys, f"~/{root.name}", f"~/{root.name}", "--exit-code")[0] == 0
+    assert (
+        as_json(capsys, f"~/{root.name}")[0] == 0
+        and inspect(capsys, f"~/{root.name}", f"~/{root.name}", "--exit-code")[0] == 0
+    )
 
 
 def test_mistakes_have_status_2(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +243,13 @@ def test_statistics_are_those_of_the_whole(elements: int, dtype: torch.dtype) ->
     x[3, 4], x[5, 5], x[0, 0], x[12, 10] = math.nan, math.inf, -math.inf, 0.0
     found = numbers.statistics(Given(x=x), "x", "weight", elements).record()
     finite = x[x.isfinite()].double()
-    wanted = {"min": finite.min(), "max": finite.max(), "mean": finite.mean(), "std": finite.std(correction=0), "norm": finite.norm()}
+    wanted = {
+        "min": finite.min(),
+        "max": finite.max(),
+        "mean": finite.mean(),
+        "std": finite.std(correction=0),
+        "norm": finite.norm(),
+    }
     for key, value in wanted.items():
         assert found[key] == pytest.approx(float(value), rel=1e-12)
     assert (found["elements"], found["nan"], found["inf"], found["zeros"]) == (143, 1, 2, 1)
@@ -248,7 +268,9 @@ def test_differences_count_bits() -> None:
     assert numbers.difference(Given(x=a), Given(x=a.clone()), "x", "weight", 2).same
     lost = numbers.difference(Given(x=a), Given(x=torch.tensor([1.0, 2.0, math.inf, 0.0, 4.0])), "x", "weight")
     assert lost.largest == math.inf and lost.record()["largest"] is None
-    narrow = numbers.difference(Given(x=torch.tensor([1.0, 0.1])), Given(x=torch.tensor([1.0, 0.1]).bfloat16()), "x", "weight")
+    narrow = numbers.difference(
+        Given(x=torch.tensor([1.0, 0.1])), Given(x=torch.tensor([1.0, 0.1]).bfloat16()), "x", "weight"
+    )
     assert narrow.equal == 1 and narrow.largest == abs(float(torch.tensor(0.1)) - float(torch.tensor(0.1).bfloat16()))
 
 
@@ -263,21 +285,34 @@ def test_windows_of_any_layout(root: Path, values: Values, elements: int) -> Non
                 assert torch.equal(torch.cat(pieces), values[name, column].reshape(-1))
 
 
-def test_the_difference_of_two_layouts(root: Path, tmp_path: Path, values: Values, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_difference_of_two_layouts(
+    root: Path, tmp_path: Path, values: Values, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = root / "iter_0000005", root / "iter_0000007"
     status, record = as_json(capsys, first, second, "--exit-code")
-    assert status == 0 and record["identical"] is True and record["layout"] == [{**record["layout"][0]}, {**record["layout"][1]}]
+    assert (
+        status == 0
+        and record["identical"] is True
+        and record["layout"] == [{**record["layout"][0]}, {**record["layout"][1]}]
+    )
     assert record["position"]["iteration"] == [5, 7] and record["config"] == {}
     assert all(c["bit_equal"] == c["elements"] for columns in record["tensors"].values() for c in columns.values())
 
     changed = {key: value.clone() for key, value in values.items()}
     changed["blocks.1.down.weight", "exp_avg"][3, 40] += 0.5
-    longer = Run(model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=4, vocab_size=37), optimizer=RUN.optimizer)
+    longer = Run(
+        model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=4, vocab_size=37), optimizer=RUN.optimizer
+    )
     third = save(tmp_path / "third", 9, changed, Layout(tp=2), longer)
     status, record = as_json(capsys, second, third, "--exit-code")
     assert status == 1 and record["identical"] is False
     assert record["config"] == {"model": {"num_attention_heads": [3, 4]}}
-    differing = {(n, c): f for n, columns in record["tensors"].items() for c, f in columns.items() if f["bit_equal"] != f["elements"]}
+    differing = {
+        (n, c): f
+        for n, columns in record["tensors"].items()
+        for c, f in columns.items()
+        if f["bit_equal"] != f["elements"]
+    }
     (((name, column), found),) = differing.items()
     before = values["blocks.1.down.weight", "exp_avg"]
     largest = float((changed["blocks.1.down.weight", "exp_avg"].double() - before.double()).abs().max())
@@ -318,9 +353,9 @@ def test_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     status, record = as_json(capsys, theirs, "--verify")
     assert status == 0 and record["format"] == "hf" and record["layout"] is None and record["checkpoints"] == []
     assert record["verified"] == {"bytes": record["totals"]["bytes"], "hashes": False, "problems": []}
-    assert record["config"]["model"]["num_attention_heads"] == 12 and record["tensors"]["embedding.word.weight"]["columns"] == {
-        "weight": "float32"
-    }
+    assert record["config"]["model"]["num_attention_heads"] == 12 and record["tensors"]["embedding.word.weight"][
+        "columns"
+    ] == {"weight": "float32"}
     assert record["files"]["model.safetensors"] == (theirs / "model.safetensors").stat().st_size
     status, out, _ = inspect(capsys, theirs, "--verify")
     assert "every tensor was read (this format records no hashes)" in out and "keys mapped" in out

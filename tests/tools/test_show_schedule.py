@@ -18,7 +18,10 @@ def show(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_bloom_log() -> None:
-    lines = [json.loads(line) for line in show("--preset", "bloom-176b", "--iterations", "1,100,12695,31214").stdout.splitlines()]
+    lines = [
+        json.loads(line)
+        for line in show("--preset", "bloom-176b", "--iterations", "1,100,12695,31214").stdout.splitlines()
+    ]
     assert [set(line) for line in lines] == [{"iteration", "consumed_samples", "lr", "global_batch_size"}] * 4
     assert [line["consumed_samples"] for line in lines] == [192, 19_200, 9_841_584, 47_768_496]
     assert [line["global_batch_size"] for line in lines] == [192, 192, 2048, 2048]
@@ -29,7 +32,8 @@ def test_the_bloom_log() -> None:
 @pytest.mark.slow
 def test_any_flags() -> None:
     words = (
-        "--iterations=2-3 --tp 4 --pp 12 --train-samples 80 --global-batch-size 8 --lr 0.5 --lr-decay-style linear --lr-warmup-samples 16"
+        "--iterations=2-3 --tp 4 --pp 12 --train-samples 80 --global-batch-size 8 --lr 0.5 --lr-decay-style linear "
+        "--lr-warmup-samples 16"
     )
     lines = [json.loads(line) for line in show(*words.split()).stdout.splitlines()]
     assert lines == [

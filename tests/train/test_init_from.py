@@ -1,4 +1,6 @@
-"""A run that starts with another run's or program's weights: on every layout the same, and nothing about the model is guessed."""
+"""A run that starts with another run's or program's weights: on every layout the same, and nothing about the model is
+guessed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,18 @@ from tests.e2e import command
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "12", "--seq-length", "12", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "12",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
 UNTIED = [
     *MODEL,
     "--position-embedding",
@@ -44,7 +57,10 @@ NUMBERS = ["--precision", "fp64", "--global-batch-size", "12", "--lr", "1e-3", "
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2-pp2": (4, ["--tp", "2", "--pp", "2", "--zero-stage", "1"]),
     "tp3-sp-dp2-z2": (6, ["--tp", "3", "--sequence-parallel", "--zero-stage", "2", "--bucket-size", "700"]),
-    "pp2-dp2-z1-v2": (4, ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"]),
+    "pp2-dp2-z1-v2": (
+        4,
+        ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"],
+    ),
     "pp2-zb-v": (2, ["--pp", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", "--micro-batch-size", "1"]),
 }
 
@@ -69,7 +85,9 @@ def grown(values: Tensor, rows: int) -> Tensor:
 
 @pytest.mark.slow
 def test_every_layout_starts_with_the_checkpoint(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
-    """Nothing but --init-from says what the model is; the weights before the first step are the checkpoint's, bit by bit."""
+    """Nothing but --init-from says what the model is; the weights before the first step are the checkpoint's, bit by
+    bit.
+    """
     flags = [*flags_for(corpus, tmp_path), "--init-from", str(checkpoint)]
     start = train(1, [*flags, "--lr", "0", "--weight-decay", "0"])
     with registry.open_source(checkpoint) as source:
@@ -85,7 +103,14 @@ def test_every_layout_starts_with_the_checkpoint(checkpoint: Path, corpus: Path,
 @pytest.mark.slow
 def test_an_extended_vocabulary_starts_as_the_mean(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
     """Padding that tp 2 adds takes no part in it."""
-    flags = [*flags_for(corpus, tmp_path), "--init-from", str(checkpoint), "--vocab-size", "1100", "--extend-vocabulary"]
+    flags = [
+        *flags_for(corpus, tmp_path),
+        "--init-from",
+        str(checkpoint),
+        "--vocab-size",
+        "1100",
+        "--extend-vocabulary",
+    ]
     still = ["--lr", "0", "--weight-decay", "0", "--train-iters", "1"]
     for ranks, layout in ((1, []), (4, ["--tp", "2", "--pp", "2", "--make-vocab-size-divisible-by", "1"])):
         start = train(ranks, [*flags, *layout, *still])
@@ -104,7 +129,9 @@ def banner_on_rank(rank: int, flags: list[str]) -> str:
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
-    base = ["bf16" if word == "fp64" else word for word in (*flags_for(corpus, tmp_path, 4), "--init-from", str(checkpoint))]
+    base = [
+        "bf16" if word == "fp64" else word for word in (*flags_for(corpus, tmp_path, 4), "--init-from", str(checkpoint))
+    ]
     folder = ["--save", str(tmp_path / "mine"), "--load", str(tmp_path / "mine")]
     whole = train(1, base)
     first = train(1, [*base, *folder, "--exit-interval", "2"])
@@ -161,7 +188,9 @@ def fake_level(shape: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, 
     run = parse_run(shape, 1)
     run = replace(run, data=replace(run.data, **data))
     source = Source("fake", folder, run, entries_of(run.model, {"weight": torch.float32}))
-    monkeypatch.setattr(registry, "format_table", lambda: {"fake": Format("fake", lambda path: path == folder, lambda path: source)})
+    monkeypatch.setattr(
+        registry, "format_table", lambda: {"fake": Format("fake", lambda path: path == folder, lambda path: source)}
+    )
 
 
 def problems(flags: list[str]) -> str:
@@ -178,7 +207,11 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
         parse_run(UNTIED, 1).model,
         num_query_groups=12,
         max_position_embeddings=12,
-        **{name: getattr(run.model, name) for name in ("kv_channels", "attention_bias", "mlp_bias") if hasattr(run.model, name)},
+        **{
+            name: getattr(run.model, name)
+            for name in ("kv_channels", "attention_bias", "mlp_bias")
+            if hasattr(run.model, name)
+        },
     )
     assert parse_run([*base, *UNTIED], 1, model_level) == run, "flags that say the same are no contradiction"
     wrong = {
@@ -212,7 +245,9 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
-    _, only = problems(["--init-from", str(tmp_path), "--data-path", "x", "--tp", "7", "--num-layers", "3"]).splitlines()
+    _, only = problems(
+        ["--init-from", str(tmp_path), "--data-path", "x", "--tp", "7", "--num-layers", "3"]
+    ).splitlines()
     assert f"--init-from {tmp_path}" in only and "no checkpoint of a known format" in only
 
 
@@ -228,7 +263,9 @@ def test_a_checkpoint_that_does_not_open_is_named_once(tmp_path: Path, monkeypat
     broken = tmp_path / "runs" / "base" / "iter_0000003"
     broken.mkdir()
     (broken / "manifest.json").mkdir()
-    assert model_level("runs/base").problems == ["--init-from runs/base/iter_0000003/manifest.json cannot be read: Is a directory"]
+    assert model_level("runs/base").problems == [
+        "--init-from runs/base/iter_0000003/manifest.json cannot be read: Is a directory"
+    ]
 
 
 def test_what_leads_nowhere_is_one_problem(tmp_path: Path) -> None:
@@ -253,18 +290,24 @@ def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_two_separators_are_an_error(tmp_path: Path) -> None:
     """One of config.json, another of the tokenizer beside it: neither is taken in silence."""
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    kind = transformers.GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=3, eos_token_id=3)
+    kind = transformers.GPT2Config(
+        vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=3, eos_token_id=3
+    )
     transformers.GPT2LMHeadModel(kind).save_pretrained(tmp_path)
     base = ["--init-from", str(tmp_path), "--data-path", "x"]
 
     def separator(*tokens: str) -> int | None:
-        made = tokenizers.Tokenizer(tokenizers.models.BPE({f"t{number}": number for number in range(12 - len(tokens))}, []))
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE({f"t{number}": number for number in range(12 - len(tokens))}, [])
+        )
         made.add_special_tokens(list(tokens))
         made.save(str(tmp_path / "tokenizer.json"))
         return parse_run(base, 1, model_level).data.eod_id
 
     assert separator() == 3, "the tokenizer names none"
-    with pytest.raises(ConfigError, match=r"names 3 \('t3'\) as eos_token_id, and the tokenizer ends a document with 11 \('</s>'\)"):
+    with pytest.raises(
+        ConfigError, match=r"names 3 \('t3'\) as eos_token_id, and the tokenizer ends a document with 11 \('</s>'\)"
+    ):
         separator("</s>")
     for given in ("3", "11", "5"):
         assert parse_run([*base, "--eod-id", given], 1, model_level).data.eod_id == int(given)

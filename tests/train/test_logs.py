@@ -17,14 +17,21 @@ from tests.telemetry.test_steplog import step
 
 
 def test_a_step_is_in_the_metrics_before_its_line_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is shown a step, or ends the run over its line (a terminal that is lost), finds its numbers in the file."""
+    """Whoever is shown a step, or ends the run over its line (a terminal that is lost), finds its
+    numbers in the file.
+    """
     metrics, shown = tmp_path / "metrics.jsonl", []
 
     def line(self: LogLines, record: StepRecord) -> None:
-        shown.append((record.iteration, [json.loads(written)["iteration"] for written in metrics.read_text().splitlines()]))
+        shown.append(
+            (record.iteration, [json.loads(written)["iteration"] for written in metrics.read_text().splitlines()])
+        )
 
     monkeypatch.setattr(LogLines, "step", line)
-    run, grid = parse_run(["--metrics-file", str(metrics), "--vocab-size", "99", "--train-iters", "3"], 1), single_process_grid()
+    run, grid = (
+        parse_run(["--metrics-file", str(metrics), "--vocab-size", "99", "--train-iters", "3"], 1),
+        single_process_grid(),
+    )
     log = step_log(run, grid, sinks_of(run, grid, Position(), None))
     for iteration in (1, 2):
         log.step(step(iteration))

@@ -25,7 +25,20 @@ from megazero.train.presence import look
 from tests.convert.sources import made
 from tests.reference import REFERENCE, needs_reference
 
-SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16, "--vocab-size", 1003, "--train-iters", 2]
+SHAPE = [
+    "--num-layers",
+    2,
+    "--hidden-size",
+    24,
+    "--num-attention-heads",
+    4,
+    "--seq-length",
+    16,
+    "--vocab-size",
+    1003,
+    "--train-iters",
+    2,
+]
 
 
 @pytest.fixture
@@ -52,13 +65,26 @@ def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], t
 
 
 def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> None:
-    """Prefixes, a tokenizer, a damaged checkpoint: not one after the other, each behind the preparation of what is before it."""
+    """Prefixes, a tokenizer, a damaged checkpoint: not one after the other, each behind the preparation of what is
+    before it.
+    """
     broken = tmp_path / "runs" / "iter_0000003"
     broken.mkdir(parents=True)
     (broken / "manifest.json").write_text("{")
     (broken.parent / "latest").write_text(broken.name)
     (tmp_path / "tokenizer").mkdir()
-    data = ["--data-path", 0.5, tmp_path / "one", 0.3, corpus, 0.2, tmp_path / "two", "--valid-data-path", "held-out", tmp_path / "three"]
+    data = [
+        "--data-path",
+        0.5,
+        tmp_path / "one",
+        0.3,
+        corpus,
+        0.2,
+        tmp_path / "two",
+        "--valid-data-path",
+        "held-out",
+        tmp_path / "three",
+    ]
     words = [
         *SHAPE,
         *data,
@@ -77,7 +103,13 @@ def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> N
     assert len(told) == 5
     for problem, parts in zip(
         told,
-        (("--data-path", "/one"), ("--data-path", "/two"), ("--valid-data-path", "/three"), ("tokenizer",), ("--load", "damaged")),
+        (
+            ("--data-path", "/one"),
+            ("--data-path", "/two"),
+            ("--valid-data-path", "/three"),
+            ("tokenizer",),
+            ("--load", "damaged"),
+        ),
         strict=True,
     ):
         assert all(part in problem for part in parts), told
@@ -112,9 +144,15 @@ def test_a_metrics_file_of_another_kind_is_refused_and_left_as_it_is(flags: list
     assert foreign.read_text() == "first chapter\nthe last line, without an end"
 
 
-def test_a_folder_without_permission_to_write_is_refused(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root, who may run tests, may write anywhere
-    run = parse_run([str(word) for word in [*flags, "--save", tmp_path / "a" / "b", "--metrics-file", tmp_path / "m"]], 1)
+def test_a_folder_without_permission_to_write_is_refused(
+    flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "os.access", lambda path, mode: Path(path) != tmp_path
+    )  # root, who may run tests, may write anywhere
+    run = parse_run(
+        [str(word) for word in [*flags, "--save", tmp_path / "a" / "b", "--metrics-file", tmp_path / "m"]], 1
+    )
     with pytest.raises(ConfigError) as wrong:
         prepare(run, 1, silent)
     assert wrong.value.problems == (
@@ -156,13 +194,39 @@ def test_kernels_that_do_not_exist_are_refused(flags: list[object], monkeypatch:
 
 @needs_reference
 def test_data_are_built_for_the_samples_that_were_asked(tmp_path: Path) -> None:
-    """Megatron-LM's own order for 20,000 samples. Of them 18,000 are used here, for which the second epoch would be shuffled apart."""
+    """Megatron-LM's own order for 20,000 samples.
+
+    Of them 18,000 are used here, for which the second epoch would be shuffled apart.
+    """
     assert REFERENCE is not None
     record = REFERENCE / "orders" / "owt-seq128-seed1234-two-epochs.json"
     settings = json.loads(record.read_text())
-    words = ["--data-path", REFERENCE / settings["blend"][0][0], "--split", settings["split"], "--seed", settings["seed"]]
-    words += ["--train-samples", settings["requested_samples"][0], "--global-batch-size", 9000, "--micro-batch-size", 9000]
-    words += ["--seq-length", settings["sequence_length"], "--vocab-size", 5000, "--eval-iters", 0, "--data-cache-path", tmp_path]
+    words = [
+        "--data-path",
+        REFERENCE / settings["blend"][0][0],
+        "--split",
+        settings["split"],
+        "--seed",
+        settings["seed"],
+    ]
+    words += [
+        "--train-samples",
+        settings["requested_samples"][0],
+        "--global-batch-size",
+        9000,
+        "--micro-batch-size",
+        9000,
+    ]
+    words += [
+        "--seq-length",
+        settings["sequence_length"],
+        "--vocab-size",
+        5000,
+        "--eval-iters",
+        0,
+        "--data-cache-path",
+        tmp_path,
+    ]
     run = parse_run([str(word) for word in [*SHAPE[:6], *words]], 1)
     datasets = prepare(run, 1, silent).datasets
     expected = np.load(record.with_suffix(".npz"))["train"]
@@ -206,7 +270,9 @@ def test_a_checkpoint_of_data_built_for_the_samples_used_goes_on_with_these(prep
 
 
 def test_data_are_built_for_what_a_resumed_run_still_takes(prepared: Callable[..., Any]) -> None:
-    """Batches of another size follow a checkpoint: neither its samples nor the run's own are those of this size from the first step on."""
+    """Batches of another size follow a checkpoint: neither its samples nor the run's own are those of this size from
+    the first step on.
+    """
 
     def of(iterations: int, batch: int, found: Any = None) -> Any:
         return prepared(["--train-iters", iterations, "--global-batch-size", batch, "--micro-batch-size", 1], found)

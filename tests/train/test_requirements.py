@@ -1,4 +1,6 @@
-"""What a run asks of the machine is said before it starts; allocator settings are taken, or left as the user has them."""
+"""What a run asks of the machine is said before it starts; allocator settings are taken, or left as
+the user has them.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +60,29 @@ def test_a_package_that_is_asked_for_and_not_installed_is_an_error_of_the_config
     asks, does_not = (parse_run([*flags, *more], 1) if more or data else Run() for more in (words, []))
     assert requirements.absent(asks) == []
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed: pip install {package}") as wrong:
+    with pytest.raises(
+        ConfigError, match=f"needs the package {package}, which is not installed: pip install {package}"
+    ) as wrong:
         prepare(asks, 1, silent)
     assert sum(package in problem for problem in wrong.value.problems) == 1, wrong.value.problems
     assert requirements.absent(does_not) == [] and not (tmp_path / "cache").exists()
 
 
-def test_chats_without_jinja2_are_an_error_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_without_jinja2_are_an_error_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether there are any shows in the data only."""
     write_tokenizer(tmp_path / "tokenizer", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    data = ["--tokenizer", "hf", "--tokenizer-path", tmp_path / "tokenizer", "--instruction-data", tmp_path / "chats.jsonl"]
+    data = [
+        "--tokenizer",
+        "hf",
+        "--tokenizer-path",
+        tmp_path / "tokenizer",
+        "--instruction-data",
+        tmp_path / "chats.jsonl",
+    ]
     flags = [
         *data,
         "--seq-length",
@@ -104,7 +117,9 @@ def test_apex_has_to_be_there(card: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("value", "problems"), [(None, 0), (":4096:8", 0), (":16:8", 0), (":0:0", 1)])
-def test_a_workspace_that_is_not_deterministic_is_refused(value: str | None, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_that_is_not_deterministic_is_refused(
+    value: str | None, problems: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "cuda_available", lambda: True)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if value is not None:
@@ -113,10 +128,21 @@ def test_a_workspace_that_is_not_deterministic_is_refused(value: str | None, pro
     assert len(found) == problems and all(f"CUBLAS_WORKSPACE_CONFIG={value}" in line for line in found)
 
 
-def test_deterministic_is_set_up_before_anything_computes(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_is_set_up_before_anything_computes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "unset")  # so that what prepare sets is taken back
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    flags = ["--vocab-size", "1003", "--seq-length", "16", "--train-iters", "2", "--deterministic", *data_flags(corpus, tmp_path / "cache")]
+    flags = [
+        "--vocab-size",
+        "1003",
+        "--seq-length",
+        "16",
+        "--train-iters",
+        "2",
+        "--deterministic",
+        *data_flags(corpus, tmp_path / "cache"),
+    ]
     assert not torch.are_deterministic_algorithms_enabled()
     try:
         prepare(parse_run(flags, 1), 1, silent)
@@ -139,16 +165,23 @@ def test_graphs_with_collectives_on_the_host_are_refused_before_any_group(monkey
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1")])
-def test_nccl_does_not_register_memory_that_grows(given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_does_not_register_memory_that_grows(
+    given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With captured collectives; what the user has set stays."""
     monkeypatch.setattr(devices, "resolve", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
     monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
     monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda *_, **__: (_ for _ in ()).throw(InterruptedError)
+    )
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "unset")  # so that what the test sets is taken back
     monkeypatch.delenv("NCCL_GRAPH_REGISTER") if given is None else monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
-    with pytest.raises(InterruptedError), launch(ParallelConfig(tp=2, backend="nccl", cuda_graphs=True), Environment(0, 0, 2, 2)):
+    with (
+        pytest.raises(InterruptedError),
+        launch(ParallelConfig(tp=2, backend="nccl", cuda_graphs=True), Environment(0, 0, 2, 2)),
+    ):
         pass
     assert os.environ["NCCL_GRAPH_REGISTER"] == kept
 
@@ -204,7 +237,9 @@ def test_nccl_makes_communicators_of_their_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_groups_of_nccl_run_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their streams have priority, and the options carry the group's timeout, which torch would warn about otherwise."""
+    """Their streams have priority, and the options carry the group's timeout, which torch would warn
+    about otherwise.
+    """
     options = type("Options", (), {})
     monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     made = grid.stream_options("nccl", timedelta(seconds=5))

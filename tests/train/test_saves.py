@@ -1,4 +1,6 @@
-"""Saves as the loop sees them, on a disk that is really full: told, tried again, and what was there before stays whole."""
+"""Saves as the loop sees them, on a disk that is really full: told, tried again, and what was there
+before stays whole.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_a_full_disk_is_told_and_tried_again(in_background: bool, disk: Path) ->
     told: list[str] = []
     checkpoints, state = open_run(disk / "saved", "t")
     checkpoints.claim()
-    saves = Saves(checkpoints, lambda at: {"iteration": at.iteration}, told.append, in_background=in_background, pauses=(0.0,) * 3)
+    saves = Saves(
+        checkpoints, lambda at: {"iteration": at.iteration}, told.append, in_background=in_background, pauses=(0.0,) * 3
+    )
 
     def save(iteration: int) -> None:
         saves.save(in_state(state, iteration))
@@ -49,7 +53,9 @@ def test_a_full_disk_is_told_and_tried_again(in_background: bool, disk: Path) ->
     save(1)
     ballast = fill(disk)
     save(2)
-    assert told[1].startswith("WARNING: the checkpoint of iteration 2 could not be written: [Errno 28] No space left on device: '")
+    assert told[1].startswith(
+        "WARNING: the checkpoint of iteration 2 could not be written: [Errno 28] No space left on device: '"
+    )
     assert "fragments-00001-of-00001.safetensors" in told[1] and "training goes on" in told[1]
     assert names(disk / "saved") == ["iter_0000001", "latest", "run_token"] and resumed_at(disk / "saved") == 1
 
@@ -61,14 +67,19 @@ def test_a_full_disk_is_told_and_tried_again(in_background: bool, disk: Path) ->
     with pytest.raises(OSError, match="No space left on device"):
         saves.finish(in_state(state, 4))
     assert [line.rsplit("; ", 1)[1] for line in told[3:]] == [f"this was try {number} of 3" for number in (1, 2, 3)]
-    assert names(disk / "saved") == ["iter_0000001", "iter_0000003", "latest", "run_token"] and resumed_at(disk / "saved") == 3
+    assert (
+        names(disk / "saved") == ["iter_0000001", "iter_0000003", "latest", "run_token"]
+        and resumed_at(disk / "saved") == 3
+    )
 
     saves._note = lambda text: ballast.unlink(missing_ok=True)  # room is made after the first try
     saves.finish(At(4))
     assert resumed_at(disk / "saved") == 4
 
 
-def test_a_failure_that_another_try_cannot_mend_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_another_try_cannot_mend_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints, state = open_run(tmp_path, "t")
     checkpoints.claim()
     tries = []

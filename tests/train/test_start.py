@@ -16,7 +16,18 @@ from megazero.train.prepare import prepare
 from pretrain_gpt import main
 from tests.ranks import run_ranks
 
-MODEL = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--vocab-size", "1003"]
+MODEL = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "8",
+    "--vocab-size",
+    "1003",
+]
 BATCH = ["--global-batch-size", "4", "--micro-batch-size", "2", "--train-iters", "3", "--precision", "fp32"]
 
 
@@ -38,7 +49,9 @@ def test_what_looks_usable_and_is_not_is_one_line_on_every_rank(flag: str, flags
     """/proc says that root may write into it, and takes nothing."""
     place = "/proc/self/fdinfo/x"
     for told in run_ranks(2, refused, [*flags, flag, place], 2):
-        assert told.startswith(f"1 problem in the configuration:\n  1. {flag} {place}: ") and len(told.splitlines()) == 2
+        assert (
+            told.startswith(f"1 problem in the configuration:\n  1. {flag} {place}: ") and len(told.splitlines()) == 2
+        )
 
 
 def started(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -49,8 +62,13 @@ def started(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_the_banner_tells_what_differs_and_where_all_of_it_is(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = started([*flags, "--save", str(tmp_path / "s"), "--sequence-parallel", "--adam-beta2", "0.95", "--z-loss", "0.5"], capsys)
+def test_the_banner_tells_what_differs_and_where_all_of_it_is(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = started(
+        [*flags, "--save", str(tmp_path / "s"), "--sequence-parallel", "--adam-beta2", "0.95", "--z-loss", "0.5"],
+        capsys,
+    )
     differs = told.split("Other than the defaults")[1].split("Worth knowing")[0]
     assert "z_loss=0.5" in differs and "num_layers=1" in differs and f"{tmp_path / 's'}/run.yaml" in differs
     assert "adam_beta2" not in told and "distributed_timeout" not in told, "a default is not told"
@@ -65,7 +83,10 @@ def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
 ) -> None:
     """Who forgets --load, or names another run's folder, hears of it before the first save; who goes on does not."""
     place = tmp_path / "s"
-    first, sentence = [*flags, "--save", str(place), "--save-interval", "1"], f"--save {place} holds checkpoints up to iter_0000003"
+    first, sentence = (
+        [*flags, "--save", str(place), "--save-interval", "1"],
+        f"--save {place} holds checkpoints up to iter_0000003",
+    )
     main([*first, "--log-interval", "9"], Environment(0, 0, 1, 1))
     assert "holds checkpoints" not in capsys.readouterr().out
 
@@ -85,7 +106,11 @@ def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
     """With --save alone only the end is saved."""
     line = ["--train-iters", "5000", "--save", "d"]
     (told,) = ask(line, 1).notes
-    assert told == "--save without --save-interval: should these 5,000 iterations fail before their end, nothing of them is kept"
+    assert (
+        told
+        == "--save without --save-interval: should these 5,000 iterations fail before their end, nothing of them is "
+        "kept"
+    )
     assert ask([*line, "--save-interval", "100"], 1).notes == () == ask(["--save", "d"], 1).notes
     assert "no --save DIR" in ask(["--preset", "bloom-560m"], 1).notes[0]
 
@@ -121,14 +146,31 @@ def test_the_verdict_is_short_and_printed_once(capsys: pytest.CaptureFixture[str
     assert len(told.splitlines()) < 25 and "hidden_size" not in told
     assert "bubble 14.1% of the step" in told and "1-10   6 blocks                   3.70B  6.89 GiB" in told
     assert "checkpoints and places to write into: --skip-files" in told and "--save without --save-interval" in told
-    assert answered([*words, "--pp", "6", "--micro-batch-size", "1"], capsys).startswith("OK: 384 ranks, tp 4 x pp 6 x dp 16")
+    assert answered([*words, "--pp", "6", "--micro-batch-size", "1"], capsys).startswith(
+        "OK: 384 ranks, tp 4 x pp 6 x dp 16"
+    )
 
 
-def test_the_verdict_looks_at_what_is_there(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_looks_at_what_is_there(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = answered([*flags, "--validate-only"], capsys)
-    assert told.startswith("OK: 1 rank, tp 1 x pp 1 x dp 1; fp32, ZeRO-0") and "each token id" in told.split("Not checked")[1]
+    assert (
+        told.startswith("OK: 1 rank, tp 1 x pp 1 x dp 1; fp32, ZeRO-0")
+        and "each token id" in told.split("Not checked")[1]
+    )
     assert not (tmp_path / "cache").exists(), "nothing is made"
-    wrong = [*flags, "--validate-only", "--data-path", "1", str(tmp_path / "a"), "2", str(tmp_path / "b"), "--load", "/dev/null"]
+    wrong = [
+        *flags,
+        "--validate-only",
+        "--data-path",
+        "1",
+        str(tmp_path / "a"),
+        "2",
+        str(tmp_path / "b"),
+        "--load",
+        "/dev/null",
+    ]
     with pytest.raises(ConfigError) as caught:
         main(wrong, Environment(0, 0, 1, 1))
     assert len(caught.value.problems) == 3
@@ -137,15 +179,21 @@ def test_the_verdict_looks_at_what_is_there(flags: list[str], tmp_path: Path, ca
         ask([*flags, "--skip-files"], 1)
 
 
-def test_machines_of_other_ranks_are_not_judged_by_this_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_of_other_ranks_are_not_judged_by_this_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("megazero.system.device.cuda_available", lambda: False)
     with pytest.raises(ConfigError, match="--cuda-graphs: torch finds no CUDA device here"):
         main(["--cuda-graphs", "--validate-only"], Environment(0, 0, 1, 1))
     told = answered(["--cuda-graphs", "--validate-only", "--world-size", "2"], capsys)
-    assert told.startswith("OK: 2 ranks") and "this one would say: --cuda-graphs: torch finds no CUDA device" in " ".join(told.split())
+    assert told.startswith(
+        "OK: 2 ranks"
+    ) and "this one would say: --cuda-graphs: torch finds no CUDA device" in " ".join(told.split())
 
 
-def test_the_configuration_is_printed_for_a_file(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_is_printed_for_a_file(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*flags, "--z-loss", "0.25"]
     told = answered([*words, "--print-config"], capsys, world=2)
     (tmp_path / "run.yaml").write_text(told)
@@ -154,7 +202,9 @@ def test_the_configuration_is_printed_for_a_file(flags: list[str], tmp_path: Pat
     assert both.index("z_loss: 0.25") < both.index("OK: 1 rank")
 
 
-def test_the_banner_lists_what_was_said_and_not_what_follows(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_banner_lists_what_was_said_and_not_what_follows(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As it was said: epochs are not the samples that they turn out to be."""
     (tmp_path / "run.yaml").write_text("model: {norm: rmsnorm}\noptimizer: {clip_grad: 0.5}\n")
     at = flags.index("--train-iters")
@@ -193,7 +243,9 @@ def test_a_hint_on_data_waits_for_no_tokenizer(
     for ending in (".bin", ".idx"):
         Path("pair" + ending).write_bytes(corpus.with_suffix(ending).read_bytes())
     words = refusal(["--data-path", *given])
-    assert len(words) == 2 and words[0].startswith("--vocab-size is needed") and f"--data-path: {told}" in words[1], words
+    assert len(words) == 2 and words[0].startswith("--vocab-size is needed") and f"--data-path: {told}" in words[1], (
+        words
+    )
 
 
 def test_files_that_are_missing_are_told_beside_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +253,12 @@ def test_files_that_are_missing_are_told_beside_all_else(tmp_path: Path, monkeyp
     Path("file").write_text("")
     words = ["--data-path", "nope", "--load", "file", "--tokenizer-path", "x", "--rope", "--save", "file", "--tp", "2"]
     told = refusal(words)
-    for part in ("no file nope.bin", "--load file: is a file", "--tokenizer-path x is missing", "--save file is no folder"):
+    for part in (
+        "no file nope.bin",
+        "--load file: is a file",
+        "--tokenizer-path x is missing",
+        "--save file is no folder",
+    ):
         assert sum(part in problem for problem in told) == 1, (part, told)
     for part in ("--rope", "--tp 2", "--vocab-size is needed"):
         assert any(part in problem for problem in told), (part, told)

@@ -1,8 +1,8 @@
 """A training step does not wait for its device.
 
-The device is torch's "meta": its tensors have no values, so every way of reading one fails, and the code takes the branches of
-a device that runs behind the host. What torch lets through there (numbers copied to the device, results whose size only the
-device knows) is looked for among the operations.
+The device is torch's "meta": its tensors have no values, so every way of reading one fails, and the code takes the
+branches of a device that runs behind the host. What torch lets through there (numbers copied to the device, results
+whose size only the device knows) is looked for among the operations.
 """
 
 from __future__ import annotations
@@ -26,12 +26,43 @@ from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from tests.parity.training import data_flags
 
-MODEL = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "12", "--vocab-size", "1003"]
-NUMBERS = ["--global-batch-size", "4", "--micro-batch-size", "2", "--train-iters", "50", "--log-interval", "50", "--eval-iters", "0"]
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "12",
+    "--vocab-size",
+    "1003",
+]
+NUMBERS = [
+    "--global-batch-size",
+    "4",
+    "--micro-batch-size",
+    "2",
+    "--train-iters",
+    "50",
+    "--log-interval",
+    "50",
+    "--eval-iters",
+    "0",
+]
 RUNS = {
     "bf16": ["--precision", "bf16"],
     "fp16, dynamic scale": ["--precision", "fp16"],
-    "fp32, sgd, masks": ["--precision", "fp32", "--optimizer", "sgd", "--eod-mask-loss", "--document-mask", "--eod-id", "0"],
+    "fp32, sgd, masks": [
+        "--precision",
+        "fp32",
+        "--optimizer",
+        "sgd",
+        "--eod-mask-loss",
+        "--document-mask",
+        "--eod-id",
+        "0",
+    ],
     "dropout, recompute": ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--recompute-granularity", "full"],
     "FP8": ["--fp8", "delayed", "--hidden-size", "64"],
     "fp8": ["--hidden-size", "32", "--seq-length", "16", "--fp8"],
@@ -39,13 +70,36 @@ RUNS = {
         *("--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--activation", "swiglu"),
         *("--recompute-granularity", "full"),
     ],
-    "llama": ["--position-embedding", "rotary", "--norm", "rmsnorm", "--activation", "swiglu", "--num-query-groups", "2"],
+    "llama": [
+        "--position-embedding",
+        "rotary",
+        "--norm",
+        "rmsnorm",
+        "--activation",
+        "swiglu",
+        "--num-query-groups",
+        "2",
+    ],
     "learned, untied, smoothing": [
-        *("--position-embedding", "learned", "--untie-embeddings-and-output-weights", "--label-smoothing", "0.1", "--z-loss", "0.001"),
+        *(
+            "--position-embedding",
+            "learned",
+            "--untie-embeddings-and-output-weights",
+            "--label-smoothing",
+            "0.1",
+            "--z-loss",
+            "0.001",
+        ),
         *("--zero-stage", "2", "--recompute-granularity", "selective"),
     ],
 }
-SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::repeat_interleave.Tensor")
+SIZED_BY_VALUES = (
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::repeat_interleave.Tensor",
+)
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 
 
@@ -67,7 +121,11 @@ class Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and result.is_meta and not isinstance(args[0], Tensor):
+        if (
+            func in (torch.tensor, torch.as_tensor, torch.asarray)
+            and result.is_meta
+            and not isinstance(args[0], Tensor)
+        ):
             self.found.append(f"torch.{func.__name__} of numbers")
         return result
 
@@ -101,7 +159,9 @@ class Waits(TorchDispatchMode):
         if on_device and name in ("aten::index.Tensor", "aten::index", "aten::index_put", "aten::index_put_"):
             self.found += [f"{name} by a mask" for index in tensors(args[1]) if index.dtype == torch.bool]
         after = [result] if isinstance(result, Tensor) else []
-        crosses = name in ("aten::_to_copy", "aten::copy_") and len({tensor.is_meta for tensor in [*given, *after]}) == 2
+        crosses = (
+            name in ("aten::_to_copy", "aten::copy_") and len({tensor.is_meta for tensor in [*given, *after]}) == 2
+        )
         if crosses and not (kwargs or {}).get("non_blocking", len(args) > 2 and args[2]):
             self.found.append(f"{name} between host and device")
         return result
@@ -119,7 +179,12 @@ def test_what_waits_is_found() -> None:
         torch.full((), 1.0, device="meta")
         x[torch.zeros(1, dtype=torch.int64, device="meta")] += 1
     copies = [f"aten::{name} between host and device" for name in ("_to_copy", "copy_")]
-    assert waits.found == ["torch.tensor of numbers", "torch.as_tensor of numbers", *copies, "aten::index_put_ by a mask"]
+    assert waits.found == [
+        "torch.tensor of numbers",
+        "torch.as_tensor of numbers",
+        *copies,
+        "aten::index_put_ by a mask",
+    ]
     with pytest.raises((RuntimeError, NotImplementedError)), Waits():
         x[0].item()
     with pytest.raises((RuntimeError, NotImplementedError)), Waits():
@@ -134,7 +199,9 @@ def job_on_meta(flags: list[str], corpus: Path, cache: Path, patch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_step_reads_nothing_from_its_device(name: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_nothing_from_its_device(
+    name: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = job_on_meta(RUNS[name], corpus, tmp_path, monkeypatch).trainer
     trainer.log._sinks = ()
     trainer.train_step(stop=False)  # slopes and tables are made once
@@ -143,7 +210,9 @@ def test_a_step_reads_nothing_from_its_device(name: str, corpus: Path, tmp_path:
         for _ in range(2):
             trainer.train_step(stop=False)
             trainer.after_step()
-    assert waits.seen.total() > 500 and waits.seen["aten::mm.out"] + waits.seen["aten::mm.dtype_out"], "the backward was not seen"
+    assert waits.seen.total() > 500 and waits.seen["aten::mm.out"] + waits.seen["aten::mm.dtype_out"], (
+        "the backward was not seen"
+    )
     assert not waits.found, waits.found
     assert trainer.position.iteration == 3
 

@@ -1,4 +1,6 @@
-"""The sharded optimizer by apex: a stand-in for its extension trains as our own step does, and a poisoned step changes nothing."""
+"""The sharded optimizer by apex: a stand-in for its extension trains as our own step does, and a poisoned step changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def by_apex(case: Case) -> Rank:
     return rank
 
 
-@pytest.mark.parametrize("case", [Case(precision="bf16"), Case(precision="fp32", optimizer="adam", zero_stage=1)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "case", [Case(precision="bf16"), Case(precision="fp32", optimizer="adam", zero_stage=1)], ids=["bf16", "fp32"]
+)
 def test_it_trains_as_our_own(case: Case, calls: list[int]) -> None:
     ours, theirs = build(case), by_apex(case)
     for number in range(6):

@@ -24,13 +24,17 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
     for case in cases:
         here = build(case, grid)
         here.backward(0)
-        here.optimizer.step(0.05, torch.ones((), dtype=torch.float64), torch.tensor(False))  # no norm: its group is dp itself here
+        here.optimizer.step(
+            0.05, torch.ones((), dtype=torch.float64), torch.tensor(False)
+        )  # no norm: its group is dp itself here
         here.state.wait_parameters()
         results.append(
             {
                 "bytes": here.state.bytes(),
                 "dtypes": {column.value: stored.dtype for column, stored in here.state.columns.items()},
-                "parameters": sum(p.numel() for p in {id(p): p for chunk in here.chunks for p in chunk.parameters()}.values()),
+                "parameters": sum(
+                    p.numel() for p in {id(p): p for chunk in here.chunks for p in chunk.parameters()}.values()
+                ),
                 "padded": sum(bucket.layout.numel for bucket in here.state.buckets),
                 "largest": max(bucket.layout.numel for bucket in here.state.buckets),
                 "traffic": dict(here.grid.replicas.traffic),
@@ -57,9 +61,11 @@ def test_bytes_are_those_of_the_arithmetic(bucket_size: int) -> None:
             held = got["bytes"]
             optimizer = sum(held.get(column, 0) for column in ("master", "exp_avg", "exp_avg_sq"))
             total = got["padded"]
-            assert (held["parameter"], held["gradient"], optimizer) == (p * total * share[0], g * total * share[1], k * total * share[2]), (
-                case
-            )
+            assert (held["parameter"], held["gradient"], optimizer) == (
+                p * total * share[0],
+                g * total * share[1],
+                k * total * share[2],
+            ), case
             exact = (p * share[0] + g * share[1] + k * share[2]) * size
             assert exact <= sum(held.values()) <= exact + (p + g + k) * padding
 
@@ -94,7 +100,10 @@ def test_traffic_is_that_of_the_arithmetic(bucket_size: int) -> None:
 
 @pytest.mark.slow
 def test_zero_2_keeps_a_few_buckets_of_whole_gradients() -> None:
-    """During a backward with overlap; the toy's parameters all arrive in reverse order. None are kept by the other stages."""
+    """During a backward with overlap; the toy's parameters all arrive in reverse order.
+
+    None are kept by the other stages.
+    """
     for case, got in zip(cases(80), run_ranks(N, measure, cases(80))[0], strict=True):
         limit = 5 * got["largest"] * BYTES[case.precision][1]
         assert (0 < got["spare"] <= limit) if case.zero_stage == 2 else got["spare"] == 0, (case, got["spare"], limit)
@@ -102,7 +111,10 @@ def test_zero_2_keeps_a_few_buckets_of_whole_gradients() -> None:
 
 @pytest.mark.parametrize("wanted", ["bf16", "fp16", "fp32"])
 def test_fault_13_the_dtype_that_travels_is_the_one_asked_for(wanted: str) -> None:
-    """DS#5170: fp32 sums were reduced in bf16. Here fp32 travels unless a narrower dtype is asked for, and the sum stays fp32."""
+    """DS#5170: fp32 sums were reduced in bf16.
+
+    Here fp32 travels unless a narrower dtype is asked for, and the sum stays fp32.
+    """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
     asked = [Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=wanted) for stage in range(3)]
     for found in run_ranks(2, measure, asked):
@@ -112,7 +124,9 @@ def test_fault_13_the_dtype_that_travels_is_the_one_asked_for(wanted: str) -> No
 
 
 def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
-    """The first gradient after a reduction of 2 from the first rank and 2^-11 from the second: lost in bf16, kept in fp32."""
+    """The first gradient after a reduction of 2 from the first rank and 2^-11 from the second: lost in bf16, kept in
+    fp32.
+    """
     results, grid = [], build_grid(cases[0].axes)
     for case in cases:
         here = build(case, grid)
@@ -126,7 +140,11 @@ def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
 
 
 def test_fault_13_the_sum_is_that_of_the_dtype() -> None:
-    asked = [Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=dtype) for stage in range(3) for dtype in ("fp32", "bf16")]
+    asked = [
+        Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=dtype)
+        for stage in range(3)
+        for dtype in ("fp32", "bf16")
+    ]
     for found in run_ranks(2, reduce_tiny, asked):
         for case, (got,) in zip(asked, found, strict=True):
             assert got == (2.0 if case.grad_reduce_dtype == "bf16" else 2.0 + 2.0**-11), case

@@ -1,4 +1,6 @@
-"""Gradients that wait for the second part of a split backward: the same bits later, and nothing held that need not be."""
+"""Gradients that wait for the second part of a split backward: the same bits later, and nothing held
+that need not be.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ from megazero.train.probe import probe_batches
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 
-FLAGS = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 12 --vocab-size 101 --make-vocab-size-divisible-by 1"
+FLAGS = (
+    "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 12 --vocab-size 101 "
+    "--make-vocab-size-divisible-by 1"
+)
 TIED = "--position-embedding alibi --embedding-layernorm --hidden-dropout 0.1"
-UNTIED = "--untie-embeddings-and-output-weights --position-embedding rotary --norm rmsnorm --activation swiglu --num-query-groups 2"
+UNTIED = (
+    "--untie-embeddings-and-output-weights --position-embedding rotary --norm rmsnorm --activation swiglu "
+    "--num-query-groups 2"
+)
 
 
 def build(precision: str, zero_stage: int, tied: bool) -> tuple[Run, Stage, ModelState]:
@@ -73,8 +81,14 @@ def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() ->
     run, stage, state = build("bf16", 2, tied=False)
     reducer = state.reducer
     backward(stage, state, probe_batches(run, torch.device("cpu"))[0], reduce=False, defer=0)
-    tables = {i for i, bucket in enumerate(state.buckets) if any(entry.place.kind is Kind.EMBEDDING for entry in bucket.layout.entries)}
-    assert set(reducer._borrowed) == tables != set(range(len(state.buckets))), "no buffer of a bucket without a table is held"
+    tables = {
+        i
+        for i, bucket in enumerate(state.buckets)
+        if any(entry.place.kind is Kind.EMBEDDING for entry in bucket.layout.entries)
+    }
+    assert set(reducer._borrowed) == tables != set(range(len(state.buckets))), (
+        "no buffer of a bucket without a table is held"
+    )
     held = reducer._deferred[0, 0]
     kinds = [reducer.buckets[index].layout.entries[entry].place.kind for index, entry, _ in held]
     assert set(kinds) == {Kind.MATRIX, Kind.BIAS, Kind.NORM} and kinds.count(Kind.MATRIX) == 2 * 5

@@ -30,13 +30,17 @@ def weights_of(axes: Axes, cases: list[Case]) -> list[list[list[Piece]]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fault_02_03_all_replicas_stay_equal_bit_by_bit(precision: str) -> None:
     """MLM#656, BLOOM, DS PR#1801: with a maximum norm that clips every step, on dp, tp and both tied stages."""
-    cases = [Case(ALL_AXES, stage, 3, precision=precision, partial=p, clip=1e-3) for stage in STAGES for p in (False, True)]
+    cases = [
+        Case(ALL_AXES, stage, 3, precision=precision, partial=p, clip=1e-3) for stage in STAGES for p in (False, True)
+    ]
     for case, ranks in zip(cases, weights_of(ALL_AXES, cases), strict=True):
         whole = assemble(ranks, tolerance=0.0)
         names = [piece.place.name for pieces in ranks for piece in pieces]
         assert names.count("embedding.word.weight") == 8, "both stages hold a copy"
         expected = reference(case)["weights"]
-        assert worst_difference({n: t.double() for n, t in whole.items()}, expected)[0] < (1e-5 if precision == "fp32" else 0.05), case
+        assert worst_difference({n: t.double() for n, t in whole.items()}, expected)[0] < (
+            1e-5 if precision == "fp32" else 0.05
+        ), case
 
 
 def known_norms(rank: int, cases: list[Case]) -> list[float]:
@@ -60,10 +64,20 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [Axes(), Axes(tp=2), Axes(tp=4), Axes(pp=2), Axes(dp=4), ALL_AXES, Axes(pp=2, tp=3)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [Axes(), Axes(tp=2), Axes(tp=4), Axes(pp=2), Axes(dp=4), ALL_AXES, Axes(pp=2, tp=3)], ids=str
+)
 def test_fault_04_05_06_each_element_counts_once_in_the_norm(axes: Axes) -> None:
-    """MLM#7227, #7452, DS#5411, TT#596, #649: tied, replicated, sharded and partial parameters, all stages and chunks."""
-    cases = [Case(axes, s, virtual_stages=v, partial=p) for s in STAGES for v in (1, 2) for p in (False, True) if axes.pp > 1 or v == 1]
+    """MLM#7227, #7452, DS#5411, TT#596, #649: tied, replicated, sharded and partial parameters, all
+    stages and chunks.
+    """
+    cases = [
+        Case(axes, s, virtual_stages=v, partial=p)
+        for s in STAGES
+        for v in (1, 2)
+        for p in (False, True)
+        if axes.pp > 1 or v == 1
+    ]
     elements = sum(t.numel() for t in reference(Case(steps=0))["weights"].values())
     for found in run_ranks(axes.world_size, known_norms, cases):
         torch.testing.assert_close(found, [math.sqrt(elements)] * len(cases), rtol=1e-14, atol=0.0)
@@ -71,7 +85,9 @@ def test_fault_04_05_06_each_element_counts_once_in_the_norm(axes: Axes) -> None
 
 @pytest.mark.slow
 def test_fault_07_the_norm_of_bf16_does_not_depend_on_the_partition() -> None:
-    """TT#4135: 1.4453 and 1.4508. One sample a micro-batch, so that the 16-bit gradients are the same on all layouts."""
+    """TT#4135: 1.4453 and 1.4508. One sample a micro-batch, so that the 16-bit gradients are the same
+    on all layouts.
+    """
     norms = []
     for axes in (Axes(), Axes(tp=2), Axes(pp=2), Axes(dp=2), Axes(pp=2, dp=2)):
         base = Case(axes, precision="bf16", steps=1, accumulation=12 // axes.dp, tied=False)
@@ -82,10 +98,14 @@ def test_fault_07_the_norm_of_bf16_does_not_depend_on_the_partition() -> None:
 
 @pytest.mark.slow
 def test_fault_09_16_18_gradients_do_not_depend_on_how_samples_are_dealt_out() -> None:
-    """DS#8152, #8154, #7773, #5118, #5555: stages x micro-batches, a number of samples that divides by neither, dp and tp."""
+    """DS#8152, #8154, #7773, #5118, #5555: stages x micro-batches, a number of samples that divides by neither, dp and
+    tp.
+    """
     expected = reference(Case(steps=1, samples=13))
     for axes in (Axes(), Axes(pp=2), Axes(pp=4), Axes(dp=3), Axes(dp=2, tp=2), Axes(tp=4)):
-        partials = (False, True) if axes.tp > 1 else (False,)  # sequence parallel: what each tp rank has is a part of the sum
+        partials = (
+            (False, True) if axes.tp > 1 else (False,)
+        )  # sequence parallel: what each tp rank has is a part of the sum
         cases = [Case(axes, s, n, partial=p, steps=1, samples=13) for s in STAGES for n in (1, 4, 16) for p in partials]
         ranks = run_ranks(axes.world_size, train_all, cases)
         for i, case in enumerate(cases):
@@ -107,14 +127,18 @@ def whole_gradients(rank: int, cases: list[Case]) -> list[list[torch.Tensor]]:
 
 def test_fault_10_the_last_micro_batch_is_in_the_reduction() -> None:
     """DS#7985: under ZeRO-0 the accumulators of all dp ranks are identical; that they are right is test_parity's."""
-    first, *others = run_ranks(3, whole_gradients, [Case(Axes(dp=3), 0, accumulation=batches, precision="fp32") for batches in (1, 3)])
+    first, *others = run_ranks(
+        3, whole_gradients, [Case(Axes(dp=3), 0, accumulation=batches, precision="fp32") for batches in (1, 3)]
+    )
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_fault_12_bf16_without_zero_follows_fp32() -> None:
-    """DS#7837, #7839: two steps without clipping, with sgd, which would show any factor; gradients are right to bf16's 8 bits."""
+    """DS#7837, #7839: two steps without clipping, with sgd, which would show any factor; gradients are right to bf16's
+    8 bits.
+    """
     for axes in (Axes(), Axes(dp=2)):
         cases = [Case(axes, 0, 2, precision=p, steps=2, optimizer="sgd", clip=0.0) for p in ("bf16", "fp32")]
         ranks = run_ranks(axes.world_size, train_all, cases)
@@ -203,7 +227,11 @@ def test_fault_15_one_ranks_overflow_skips_the_step_on_all() -> None:
     """DS#7568, #7580, #8035: on a rank of each axis; the scale halves once, no bit of the state changes."""
     victims = [0, 1, 2, 4, 7]
     values = {"fp16": math.inf, "bf16": math.inf, "fp32": math.nan}
-    cases = [(Case(ALL_AXES, s, accumulation=2, precision=p, bucket_size=100), bad) for s in STAGES for p, bad in values.items()]
+    cases = [
+        (Case(ALL_AXES, s, accumulation=2, precision=p, bucket_size=100), bad)
+        for s in STAGES
+        for p, bad in values.items()
+    ]
     expected = [{"victim": v, "skipped": True, "same": True, "scale": 0.5} for v in victims]
     for found in run_ranks(8, overflows, cases, victims):
         for case, results in zip(cases, found, strict=True):
@@ -224,7 +252,9 @@ def uneven(rank: int, cases: list[Case]) -> list[bool]:
 
 @pytest.mark.slow
 def test_fault_19_forward_waits_for_the_parameters_it_reads() -> None:
-    cases = [Case(Axes(dp=3), stage, precision="fp32", bucket_size=size) for stage in (1, 2) for size in (1, 60, 10_000)]
+    cases = [
+        Case(Axes(dp=3), stage, precision="fp32", bucket_size=size) for stage in (1, 2) for size in (1, 60, 10_000)
+    ]
     assert run_ranks(3, uneven, cases) == [[True] * len(cases)] * 3
 
 
@@ -250,7 +280,9 @@ def test_gathers_overlap_the_next_forward_only_where_asked() -> None:
 
 
 def launches(rank: int, case: Case) -> list[tuple[int, bool]]:
-    """(bucket, whether backward was still running) for each reduction of a step; rank 1's gradients arrive in another order."""
+    """(bucket, whether backward was still running) for each reduction of a step; rank 1's gradients arrive in another
+    order.
+    """
     here = build(case)
     units = here.chunks[0].units()
     log: list[tuple[int, bool]] = []
@@ -293,7 +325,11 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
             box = [j - i for i, j in fragment.place.box]
             values = torch.zeros(fragment.place.shape, dtype=torch.float64)
             values.flatten().copy_(torch.arange(values.numel()) % 64)
-            local = values[tuple(slice(i, j) for i, j in fragment.place.box)].reshape(box).flatten()[fragment.start : fragment.stop]
+            local = (
+                values[tuple(slice(i, j) for i, j in fragment.place.box)]
+                .reshape(box)
+                .flatten()[fragment.start : fragment.stop]
+            )
             fragment.weight.copy_(local)
             fragment.exp_avg.copy_(local + 1)
             assert fragment.exp_avg_sq is not None
@@ -304,7 +340,9 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
             weights, first, second = state.weights, state.columns[Column.EXP_AVG], state.columns[Column.EXP_AVG_SQ]
             for piece in bucket.layout.pieces(*first.range_of(index)):
                 at = index, piece.offset, piece.offset + piece.numel
-                assert torch.equal(first.view(*at), weights.view(*at) + 1) and torch.equal(second.view(*at), weights.view(*at) + 2)
+                assert torch.equal(first.view(*at), weights.view(*at) + 1) and torch.equal(
+                    second.view(*at), weights.view(*at) + 2
+                )
         results.append(here.values())
     return results
 
@@ -335,7 +373,10 @@ def test_initial_weights_are_the_same_on_every_layout() -> None:
             whole = assemble(results[i] for results in ranks)
             for name, tensor in whole.items():
                 target = expected[name]
-                assert torch.equal(tensor, target.float().bfloat16() if case.precision == "bf16" else target), (case, name)
+                assert torch.equal(tensor, target.float().bfloat16() if case.precision == "bf16" else target), (
+                    case,
+                    name,
+                )
 
 
 def test_a_late_gradient_is_an_error() -> None:

@@ -27,7 +27,10 @@ def bias(name: str, n: int) -> Place:
 
 def places_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[Place]]]:
     tp = Group(tuple(range(case.axes.tp)), tp_index, None)
-    return [[[place_of(p) for p in unit.parameters()] for unit in chunk.units()] for chunk in build_chunks(case, pp_index, tp)]
+    return [
+        [[place_of(p) for p in unit.parameters()] for unit in chunk.units()]
+        for chunk in build_chunks(case, pp_index, tp)
+    ]
 
 
 def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
@@ -80,11 +83,16 @@ def test_the_tied_embedding_has_a_bucket_of_its_own() -> None:
 def test_padding_is_in_no_piece() -> None:
     word = shard("word", (11, 3), Kind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
     (bucket,) = pack([[[word, bias("b", 2)]]], 1, 1000)
-    assert [(p.place.name, p.start, p.stop, p.offset) for p in bucket.pieces(0, bucket.numel)] == [("word", 0, 9, 0), ("b", 0, 2, 24)]
+    assert [(p.place.name, p.start, p.stop, p.offset) for p in bucket.pieces(0, bucket.numel)] == [
+        ("word", 0, 9, 0),
+        ("b", 0, 2, 24),
+    ]
     assert [(p.start, p.stop, p.offset) for p in bucket.pieces(5, 12)] == [(5, 9, 5)]
 
 
-@pytest.mark.parametrize("axes", [Axes(), Axes(dp=4), Axes(pp=2, dp=2, tp=2), Axes(pp=3, dp=3), Axes(pp=2, tp=3)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [Axes(), Axes(dp=4), Axes(pp=2, dp=2, tp=2), Axes(pp=3, dp=3), Axes(pp=2, tp=3)], ids=str
+)
 def test_every_element_is_owned_once(axes: Axes) -> None:
     """Over all ranks; replicas over tp once per tp rank, the tied embedding once although two stages hold it."""
     case = Case(axes, virtual_stages=2)
@@ -94,7 +102,9 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
         for _, piece in owned_pieces(places_of(case, at.pp, at.tp), axes, at, 50):
             replica = -1 if piece.place.tp_sharded else at.tp
             owned.setdefault((piece.place.name, piece.place.box, replica), []).append((piece.start, piece.stop))
-    names = {unit_place.name for chunk in build_chunks(Case(), 0, solo()) for unit_place in map(place_of, chunk.parameters())}
+    names = {
+        unit_place.name for chunk in build_chunks(Case(), 0, solo()) for unit_place in map(place_of, chunk.parameters())
+    }
     assert {name for name, _, _ in owned} == names
     for (name, box, _), ranges in owned.items():
         ranges.sort()
@@ -137,10 +147,16 @@ def test_fault_21_norms_and_biases_are_not_decayed() -> None:
 
 def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
     """The asserted list, of the real model: GPT-2 with learned positions and BLOOM with its embedding's LayerNorm."""
-    common = {f"blocks.0.{m}.weight" for m in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")} | {"embedding.word.weight"}
+    common = {f"blocks.0.{m}.weight" for m in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")} | {
+        "embedding.word.weight"
+    }
     plain = {f"blocks.0.{m}.bias" for m in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")}
-    plain |= {f"{n}.{p}" for n in ("blocks.0.attention_norm", "blocks.0.mlp_norm", "head.norm") for p in ("weight", "bias")}
-    small = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, seq_length=5, make_vocab_size_divisible_by=4)
+    plain |= {
+        f"{n}.{p}" for n in ("blocks.0.attention_norm", "blocks.0.mlp_norm", "head.norm") for p in ("weight", "bias")
+    }
+    small = ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, seq_length=5, make_vocab_size_divisible_by=4
+    )
     gpt = replace(small, position_embedding="learned")
     bloom = replace(small, position_embedding="alibi", embedding_layernorm=True)
     for model, more, fewer in (
@@ -172,9 +188,14 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
     layouts = []
     for index in range(tp):
         group = Group(tuple(range(tp)), index, None)
-        stage = Stage(ModelLayout(model, group, torch.float32, device=torch.device("meta"), sequence_parallel=True), whole_model(model))
+        stage = Stage(
+            ModelLayout(model, group, torch.float32, device=torch.device("meta"), sequence_parallel=True),
+            whole_model(model),
+        )
         places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
-        layouts.append([[(e.place.name, e.offset, e.place.tp_partial) for e in bucket.entries] for bucket in pack(places, 4, 2000)])
+        layouts.append(
+            [[(e.place.name, e.offset, e.place.tp_partial) for e in bucket.entries] for bucket in pack(places, 4, 2000)]
+        )
     assert all(layout == layouts[0] for layout in layouts)
     assert any(partial for bucket in layouts[0] for _, _, partial in bucket)
     beside = [[name for name, _, _ in bucket] for bucket in layouts[0]]

@@ -25,11 +25,17 @@ def train_on(axes: Axes, cases: list[Case]) -> Iterable[tuple[Case, list[dict[st
 def check(axes: Axes, cases: list[Case]) -> None:
     for case, ranks in train_on(axes, cases):
         expected = reference(case)
-        assert worst_difference(joined(rank["gradients"] for rank in ranks), expected["gradients"], floor=0.0)[0] < 1e-13, case
+        assert (
+            worst_difference(joined(rank["gradients"] for rank in ranks), expected["gradients"], floor=0.0)[0] < 1e-13
+        ), case
         for rank in ranks:
             torch.testing.assert_close(rank["norms"], expected["norms"], rtol=1e-12, atol=0.0, msg=str(case))
-        assert worst_difference(assemble(rank["weights"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10, case
-        assert worst_difference(joined(rank["fragments"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10, case
+        assert (
+            worst_difference(assemble(rank["weights"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10
+        ), case
+        assert (
+            worst_difference(joined(rank["fragments"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10
+        ), case
 
 
 @pytest.mark.slow
@@ -42,15 +48,22 @@ def test_data_parallel(dp: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=2, dp=3)], ids=str)
 def test_fault_01_tied_embedding_is_summed_over_both_stages(axes: Axes) -> None:
-    """MLM#844: the embedding's gradient is that of one process on every rank that owns a part of it. Middle ranks have none."""
+    """MLM#844: the embedding's gradient is that of one process on every rank that owns a part of it.
+
+    Middle ranks have none.
+    """
     check(axes, [Case(axes, stage, accumulation=2, blocks=5) for stage in STAGES])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [Axes(tp=2), Axes(tp=2, dp=2), Axes(pp=2, dp=2, tp=2), Axes(tp=3, dp=2)], ids=str)
 def test_fault_08_partial_gradients_are_summed_over_tp(axes: Axes) -> None:
-    """MLM#1446, NEOX#1259, #1281: sharded, replicated and (sequence parallel) partial parameters; tp 2 inside a world of 4 and 8."""
-    check(axes, [Case(axes, stage, accumulation=3, partial=partial) for stage, partial in product(STAGES, (False, True))])
+    """MLM#1446, NEOX#1259, #1281: sharded, replicated and (sequence parallel) partial parameters; tp 2 inside a world
+    of 4 and 8.
+    """
+    check(
+        axes, [Case(axes, stage, accumulation=3, partial=partial) for stage, partial in product(STAGES, (False, True))]
+    )
 
 
 @pytest.mark.parametrize("axes", [Axes(), Axes(dp=2), Axes(pp=2, dp=2)], ids=str)
@@ -74,7 +87,13 @@ def test_other_optimizers() -> None:
 def test_bucket_sizes() -> None:
     """One parameter a bucket, and all in one; neither divides by 4."""
     axes = Axes(dp=4)
-    check(axes, [Case(axes, stage, accumulation=2, bucket_size=size, tied=False) for stage, size in product(STAGES, (1, 100_000))])
+    check(
+        axes,
+        [
+            Case(axes, stage, accumulation=2, bucket_size=size, tied=False)
+            for stage, size in product(STAGES, (1, 100_000))
+        ],
+    )
 
 
 @pytest.mark.slow
@@ -82,7 +101,10 @@ def test_bucket_sizes() -> None:
 def test_fault_19_overlap_changes_no_bit(carrier: str) -> None:
     """DS#8061, #8080. Where collectives run beside the backward: gloo's own, and such as come as late as they may."""
     axes = Axes(pp=2, dp=2)
-    cases = [Case(axes, stage, accumulation=3, precision=precision) for stage, precision in product(STAGES, ("fp32", "bf16", "fp64"))]
+    cases = [
+        Case(axes, stage, accumulation=3, precision=precision)
+        for stage, precision in product(STAGES, ("fp32", "bf16", "fp64"))
+    ]
     overlapped = run_ranks(4, train_late, cases) if carrier == "late" else run_ranks(4, train_all, cases, False)
     plain = run_ranks(4, train_all, [replace(case, overlap=False) for case in cases], carrier == "late")
     for ours, theirs in zip(overlapped, plain, strict=True):

@@ -1,4 +1,5 @@
-"""A model whose gradients are known: every parameter w has the loss sum(a w + b w^2 / 2), a and b random by name and sample.
+"""A model whose gradients are known: every parameter w has the loss sum(a w + b w^2 / 2), a and b random by name and
+sample.
 
 Nothing passes between units, so a stage of a pipeline or a tp rank runs by itself, and the whole is a sum that one
 process can do: `reference` trains it with torch.optim. Parameters cover every kind of place: sharded along either
@@ -56,7 +57,9 @@ class Case:
 
 
 def _coefficients(name: str, role: str, sample: int) -> Callable[[Place], tuple[Tensor, Tensor]]:
-    """The box of a (any sign) and b (positive) for one sample; a function so that nothing global is drawn for a rank without it."""
+    """The box of a (any sign) and b (positive) for one sample; a function so that nothing global is drawn for a rank
+    without it.
+    """
 
     def boxed(place: Place) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {role} {sample}".encode()))
@@ -148,7 +151,13 @@ def build_chunks(case: Case, pp_index: int, tp: Group) -> list[Chunk]:
         if number == 0:
             word = parameter(_word_place(tp, across))
             position = parameter(
-                shard("embedding.position.weight", (5, HIDDEN), Kind.EMBEDDING, std=0.5, tp_partial=case.partial and tp.size > 1)
+                shard(
+                    "embedding.position.weight",
+                    (5, HIDDEN),
+                    Kind.EMBEDDING,
+                    std=0.5,
+                    tp_partial=case.partial and tp.size > 1,
+                )
             )
             units.append(Unit([word, position], "embedding", tp))
         units += [block(i) for i in range(case.blocks * number // parts, case.blocks * (number + 1) // parts)]
@@ -169,7 +178,9 @@ class Rank:
     optimizer: ShardedOptimizer
 
     def backward(self, step: int) -> None:
-        """All micro-batches of a step, the schedule of chunks last to first within each; ends with the reduced gradients."""
+        """All micro-batches of a step, the schedule of chunks last to first within each; ends with the reduced
+        gradients.
+        """
         case, count = self.case, self.case.accumulation
         every = case.zero_stage >= 2 if case.reduce_every is None else case.reduce_every
         mine = sample_numbers(case, step)[self.grid.replicas.index :: self.grid.replicas.size]
@@ -225,7 +236,10 @@ def configs(case: Case) -> tuple[OptimizerConfig, ParallelConfig]:
 
 
 def build(case: Case, grid: ProcessGrid | None = None) -> Rank:
-    """This rank's part of the toy, initialised. A world has one grid: torch cannot make the same local groups twice on some of its ranks."""
+    """This rank's part of the toy, initialised.
+
+    A world has one grid: torch cannot make the same local groups twice on some of its ranks.
+    """
     grid = grid or build_grid(case.axes)
     for group in (grid.world, grid.tp, grid.pp, grid.replicas, grid.tied):
         if group is not None:
@@ -321,7 +335,9 @@ def train_late(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def poison(state: ModelState) -> None:
-    """NaN into all memory whose content must not matter between steps: gradients, spare buffers, unused tails of weights."""
+    """NaN into all memory whose content must not matter between steps: gradients, spare buffers, unused tails of
+    weights.
+    """
     for index, bucket in enumerate(state.buckets):
         state.columns[Column.GRADIENT].held(index).fill_(torch.nan)
         state.wait_parameters()

@@ -1,4 +1,5 @@
-"""Writing a safetensors file as a stream: the header is known before the values are, so that one tensor at a time is in memory.
+"""Writing a safetensors file as a stream: the header is known before the values are, so that one tensor at a time is in
+memory.
 
 The safetensors library wants all tensors of a file at once; what is written here it opens.
 """
@@ -42,15 +43,22 @@ class Slot(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write the tensors, in the order of the slots and of their shapes, converted to their dtypes; and sync the file to disk.
+def write_safetensors(
+    path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write the tensors, in the order of the slots and of their shapes, converted to their dtypes; and sync the file to
+    disk.
 
     Values are taken from `tensors` one at a time. Raises OSError, FileExistsError among them.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for slot in slots:
-        header[slot.key] = {"dtype": CODES[slot.dtype], "shape": list(slot.shape), "data_offsets": [offset, offset + slot.nbytes]}
+        header[slot.key] = {
+            "dtype": CODES[slot.dtype],
+            "shape": list(slot.shape),
+            "data_offsets": [offset, offset + slot.nbytes],
+        }
         offset += slot.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -65,7 +73,9 @@ def write_safetensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tenso
 
 
 def flat_pieces(tensor: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:
-    """The values in row-major order as contiguous 1-D pieces of at most `BLOCK` elements, in this dtype; a strided view is never copied whole."""
+    """The values in row-major order as contiguous 1-D pieces of at most `BLOCK` elements, in this dtype; a strided view
+    is never copied whole.
+    """
     if tensor.is_contiguous():
         for piece in tensor.detach().reshape(-1).split(BLOCK):
             yield piece.to(dtype)

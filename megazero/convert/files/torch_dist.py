@@ -1,7 +1,9 @@
-"""Reading checkpoints of torch.distributed.checkpoint: a pickle `.metadata` that says which pieces a tensor has and where they lie.
+"""Reading checkpoints of torch.distributed.checkpoint: a pickle `.metadata` that says which pieces a tensor has and
+where they lie.
 
-A piece is a file of torch.save in itself, at an offset of a `.distcp` file. Facts: torch/distributed/checkpoint/{metadata,filesystem}.py.
-Only what is asked for is read, and only from the pieces that it touches.
+A piece is a file of torch.save in itself, at an offset of a `.distcp` file. Facts:
+torch/distributed/checkpoint/{metadata,filesystem}.py. Only what is asked for is read, and only from the pieces that it
+touches.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ class DistributedCheckpoint:
         places = metadata.get("storage_data") if isinstance(metadata, Record) else None
         if not isinstance(described, dict) or not isinstance(places, dict):
             raise ConversionError(f"{folder / METADATA} does not describe a checkpoint of torch.distributed")
-        infos = {(key.get("fqn"), tuple(key.get("offset") or ())): info for key, info in places.items() if isinstance(key, Record)}
+        infos = {
+            (key.get("fqn"), tuple(key.get("offset") or ())): info
+            for key, info in places.items()
+            if isinstance(key, Record)
+        }
         self.tensors: dict[str, Stored] = {}
         self.objects: list[str] = []
         problems: list[str] = []
@@ -96,7 +102,9 @@ class DistributedCheckpoint:
         wanted = box or tuple((0, n) for n in stored.shape)
         touched = [(piece, common) for piece in stored.pieces if (common := meet(piece.box, wanted)) is not None]
         if sum(_numel(common) for _, common in touched) != _numel(wanted):
-            raise ConversionError(f"{self.folder}: the pieces of {name} do not cover {_words(wanted)} of {list(stored.shape)} just once")
+            raise ConversionError(
+                f"{self.folder}: the pieces of {name} do not cover {_words(wanted)} of {list(stored.shape)} just once"
+            )
         if len(touched) == 1:
             return self._part(name, *touched[0], stored.dtype)
         whole = torch.empty([stop - start for start, stop in wanted], dtype=stored.dtype)
@@ -133,17 +141,24 @@ def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]
         if info is None:
             raise ConversionError(f"the piece of {name} at {list(offsets)} is in no file")
         if info.get("transform_descriptors"):
-            raise ConversionError(f"{name} is stored through {', '.join(map(str, info.get('transform_descriptors')))}, which is not read")
+            raise ConversionError(
+                f"{name} is stored through {', '.join(map(str, info.get('transform_descriptors')))}, which is not read"
+            )
         file = str(info.get("relative_path"))
         if not is_bare(file):
             raise ConversionError(f"{name} is said to be in {file[:80]!r}, which is no file of the checkpoint's folder")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        if not _are_sizes(offsets) or not _are_sizes(sizes) or any(stop > n for (_, stop), n in zip(box, shape, strict=True)):
+        if (
+            not _are_sizes(offsets)
+            or not _are_sizes(sizes)
+            or any(stop > n for (_, stop), n in zip(box, shape, strict=True))
+        ):
             raise ConversionError(f"a piece of {name} reaches beyond its shape {list(shape)}")
         offset, length = info.get("offset"), info.get("length")
         if not (_are_sizes((offset,)) and _are_sizes((length,))) or _numel(box) * dtype.itemsize > length:
             raise ConversionError(
-                f"the piece of {name} at {list(offsets)} is said to lie in {shown(length)} bytes at {shown(offset)} of {file}"
+                f"the piece of {name} at {list(offsets)} is said to lie in {shown(length)} bytes at {shown(offset)} of "
+                f"{file}"
             )
         pieces.append(Piece(box, file, offset, length))
     return Stored(shape, dtype, tuple(pieces))
@@ -174,7 +189,8 @@ def _words(box: Box) -> str:
 
 
 def fragments(stored: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """How Megatron-core has cut a tensor of this shape whose shards it stores flat: along each axis into so many; None where it is no such tensor.
+    """How Megatron-core has cut a tensor of this shape whose shards it stores flat: along each axis into so many; None
+    where it is no such tensor.
 
     A tensor [X, Y] in shards [x, y] is stored as [X/x, Y/y, x y].
     """

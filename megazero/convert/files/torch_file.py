@@ -1,7 +1,7 @@
 """Reading files of torch.save: tensors are views of the mapped file, the pickle inside is read by a restricted machine.
 
-A file is a zip archive, uncompressed: `<any>/data.pkl`, `<any>/byteorder`, and storage N in `<any>/data/N`. The same lies at an
-offset of other files (torch's distributed checkpoints).
+A file is a zip archive, uncompressed: `<any>/data.pkl`, `<any>/byteorder`, and storage N in `<any>/data/N`. The same
+lies at an offset of other files (torch's distributed checkpoints).
 """
 
 from __future__ import annotations
@@ -32,28 +32,35 @@ _AGAIN = "open it with torch.load where it was written and torch.save it again"
 def read_torch_file(path: Path, known: Iterable[str] = (), offset: int = 0, length: int | None = None) -> Any:
     """What torch.save wrote: dictionaries, lists, numbers, tensors; known classes as `unpickle.Record`.
 
-    Tensors are views of a private mapping of the file: they cost no memory until read, share a storage where the file's do, and must
-    not be written into. The mapping lives as long as one of them.
+    Tensors are views of a private mapping of the file: they cost no memory until read, share a storage where the file's
+    do, and must not be written into. The mapping lives as long as one of them.
 
     known    dotted names of classes that become records, as patterns ("megatron.*")
     offset, length  where in the file the archive lies, if it is not the whole of it
 
-    Raises ConversionError for a global that is not known, for legacy, compressed, big-endian and TorchScript files, and for a file that
-    is not whole.
+    Raises ConversionError for a global that is not known, for legacy, compressed, big-endian and TorchScript files, and
+    for a file that is not whole.
     """
     archive = _Archive(path, offset, length)
     return unpickle(archive.pickle, str(path), torch_table(), known, partial(_storage, archive, {}))
 
 
 def read_torch_rows(path: Path, start: int, stop: int, offset: int = 0, length: int | None = None) -> Tensor:
-    """Indices start .. stop of the first axis of the only tensor in a file, or in an archive inside it: [stop - start, ...].
+    """Indices start .. stop of the first axis of the only tensor in a file, or in an archive inside it: [stop - start,
+    ...].
 
-    Of a tensor that lies in the file contiguously nothing else is touched, aligned or not. Raises ConversionError as `read_torch_file`.
+    Of a tensor that lies in the file contiguously nothing else is touched, aligned or not. Raises ConversionError as
+    `read_torch_file`.
     """
     archive = _Archive(path, offset, length)
     keys: list[str] = []
     hollow = unpickle(archive.pickle, str(path), torch_table(), (), partial(_hollow, archive, keys))
-    if not isinstance(hollow, Tensor) or len(keys) != 1 or not hollow.dim() or not 0 <= start <= stop <= hollow.shape[0]:
+    if (
+        not isinstance(hollow, Tensor)
+        or len(keys) != 1
+        or not hollow.dim()
+        or not 0 <= start <= stop <= hollow.shape[0]
+    ):
         raise ConversionError(f"{path} holds no one tensor with indices {start} to {stop} at {offset}")
     if not hollow.is_contiguous():
         whole: Tensor = read_torch_file(path, (), offset, length)
@@ -86,7 +93,9 @@ class _Archive:
         self.region = whole[offset:stop]
         self.entries = self._entries()
         if "data.pkl" not in self.entries or "constants.pkl" in self.entries:
-            raise ConversionError(f"{path} is a zip file, but not one of torch.save (a TorchScript archive, perhaps): {_AGAIN}")
+            raise ConversionError(
+                f"{path} is a zip file, but not one of torch.save (a TorchScript archive, perhaps): {_AGAIN}"
+            )
         if "byteorder" in self.entries and bytes(self.data("byteorder")).strip() != b"little":
             raise ConversionError(f"{path} was written on a big-endian machine: {_AGAIN} on a little-endian one")
 
@@ -97,7 +106,9 @@ class _Archive:
             with zipfile.ZipFile(io.BufferedReader(_Region(self.region))) as opened:
                 infos = opened.infolist()
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-            raise ConversionError(f"{self.path} is no whole file of torch.save ({error}): {len(self.region)} bytes") from error
+            raise ConversionError(
+                f"{self.path} is no whole file of torch.save ({error}): {len(self.region)} bytes"
+            ) from error
         return {info.filename.partition("/")[2] or info.filename: info for info in infos}
 
     def data(self, name: str) -> memoryview:
@@ -119,7 +130,9 @@ class _Archive:
     def pickle(self) -> bytes:
         data = self.data("data.pkl")
         if len(data) > BOUNDS.manifest:
-            raise ConversionError(f"{self.path}: the pickle inside has {len(data):,} bytes, more than {BOUNDS.manifest:,}")
+            raise ConversionError(
+                f"{self.path}: the pickle inside has {len(data):,} bytes, more than {BOUNDS.manifest:,}"
+            )
         return bytes(data)
 
 
@@ -152,7 +165,9 @@ def _storage(archive: _Archive, done: dict[tuple[str, StorageKind], Storage], pi
         dtype = kind.dtype or torch.uint8
         data = archive.data(f"data/{key}")
         if numel * dtype.itemsize > len(data):
-            raise ConversionError(f"{archive.path}: storage {key} has {len(data)} bytes, too few for {numel} elements of {dtype}")
+            raise ConversionError(
+                f"{archive.path}: storage {key} has {len(data)} bytes, too few for {numel} elements of {dtype}"
+            )
         done[key, kind] = Storage(_flat(data[: numel * dtype.itemsize], dtype), kind)
     return done[key, kind]
 

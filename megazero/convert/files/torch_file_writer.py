@@ -1,7 +1,8 @@
 """Writing files that torch.load opens, as a stream: the structure first, then the elements of its tensors as they come.
 
-A file's tensors are announced (`Hollow`) and given afterwards, in pieces of any size, so that several files can be filled from one tensor and none
-is ever held whole. The pickle is written here, instruction by instruction: it may then name classes that are not installed.
+A file's tensors are announced (`Hollow`) and given afterwards, in pieces of any size, so that several files can be
+filled from one tensor and none is ever held whole. The pickle is written here, instruction by instruction: it may then
+name classes that are not installed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class Hollow:
 
 
 class TorchFileWriter:
-    """A file of torch.save that is being written; a context manager. Leaving it before all tensors are full is an error.
+    """A file of torch.save that is being written; a context manager. Leaving it before all tensors are full is an
+    error.
 
-    structure: dictionaries, lists, tuples, numbers, strings, torch dtypes and sizes, `Record`s (as objects of the classes they
-    name), tensors and `Hollow`s. `feed` takes the hollow ones' elements in the order in which they stand in the structure; every tensor
-    has a storage of its own.
+    structure: dictionaries, lists, tuples, numbers, strings, torch dtypes and sizes, `Record`s (as objects of the
+    classes they name), tensors and `Hollow`s. `feed` takes the hollow ones' elements in the order in which they stand
+    in the structure; every tensor has a storage of its own.
     """
 
     def __init__(self, path: Path, structure: Any) -> None:
@@ -62,9 +64,14 @@ class TorchFileWriter:
             opened.pop_all()
 
     def feed(self, piece: Tensor) -> None:
-        """The next elements of the current tensor, [any], rounded to its dtype. A piece ends where a tensor ends, or before."""
+        """The next elements of the current tensor, [any], rounded to its dtype.
+
+        A piece ends where a tensor ends, or before.
+        """
         assert self._entry is not None, f"{self._path}: all tensors are full"
-        assert piece.numel() <= self._missing, f"{self._path}: {piece.numel()} elements where {self._missing} are missing"
+        assert piece.numel() <= self._missing, (
+            f"{self._path}: {piece.numel()} elements where {self._missing} are missing"
+        )
         _pour(piece, self._entry, self._hollow.dtype)
         self._missing -= piece.numel()
         if not self._missing:
@@ -118,7 +125,9 @@ def write_torch_file(path: Path, structure: Any) -> None:
 
 
 def _pour(tensor: Tensor, entry: IO[bytes], dtype: torch.dtype) -> None:
-    """A tensor's elements, a few MiB at a time: one that is not contiguous or of another dtype is never copied whole."""
+    """A tensor's elements, a few MiB at a time: one that is not contiguous or of another dtype is
+    never copied whole.
+    """
     parts = tensor.reshape(-1) if tensor.is_contiguous() or tensor.dim() < 2 else tensor
     step = max(1, _PIECE // max(1, parts[:1].numel() * dtype.itemsize))
     for start in range(0, parts.shape[0], step):

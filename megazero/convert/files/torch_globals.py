@@ -1,7 +1,9 @@
-"""The names that torch.save writes, and what stands behind each when we read: tensors, numpy's arrays, a few containers.
+"""The names that torch.save writes, and what stands behind each when we read: tensors, numpy's arrays, a few
+containers.
 
-None of torch's or numpy's own functions is called with what a file says: `as_strided` reads beyond a storage, a crafted `numpy.dtype` takes
-bytes for pointers, `bytearray` makes as much as it is told. Each function here looks at its arguments first.
+None of torch's or numpy's own functions is called with what a file says: `as_strided` reads beyond a storage, a crafted
+`numpy.dtype` takes bytes for pointers, `bytearray` makes as much as it is told. Each function here looks at its
+arguments first.
 """
 
 from __future__ import annotations
@@ -127,12 +129,16 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tenso
     return _view(storage.flat, offset, size, stride)
 
 
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, hooks: Any = None, flags: Any = None) -> Tensor:
+def _tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, hooks: Any = None, flags: Any = None
+) -> Tensor:
     _expect(not flags or not any(flags.values()), "a conjugate or negative tensor's flag")
     return _tensor(storage, offset, size, stride)
 
 
-def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, flags: Any = None) -> Tensor:
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, flags: Any = None
+) -> Tensor:
     _expect(isinstance(storage, Storage) and isinstance(dtype, torch.dtype), "a tensor's storage")
     _expect(not flags or not any(flags.values()), "a conjugate or negative tensor's flag")
     flat = storage.flat.view(torch.uint8)
@@ -141,15 +147,21 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hoo
 
 def _view(flat: Tensor, offset: Any, size: Any, stride: Any) -> Tensor:
     steps = isinstance(stride, tuple) and all(type(n) is int and 0 <= n < BOUNDS.elements for n in stride)
-    _expect(type(offset) is int and offset >= 0 and _are_sizes(size) and steps and len(size) == len(stride), "a tensor's size or stride")
+    _expect(
+        type(offset) is int and offset >= 0 and _are_sizes(size) and steps and len(size) == len(stride),
+        "a tensor's size or stride",
+    )
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if math.prod(size) == 0:
         return flat.new_empty(size)
     if last >= flat.numel():
-        raise ConversionError(f"a tensor of size {tuple(size)} at offset {offset} reaches beyond its storage of {flat.numel()} elements")
+        raise ConversionError(
+            f"a tensor of size {tuple(size)} at offset {offset} reaches beyond its storage of {flat.numel()} elements"
+        )
     if math.prod(size) > flat.numel() + BOUNDS.repeated:
         raise ConversionError(
-            f"a tensor of size {tuple(size)} repeats a storage of {flat.numel()} elements: it would be more than the file holds"
+            f"a tensor of size {tuple(size)} repeats a storage of {flat.numel()} elements: it would be more than the "
+            "file holds"
         )
     return flat.as_strided(size, stride, offset)
 
@@ -161,7 +173,10 @@ def _parameter(data: Any, *_: Any) -> Tensor:
 
 def _from_type(maker: Any, kind: Any, args: Any, *_: Any) -> Tensor:
     """A tensor that carries attributes; they are dropped."""
-    _expect(isinstance(maker, Allowed) and maker.call in (_tensor_v2, _tensor_v3) and isinstance(args, tuple), "a tensor with attributes")
+    _expect(
+        isinstance(maker, Allowed) and maker.call in (_tensor_v2, _tensor_v3) and isinstance(args, tuple),
+        "a tensor with attributes",
+    )
     return maker.call(*args)
 
 
@@ -178,7 +193,10 @@ def _bytes(data: Any = b"", *_: Any) -> bytes:
 
 def _set(items: Any = ()) -> set[Any]:
     _expect(isinstance(items, list | tuple), "a set")
-    _expect(all(isinstance(item, str | bytes | int | float | None | Record | torch.dtype) for item in items), "a set's element")
+    _expect(
+        all(isinstance(item, str | bytes | int | float | None | Record | torch.dtype) for item in items),
+        "a set's element",
+    )
     return set(items)
 
 
@@ -191,7 +209,9 @@ def _mapping(*args: Any) -> StateDict:
     """OrderedDict(), also OrderedDict([(key, value), ...]), and defaultdict(factory)."""
     made = StateDict()
     for pair in args[0] if args and isinstance(args[0], list) else ():
-        _expect(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str | int), "a dictionary's pair")
+        _expect(
+            isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str | int), "a dictionary's pair"
+        )
         made[pair[0]] = pair[1]
     return made
 
@@ -207,21 +227,30 @@ def _first(value: Any, *_: Any) -> Any:
 
 def _remade(kind: Any, base: Any, state: Any = None) -> Record:
     """How protocols 0 and 1 make an object of a plain class."""
-    _expect(isinstance(kind, type) and issubclass(kind, Record) and state is None, "an object of a class that is not a plain one")
+    _expect(
+        isinstance(kind, type) and issubclass(kind, Record) and state is None,
+        "an object of a class that is not a plain one",
+    )
     return kind()
 
 
 def _member(kind: Any, name: Any) -> Record:
-    """An enumeration's member as the first versions of Python 3.11 write it: by name, where all others say `kind(value)`."""
+    """An enumeration's member as the first versions of Python 3.11 write it: by name, where all others say
+    `kind(value)`.
+    """
     if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str) and name.isidentifier()):
-        raise ConversionError("'builtins.getattr' of something other than an enumeration: refused, and nothing of it was run")
+        raise ConversionError(
+            "'builtins.getattr' of something other than an enumeration: refused, and nothing of it was run"
+        )
     return kind(name)
 
 
 def torch_table() -> Mapping[str, Any]:
     """Dotted name -> what stands for it in a torch.save file. Plain objects without meaning for tensors are records."""
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    storages = {f"torch{where}.{name}": StorageKind(dtype) for name, dtype in STORAGES.items() for where in ("", ".cuda")}
+    storages = {
+        f"torch{where}.{name}": StorageKind(dtype) for name, dtype in STORAGES.items() for where in ("", ".cuda")
+    }
     untyped = {f"torch{where}.UntypedStorage": StorageKind(None) for where in ("", ".storage", ".cuda")}
     functions: dict[str, Callable[..., Any]] = {
         "torch._utils._rebuild_tensor": _tensor,
@@ -247,8 +276,18 @@ def torch_table() -> Mapping[str, Any]:
         **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
         **{f"numpy.{core}.numeric._frombuffer": _from_buffer for core in ("core", "_core")},
     }
-    records = ("argparse.Namespace", "types.SimpleNamespace", "numpy.ndarray", "builtins.object", "builtins.int", "builtins.float",
-               "torch.Tensor", "torch.nn.parameter.Parameter", "datetime.timedelta", "datetime.datetime",
-               *(f"pathlib{where}.{kind}Path" for where in ("", "._local") for kind in ("", "Posix", "PurePosix")))  # fmt: skip
+    records = (
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "numpy.ndarray",
+        "builtins.object",
+        "builtins.int",
+        "builtins.float",
+        "torch.Tensor",
+        "torch.nn.parameter.Parameter",
+        "datetime.timedelta",
+        "datetime.datetime",
+        *(f"pathlib{where}.{kind}Path" for where in ("", "._local") for kind in ("", "Posix", "PurePosix")),
+    )
     plain = {name: record_type(name) for name in records}
     return {**dtypes, **storages, **untyped, **plain, **{name: Allowed(call) for name, call in functions.items()}}

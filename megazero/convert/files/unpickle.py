@@ -1,10 +1,11 @@
 """A pickle machine that builds plain data and runs nothing that a file names.
 
-A pickle is a program: it names functions and has them called. Here a name is looked up in a table and nowhere else, nothing is ever
-imported, and what the table holds are functions of ours that check their arguments, or inert records. A name outside the table stops the
-machine before anything of it has run. Python's own machine (`pickle._Unpickler`, whose instructions are Python functions) executes
-the instructions; those that could reach an object's attributes or call something are replaced. The one written in C cannot be divided like that:
-it calls `__setstate__` and sets attributes of whatever lies on its stack.
+A pickle is a program: it names functions and has them called. Here a name is looked up in a table and nowhere else,
+nothing is ever imported, and what the table holds are functions of ours that check their arguments, or inert records. A
+name outside the table stops the machine before anything of it has run. Python's own machine (`pickle._Unpickler`, whose
+instructions are Python functions) executes the instructions; those that could reach an object's attributes or call
+something are replaced. The one written in C cannot be divided like that: it calls `__setstate__` and sets attributes of
+whatever lies on its stack.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _ALWAYS = 1 << 20
 
 
 class Record:
-    """An object of a class that is not here. name: "module.Class"; args: what it was called with; state: its attributes.
+    """An object of a class that is not here. name: "module.Class"; args: what it was called with; state: its
+    attributes.
 
-    Attributes are entries of a dictionary and no attributes, so that a file cannot give one a meaning. Two records are equal when
-    they are the same object. As a class it stands for a global that the file mentions without calling it.
+    Attributes are entries of a dictionary and no attributes, so that a file cannot give one a meaning. Two records are
+    equal when they are the same object. As a class it stands for a global that the file mentions without calling it.
     """
 
     __slots__ = ("args", "state")
@@ -43,7 +45,9 @@ class Record:
         return self.state.get(key, otherwise)
 
     def fill(self, state: Any) -> None:
-        """What pickle gives an object after making it: a dictionary, or that and the slots' dictionary; anything else becomes `state[""]`."""
+        """What pickle gives an object after making it: a dictionary, or that and the slots' dictionary; anything else
+        becomes `state[""]`.
+        """
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if not all(isinstance(part, dict) or part is None for part in parts):
             parts = ({"": state},)
@@ -51,7 +55,10 @@ class Record:
             self.state.update(part or {})
 
     def __repr__(self) -> str:
-        shown = [*map(_shown, self.args[:8]), *(f"{key}={_shown(value)}" for key, value in list(self.state.items())[:8])]
+        shown = [
+            *map(_shown, self.args[:8]),
+            *(f"{key}={_shown(value)}" for key, value in list(self.state.items())[:8]),
+        ]
         return f"{self.name}({', '.join(shown)})"
 
 
@@ -115,13 +122,25 @@ def unpickle(
         raise ConversionError(f"{where}: the pickle inside is broken ({type(error).__name__}: {error})") from error
 
 
-_BROKEN = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, UnicodeError, AssertionError, RuntimeError)
+_BROKEN = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    UnicodeError,
+    AssertionError,
+    RuntimeError,
+)
 
 
 class _Machine(pickle._Unpickler):
     """Python's machine with its own table of instructions."""
 
-    def __init__(self, data: io.BytesIO, where: str, table: Mapping[str, Any], known: tuple[str, ...], storage: Any) -> None:
+    def __init__(
+        self, data: io.BytesIO, where: str, table: Mapping[str, Any], known: tuple[str, ...], storage: Any
+    ) -> None:
         super().__init__(data)
         self.length = len(data.getvalue())
         self.allowance = _ALWAYS + BOUNDS.copies * self.length
@@ -134,8 +153,9 @@ class _Machine(pickle._Unpickler):
             return self.table[dotted]
         if not any(fnmatchcase(dotted, pattern) for pattern in self.known):
             raise ConversionError(
-                f"{self.where} names {dotted!r}, which is not known to belong into a checkpoint: refused, and nothing of it was run. "
-                f"If you trust the file, open it with the program that wrote it and save it without this object"
+                f"{self.where} names {dotted!r}, which is not known to belong into a checkpoint: "
+                "refused, and nothing of it was run. If you trust the file, open it with the "
+                "program that wrote it and save it without this object"
             )
         if dotted not in self.records:
             self.records[dotted] = record_type(dotted)
@@ -174,7 +194,9 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2 a
 
 
 def _check_key(machine: _Machine, key: Any) -> None:
-    """Tuples are hashed with everything inside them: deep ones overflow the stack, ones that share their parts take forever."""
+    """Tuples are hashed with everything inside them: deep ones overflow the stack, ones that share their parts take
+    forever.
+    """
     waiting, parts = [key], 0
     while waiting:
         part = waiting.pop()
@@ -273,7 +295,8 @@ def _unknown(machine: Any) -> None:
     machine.refuse("uses an instruction that no torch.save writes")
 
 
-# INST and OBJ are of Python 2's classes, EXT* call through a registry of the process, the last two take buffers from outside.
+# INST and OBJ are of Python 2's classes, EXT* call through a registry of the process, the last two take buffers from
+# outside.
 _OURS: dict[bytes, Callable[[Any], None]] = {
     pickle.REDUCE: _reduce,
     pickle.NEWOBJ: _reduce,

@@ -55,7 +55,12 @@ FAMILY = Family(
     ),
     (
         *ANY,
-        Demand("apply_residual_connection_post_layernorm", False, (False, None), "megazero adds to what came before the normalisation"),
+        Demand(
+            "apply_residual_connection_post_layernorm",
+            False,
+            (False, None),
+            "megazero adds to what came before the normalisation",
+        ),
     ),
     (
         Need("--position-embedding", lambda model: model.position_embedding, ("alibi",)),
@@ -67,5 +72,9 @@ FAMILY = Family(
     ),
     eos=2,
     further=_problems,
-    written=lambda model: {"apply_residual_connection_post_layernorm": False, "pretraining_tp": 1, "slow_but_exact": False},
+    written=lambda model: {
+        "apply_residual_connection_post_layernorm": False,
+        "pretraining_tp": 1,
+        "slow_but_exact": False,
+    },
 )

@@ -46,7 +46,10 @@ def family_of(config: Config, where: Path) -> Family:
 
 
 def read_config(config: Config, where: Path) -> ModelConfig:
-    """The model that a config.json describes. Raises ConversionError with everything in it that megazero does not compute."""
+    """The model that a config.json describes.
+
+    Raises ConversionError with everything in it that megazero does not compute.
+    """
     family = family_of(config, where)
     problems = [problem for demand in family.demands for problem in demand.problems(config)]
     problems += family.further(config)
@@ -61,7 +64,9 @@ def read_config(config: Config, where: Path) -> ModelConfig:
         problems = list(_out_of_range(model)) or layout_problems(model, tp=1, pp=1)
         if not problems:
             return model
-    raise ConversionError(f"{where}: this {family.model_type} model is not one that megazero computes: " + "; ".join(problems))
+    raise ConversionError(
+        f"{where}: this {family.model_type} model is not one that megazero computes: " + "; ".join(problems)
+    )
 
 
 def _tidied(model: ModelConfig) -> ModelConfig:
@@ -95,7 +100,8 @@ def ids_of(config: Config, key: str) -> list[int]:
 
 
 def ends_of_generation(companions: Mapping[str, Path], vocabulary: int) -> frozenset[int]:
-    """All ids at which `transformers` ends a generated text: those of generation_config.json, without one those of config.json.
+    """All ids at which `transformers` ends a generated text: those of generation_config.json, without one those of
+    config.json.
 
     companions: a model's files by name; none name no ids. Raises ConversionError for a file that is no JSON.
     """
@@ -105,7 +111,10 @@ def ends_of_generation(companions: Mapping[str, Path], vocabulary: int) -> froze
 
 
 def generation_file(companions: Mapping[str, Path]) -> dict[str, Any]:
-    """What generation_config.json says, nothing where there is none. Raises ConversionError for a file that is no JSON."""
+    """What generation_config.json says, nothing where there is none.
+
+    Raises ConversionError for a file that is no JSON.
+    """
     path = companions.get(GENERATION)
     return {} if path is None else read_json(path)
 
@@ -137,7 +146,12 @@ def new_config(family: Family, run: Run, dtype: torch.dtype) -> dict[str, Any]:
     made: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for setting in family.settings:
         made |= setting.entries(run.model)
-    made |= family.written(run.model) | {"bos_token_id": None, "eos_token_id": run.data.eod_id, "pad_token_id": None, "use_cache": True}
+    made |= family.written(run.model) | {
+        "bos_token_id": None,
+        "eos_token_id": run.data.eod_id,
+        "pad_token_id": None,
+        "use_cache": True,
+    }
     return made | {"torch_dtype": _word(dtype)}
 
 
@@ -160,7 +174,9 @@ def kept_config(original: Config, where: Path, family: Family, run: Run, dtype: 
 
 
 def generation_config(config: Config, end_of_turn: int | None) -> dict[str, Any]:
-    """A generation_config.json for a model that had none. end_of_turn: the token that ends an answer in a chat, where the model has chats."""
+    """A generation_config.json for a model that had none. end_of_turn: the token that ends an answer in a chat, where
+    the model has chats.
+    """
     named, ends = {key: config[key] for key in NAMED_IDS if config.get(key) is not None}, ids_of(config, "eos_token_id")
     if end_of_turn is None or end_of_turn in ends:
         return {"_from_model_config": True} | named

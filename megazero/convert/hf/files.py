@@ -36,7 +36,10 @@ class Stored:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model, as transformers looks for them: safetensors before torch's, one before many. Empty where there are none."""
+    """The files that hold the model, as transformers looks for them: safetensors before torch's, one before many.
+
+    Empty where there are none.
+    """
     for single, index in ((SINGLE, INDEX), (_TORCH_SINGLE, _TORCH_INDEX)):
         if (folder / single).is_file():
             return [folder / single]
@@ -56,7 +59,10 @@ def _weight_map(path: Path) -> Mapping[str, str]:
 
 
 def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, Stored]:
-    """Every tensor of the folder by its key. Files stay open until `closing` closes. Raises ConversionError, naming what is missing or damaged."""
+    """Every tensor of the folder by its key. Files stay open until `closing` closes.
+
+    Raises ConversionError, naming what is missing or damaged.
+    """
     files = weight_files(folder)
     if not files:
         raise ConversionError(f"{folder} has neither {SINGLE}, {_TORCH_SINGLE} nor an index of several")
@@ -97,4 +103,9 @@ def _of_torch(path: Path) -> Iterator[tuple[str, Stored]]:
     for key, value in state.items():
         if isinstance(value, Tensor):
             dtype = value.dtype if value.dtype in CODES else None
-            yield str(key), Stored(tuple(value.shape), dtype, str(value.dtype).removeprefix("torch."), partial(_itself, value.detach()))
+            yield (
+                str(key),
+                Stored(
+                    tuple(value.shape), dtype, str(value.dtype).removeprefix("torch."), partial(_itself, value.detach())
+                ),
+            )

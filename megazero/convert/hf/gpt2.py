@@ -8,7 +8,16 @@ from megazero.config.derive import ffn_width
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.rearrange import THIRDS, TRANSPOSED, TRANSPOSED_THIRDS
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair
-from megazero.convert.hf.shared import ACTIVATIONS, ANY, BIASED, LAYERNORM, NO_EMBEDDING_NORM, copy_of, learned_length, windows
+from megazero.convert.hf.shared import (
+    ACTIVATIONS,
+    ANY,
+    BIASED,
+    LAYERNORM,
+    NO_EMBEDDING_NORM,
+    copy_of,
+    learned_length,
+    windows,
+)
 from megazero.convert.hf.tables import Config, Demand, Family, Need, one_of, opposite, plain
 
 NAMES = Names(
@@ -37,7 +46,10 @@ def _inner(model: ModelConfig) -> int | None:
 def _notes(config: Config) -> Iterator[str]:
     inside, after = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
     if inside != after:
-        yield f"embd_pdrop {after} is resid_pdrop {inside} here: megazero has one dropout outside attention (in training only)"
+        yield (
+            f"embd_pdrop {after} is resid_pdrop {inside} here: megazero has one dropout outside attention (in "
+            "training only)"
+        )
 
 
 FAMILY = Family(
@@ -75,6 +87,10 @@ FAMILY = Family(
     ),
     eos=50256,
     further=windows,
-    written=lambda model: {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False},
+    written=lambda model: {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+    },
     notes=_notes,
 )

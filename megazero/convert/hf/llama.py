@@ -54,7 +54,10 @@ class _Theta(Setting):
 
     def entries(self, model: ModelConfig) -> dict[str, Any]:
         """Under the newer name and the older one."""
-        return {"rope_theta": model.rotary_base, "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base}}
+        return {
+            "rope_theta": model.rotary_base,
+            "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
+        }
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -63,7 +66,10 @@ def _problems(config: Config) -> Iterator[str]:
     kind = rope.get("rope_type") or "default"
     plain_linear = kind == "linear" and rope.get("factor") == 1
     if kind != "default" and not plain_linear:
-        yield f"rope_type {kind!r} (rope_scaling, rope_parameters): megazero turns by position / theta^(2i/d), which is 'default'"
+        yield (
+            f"rope_type {kind!r} (rope_scaling, rope_parameters): megazero turns by position / theta^(2i/d), which "
+            "is 'default'"
+        )
     if any(isinstance(value, dict) for value in rope.values()):
         yield f"rope_parameters of several kinds of layers ({', '.join(sorted(rope))}): all layers turn alike here"
     if rope.get("partial_rotary_factor") not in (None, 1):
@@ -111,7 +117,9 @@ FAMILY = Family(
         plain("attention_dropout", 0.0, "attention_dropout"),
         _bias("attention_bias", "attention_bias"),
         _bias("mlp_bias", "mlp_bias"),
-        _Theta(("rope_theta", "rope_parameters", "rope_scaling"), _THETA, _theta_fields, lambda model: model.rotary_base),
+        _Theta(
+            ("rope_theta", "rope_parameters", "rope_scaling"), _THETA, _theta_fields, lambda model: model.rotary_base
+        ),
         opposite("untie_embeddings_and_output_weights", False, "tie_word_embeddings"),
     ),
     ANY,

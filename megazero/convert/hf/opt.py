@@ -35,7 +35,10 @@ def _problems(config: Config) -> Iterator[str]:
     yield from windows(config)
     width, hidden = config.get("word_embed_proj_dim"), config.get("hidden_size", 768)
     if width is not None and width != hidden:
-        yield f"word_embed_proj_dim {width!r}, hidden_size {hidden!r}: embeddings are as wide as the model, there is no project_in and project_out"
+        yield (
+            f"word_embed_proj_dim {width!r}, hidden_size {hidden!r}: embeddings are as wide as the model, there is "
+            "no project_in and project_out"
+        )
 
 
 def _enable_bias(found: Any) -> dict[str, Any]:
@@ -51,7 +54,13 @@ FAMILY = Family(
     "opt",
     "OPTForCausalLM",
     NAMES,
-    {"position_embedding": "learned", "embedding_layernorm": False, "norm": "layernorm", "norm_epsilon": 1e-5, "position_offset": OFFSET},
+    {
+        "position_embedding": "learned",
+        "embedding_layernorm": False,
+        "norm": "layernorm",
+        "norm_epsilon": 1e-5,
+        "position_offset": OFFSET,
+    },
     (
         plain("vocab_size", 50272, "vocab_size"),
         plain("hidden_size", 768, "hidden_size"),
@@ -69,7 +78,10 @@ FAMILY = Family(
     (
         *ANY,
         Demand(
-            "do_layer_norm_before", True, (True, None), "megazero normalises before a layer, not after it (OPT's 350m is the one that does)"
+            "do_layer_norm_before",
+            True,
+            (True, None),
+            "megazero normalises before a layer, not after it (OPT's 350m is the one that does)",
         ),
         Demand("_remove_final_layer_norm", False, (False, None), "megazero's models end with a normalisation"),
         Demand("layer_norm_elementwise_affine", True, (True, None), "normalisations have weights here"),

@@ -1,4 +1,7 @@
-"""A Hugging Face folder as a source. Everything that can be wrong with keys and shapes is found from headers, when it is opened."""
+"""A Hugging Face folder as a source.
+
+Everything that can be wrong with keys and shapes is found from headers, when it is opened.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,8 @@ class HfSource(Source):
         strange = [key for key, why in self.report.unused.items() if why == _STRANGE]
         if strange:
             self.report.notes.append(
-                f"{len(strange)} tensors are no part of the model that {CONFIG} describes ({strange[0]}), and are left out"
+                f"{len(strange)} tensors are no part of the model that {CONFIG} describes ({strange[0]}), and are left "
+                "out"
             )
         dtypes = Counter(entry.columns[WEIGHT] for entry in self.entries.values())
         stored = compute_dtype(self.run.optimizer.precision)
@@ -91,17 +95,27 @@ class HfSource(Source):
         return rule.how.ours(self.model, parts).to(self.entries[name].columns[WEIGHT])
 
     def _compare(self, embedding: Tensor, head: Tensor) -> None:
-        """A head of its own in a model that config.json calls tied would be lost. In pieces: both may be mapped files."""
+        """A head of its own in a model that config.json calls tied would be lost.
+
+        In pieces: both may be mapped files.
+        """
         pieces = zip(embedding.split(_ROWS), head.split(_ROWS), strict=True)
-        if embedding.shape != head.shape or not all(torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pieces):
+        if embedding.shape != head.shape or not all(
+            torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pieces
+        ):
             raise ConversionError(
                 f"{self.path}: {HEAD} differs from the embedding, but {CONFIG} says tie_word_embeddings; "
                 "for a model with a head of its own set it to false there, else leave the tensor out"
             )
 
 
-def _found(path: Path, names: Names, model: ModelConfig, stored: Mapping[str, Stored]) -> tuple[dict[str, Rule], dict[str, Entry]]:
-    """Rules with the keys as they stand in the files, and entries. Raises one ConversionError with all that is missing or misshapen."""
+def _found(
+    path: Path, names: Names, model: ModelConfig, stored: Mapping[str, Stored]
+) -> tuple[dict[str, Rule], dict[str, Entry]]:
+    """Rules with the keys as they stand in the files, and entries.
+
+    Raises one ConversionError with all that is missing or misshapen.
+    """
     rules, entries, problems = {}, {}, []
     for name, place in places(model).items():
         rule = _as_stored(names.rule(name), names, model, stored)
@@ -121,7 +135,10 @@ def _found(path: Path, names: Names, model: ModelConfig, stored: Mapping[str, St
 
 def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str, Stored]) -> Rule:
     """Keys with the prefix or without it; of a tied model the head, where only that was kept."""
-    keys = tuple(full if full in stored or key not in stored else key for full, key in zip(names.written(rule), rule.theirs, strict=True))
+    keys = tuple(
+        full if full in stored or key not in stored else key
+        for full, key in zip(names.written(rule), rule.theirs, strict=True)
+    )
     tied = rule.ours == EMBEDDING and not model.untie_embeddings_and_output_weights
     if tied and keys[0] not in stored and HEAD in stored:
         keys = (HEAD,)

@@ -17,7 +17,10 @@ from megazero.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """ours: their tensors -> our tensor; theirs: the inverse. Both take tensors of the device "meta" too, for shapes."""
+    """ours: their tensors -> our tensor; theirs: the inverse.
+
+    Both take tensors of the device "meta" too, for shapes.
+    """
 
     ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
     theirs: Callable[[ModelConfig, Tensor], list[Tensor]]

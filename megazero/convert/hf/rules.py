@@ -25,7 +25,9 @@ class Rule:
 
     def of_block(self, number: str) -> Rule:
         """The rule with a block's number filled in."""
-        return Rule(self.ours.replace("{i}", number), tuple(key.replace("{i}", number) for key in self.theirs), self.how)
+        return Rule(
+            self.ours.replace("{i}", number), tuple(key.replace("{i}", number) for key in self.theirs), self.how
+        )
 
 
 def pair(ours: str, theirs: str, weight: Rearrangement = SAME, bias: Rearrangement = SAME) -> tuple[Rule, Rule]:

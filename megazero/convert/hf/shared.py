@@ -27,7 +27,9 @@ def _head_dim(model: ModelConfig) -> int | str:
 
 def biases(model: ModelConfig) -> str:
     """Which linear layers of a block have some, in words."""
-    return {(True, True): "everywhere", (False, False): "nowhere"}.get((attention_bias(model), mlp_bias(model)), "in some layers")
+    return {(True, True): "everywhere", (False, False): "nowhere"}.get(
+        (attention_bias(model), mlp_bias(model)), "in some layers"
+    )
 
 
 LAYERNORM = (
@@ -35,7 +37,9 @@ LAYERNORM = (
     Need("--num-query-groups", _groups, (EACH,)),
     Need("--kv-channels", _head_dim, (SHARE,)),
 )
-NO_EMBEDDING_NORM = Need("LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (False,))
+NO_EMBEDDING_NORM = Need(
+    "LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (False,)
+)
 BIASED = Need("biases of linear layers", biases, ("everywhere",))
 
 ANY = (

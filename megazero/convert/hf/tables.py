@@ -40,7 +40,9 @@ class Setting:
         found = {key: config[key] for key in self.keys if config.get(key) is not None}
         first, *others = found.values() or [self.default]
         if any(other != first for other in others):
-            raise ValueError(f"{' and '.join(f'{key} {value!r}' for key, value in found.items())} are two names of one number")
+            raise ValueError(
+                f"{' and '.join(f'{key} {value!r}' for key, value in found.items())} are two names of one number"
+            )
         return first
 
 

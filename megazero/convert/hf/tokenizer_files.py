@@ -21,7 +21,9 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 
 
 def write_tokenizer(source: Source, folder: Path, config: Config) -> None:
-    """Where none was carried along, files made of the run's tokenizer; where that cannot be, the source's report says so."""
+    """Where none was carried along, files made of the run's tokenizer; where that cannot be, the source's report says
+    so.
+    """
     data = source.run.data
     if any((folder / name).is_file() for name in _BELONGING):
         return
@@ -57,7 +59,9 @@ def _write_gpt2(place: Path, folder: Path) -> str | None:
     return next(iter(special), None)
 
 
-def _write_byte_level(folder: Path, vocab: Mapping[str, int], merges: list[list[str]], special: Mapping[str, int]) -> None:
+def _write_byte_level(
+    folder: Path, vocab: Mapping[str, int], merges: list[list[str]], special: Mapping[str, int]
+) -> None:
     """tokenizer.json of the tokenizers library: GPT-2's cutting into words, and merges of bytes."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -104,7 +108,9 @@ def _refuse_links(*files: Path) -> None:
     """Raises DataError for one that leads out of its folder: what it leads to may be no tokenizer."""
     for file in files:
         if not is_own(file):
-            raise DataError(f"{file} is a link to {file.resolve()}, outside of its folder, and such files are not copied")
+            raise DataError(
+                f"{file} is a link to {file.resolve()}, outside of its folder, and such files are not copied"
+            )
 
 
 _WRITERS: Mapping[str, Callable[[Path, Path], str | None]] = {

@@ -1,4 +1,6 @@
-"""A source as a Hugging Face folder: tensors as a stream into shards, config.json, and the files that are carried along."""
+"""A source as a Hugging Face folder: tensors as a stream into shards, config.json, and the files that are carried
+along.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ _METADATA = {"format": "pt"}
 def write_hf(source: Source, folder: Path, wanted: Wanted, advance: Advance, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a folder that `from_pretrained` opens. Weights only; one tensor is in memory at a time.
 
-    shard_bytes: a file is closed before it would hold more; a tensor that is larger has one to itself. Raises ConversionError, before
-    anything is written, where no family computes what the model does, and where a weight is too large for the dtype.
+    shard_bytes: a file is closed before it would hold more; a tensor that is larger has one to itself. Raises
+    ConversionError, before anything is written, where no family computes what the model does, and where a weight is too
+    large for the dtype.
     """
     dtype = wanted.dtype or compute_dtype(source.run.optimizer.precision)
     kept = own(source.companions, source.report.notes.append)
@@ -103,11 +106,18 @@ def _refuse_overflow(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         return
     largest = max(abs(extreme.item()) for extreme in torch.aminmax(tensor))
     if torch.finfo(dtype).max < largest < float("inf"):
-        raise ConversionError(f"{name} holds {largest:g}, and {dtype} ends at {torch.finfo(dtype).max:g}; nearest: --dtype bf16, or fp32")
+        raise ConversionError(
+            f"{name} holds {largest:g}, and {dtype} ends at {torch.finfo(dtype).max:g}; nearest: --dtype bf16, or fp32"
+        )
 
 
 def _write_configs(
-    source: Source, kept: Mapping[str, Path], folder: Path, family: Family, original: dict[str, Any] | None, dtype: torch.dtype
+    source: Source,
+    kept: Mapping[str, Path],
+    folder: Path,
+    family: Family,
+    original: dict[str, Any] | None,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """config.json and generation_config.json; returns the former."""
     if original is not None and original.get("model_type") == family.model_type:

@@ -34,7 +34,9 @@ class AdaptedSource(Source):
         self.closing.push(adapters.__exit__)
         self.closing.push(base.__exit__)
         self._adapted = {weight_of(name) for name in adapters.entries}
-        self.report.notes.append(f"{len(self._adapted)} matrices of {base.path} with the adapters of {adapters.path} added")
+        self.report.notes.append(
+            f"{len(self._adapted)} matrices of {base.path} with the adapters of {adapters.path} added"
+        )
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         weight = self.base.read(name, column)
@@ -75,7 +77,8 @@ def weight_of(name: str) -> str:
 
 @torch.no_grad()
 def merged(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """weight + factor b a, rounded once to weight's dtype: [out, in], [r, in], [out, r]. Sums in fp32, fp64 where anything is fp64.
+    """weight + factor b a, rounded once to weight's dtype: [out, in], [r, in], [out, r]. Sums in fp32, fp64 where
+    anything is fp64.
 
     Block of rows by block, so that the memory is a copy of the weight and little more.
     """
@@ -89,7 +92,10 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
 
 
 def adapted_source(adapters: Source, open_base: Callable[[Path], Source]) -> AdaptedSource:
-    """The model of a checkpoint of adapters. Raises ConversionError where the model beneath is not where the checkpoint says, or another."""
+    """The model of a checkpoint of adapters.
+
+    Raises ConversionError where the model beneath is not where the checkpoint says, or another.
+    """
     where = adapters.run.checkpoint.init_from
     if where is None:
         raise ConversionError(f"{adapters.path} holds adapters, and does not say of which model")
@@ -102,7 +108,9 @@ def adapted_source(adapters: Source, open_base: Callable[[Path], Source]) -> Ada
     unknown = [name for name in names if name not in base.entries]
     unknown += [name for name in names if name in base.entries and base.entries[name].shape != _shape(adapters, name)]
     if unknown:
-        raise ConversionError(f"{adapters.path} holds adapters of {', '.join(unknown[:20])}, which the model in {where} does not have")
+        raise ConversionError(
+            f"{adapters.path} holds adapters of {', '.join(unknown[:20])}, which the model in {where} does not have"
+        )
     return AdaptedSource(adapters, base)
 
 

@@ -1,7 +1,8 @@
 """Adapters in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors.
 
-Where one layer of ours is several of theirs (query, key and value), each of these gets the same A and its own rows of B. PEFT computes
-x A^T B^T whatever way round the layer keeps its weight; `fan_in_fan_out` says that it is kept the other way (GPT-2).
+Where one layer of ours is several of theirs (query, key and value), each of these gets the same A and its own rows of
+B. PEFT computes x A^T B^T whatever way round the layer keeps its weight; `fan_in_fan_out` says that it is kept the
+other way (GPT-2).
 """
 
 from __future__ import annotations
@@ -110,9 +111,17 @@ def config_of(names: Names, model: ModelConfig, lora: LoraConfig, base: str) -> 
 
 
 def write_adapters(
-    adapters: Source, names: Names, base: str, folder: Path, advance: Advance = lambda _: None, dtype: torch.dtype | None = None
+    adapters: Source,
+    names: Names,
+    base: str,
+    folder: Path,
+    advance: Advance = lambda _: None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write both files into an existing folder. adapters: a checkpoint's, unmerged. dtype: None keeps theirs. Raises OSError."""
+    """Write both files into an existing folder. adapters: a checkpoint's, unmerged. dtype: None keeps theirs.
+
+    Raises OSError.
+    """
     model, lora = adapters.model, adapters.run.lora
     found = pairs(names, model, lora)
 
@@ -140,7 +149,10 @@ def _slots(pair: Pair, adapters: Source, wanted: torch.dtype | None) -> Iterator
 
 
 def names_for(model: ModelConfig, base: Source) -> Names:
-    """The names of the family that the model beneath is of; of one that computes the same, where it is of none. Raises ConversionError."""
+    """The names of the family that the model beneath is of; of one that computes the same, where it is of none.
+
+    Raises ConversionError.
+    """
     own = base.companions.get("config.json")
     return family_for(model, read_json(own).get("model_type") if own else None).names
 
@@ -148,11 +160,16 @@ def names_for(model: ModelConfig, base: Source) -> Names:
 def adapters_of(source: Source) -> Source:
     """What of a source is written (`Format.part`). Raises ConversionError where it has no adapters."""
     if not isinstance(source, AdaptedSource):
-        raise ConversionError(f"{source.path} holds no adapters as they were trained; --to peft writes those of a run with --lora-rank")
+        raise ConversionError(
+            f"{source.path} holds no adapters as they were trained; --to peft writes those of a run with --lora-rank"
+        )
     return AdaptersAlone(source)
 
 
 def write_peft(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
-    """`Format.write`. source: by `adapters_of`. Weights keep the dtype that they were trained in, unless `wanted.dtype` rounds them."""
+    """`Format.write`. source: by `adapters_of`.
+
+    Weights keep the dtype that they were trained in, unless `wanted.dtype` rounds them.
+    """
     assert isinstance(source, AdaptersAlone)
     write_adapters(source, names_for(source.model, source.base), str(source.base.path), folder, advance, wanted.dtype)

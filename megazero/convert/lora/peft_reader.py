@@ -1,7 +1,8 @@
 """Adapters that PEFT has written, on the model that they belong to.
 
-Over there query, key and value may have adapters of their own, or only some of them one. Ours is one layer: adapters that share A become
-one of the same rank, others one whose A has all of theirs above each other, and whose B has zeros where a part has nothing.
+Over there query, key and value may have adapters of their own, or only some of them one. Ours is one layer: adapters
+that share A become one of the same rank, others one whose A has all of theirs above each other, and whose B has zeros
+where a part has nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ _NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
 _DEMANDS: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern"), _NOTHING),
-    **dict.fromkeys(("layer_replication", "trainable_token_indices", "target_parameters", "arrow_config", "velora_config"), _NOTHING),
+    **dict.fromkeys(
+        ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern"), _NOTHING
+    ),
+    **dict.fromkeys(
+        ("layer_replication", "trainable_token_indices", "target_parameters", "arrow_config", "velora_config"), _NOTHING
+    ),
 }
 """Keys of adapter_config.json and the values that leave an adapter W + scale B A."""
 
@@ -45,7 +50,9 @@ def recognises(path: Path) -> bool:
 def open_peft(path: Path) -> PeftAdapters:
     """Adapters whose names follow once the model is known (`PeftAdapters.on`). Raises ConversionError."""
     config = read_json(path / CONFIG)
-    wrong = [f"{key} {config[key]!r}" for key, allowed in _DEMANDS.items() if key in config and config[key] not in allowed]
+    wrong = [
+        f"{key} {config[key]!r}" for key, allowed in _DEMANDS.items() if key in config and config[key] not in allowed
+    ]
     if wrong:
         raise ConversionError(f"{path / CONFIG}: {', '.join(wrong)}; what is read is plain LoRA, W + scale B A")
     for key, field in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
@@ -94,7 +101,11 @@ class BoundAdapters(Source):
     """The adapters under our names."""
 
     def __init__(self, files: PeftAdapters, base: Source) -> None:
-        run = replace(base.run, lora=files.run.lora, checkpoint=replace(base.run.checkpoint, init_from=files.run.checkpoint.init_from))
+        run = replace(
+            base.run,
+            lora=files.run.lora,
+            checkpoint=replace(base.run.checkpoint, init_from=files.run.checkpoint.init_from),
+        )
         super().__init__("peft", files.path, run, {}, closing=files.closing)
         names, left = names_for(base.model, base), set(files.stored)
         self._layers: dict[str, tuple[Pair, list[_Part], bool]] = {}
@@ -108,7 +119,9 @@ class BoundAdapters(Source):
                     self._layers[pair.layer] = pair, parts, _share_a(parts)
                     entries |= dict(self._entries(base, pair, parts))
         if left:
-            raise ConversionError(f"{files.path} has adapters of what the model has not: {', '.join(sorted(left)[:20])}")
+            raise ConversionError(
+                f"{files.path} has adapters of what the model has not: {', '.join(sorted(left)[:20])}"
+            )
         self.entries = entries
 
     def _part(self, files: PeftAdapters, a: str, b: str) -> _Part:
@@ -130,7 +143,8 @@ class BoundAdapters(Source):
         for module, part, whole in zip(pair.modules, parts, theirs, strict=True):
             if part.a is not None and part.b is not None and (part.b.shape[0], part.a.shape[1]) != tuple(whole.shape):
                 raise ConversionError(
-                    f"{self.path}: the adapter of {module} is for {part.b.shape[0]} x {part.a.shape[1]}, not {list(whole.shape)}"
+                    f"{self.path}: the adapter of {module} is for {part.b.shape[0]} x {part.a.shape[1]}, not "
+                    f"{list(whole.shape)}"
                 )
         rank = parts[0].rank if self._layers[pair.layer][2] else sum(part.rank for part in parts)
         (dtype, *_) = (part.a.dtype for part in parts if part.a is not None)

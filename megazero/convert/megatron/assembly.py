@@ -21,7 +21,9 @@ Ranks = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Found:
-    """Where one of our tensors is: a key, which half of its rows, and the key of a tied copy on the last stage if there is one."""
+    """Where one of our tensors is: a key, which half of its rows, and the key of a tied copy on the last stage if there
+    is one.
+    """
 
     key: str
     half: int | None
@@ -31,18 +33,27 @@ class Found:
 class Assembly:
     """The tensors of a model among those of a checkpoint. Nothing is read before `tensor` is called.
 
-    Raises ConversionError with every name that is missing, every tensor that the model has no place for, and every shape that differs.
+    Raises ConversionError with every name that is missing, every tensor that the model has no place for, and every
+    shape that differs.
     """
 
-    def __init__(self, where: str, model: ModelConfig, ranks: Ranks, report: Report, *, qkv_bias_alone: bool = False) -> None:
+    def __init__(
+        self, where: str, model: ModelConfig, ranks: Ranks, report: Report, *, qkv_bias_alone: bool = False
+    ) -> None:
         self.where, self.model, self.ranks, self.report = where, model, ranks, report
         self.places = places(model)
         wanted = theirs(model)
         self.found = {name: found for name, named in wanted.items() if (found := self._find(name, named)) is not None}
-        zeros = [name for name in wanted if qkv_bias_alone and name.endswith("attention.output.bias") and name not in self.found]
+        zeros = [
+            name
+            for name in wanted
+            if qkv_bias_alone and name.endswith("attention.output.bias") and name not in self.found
+        ]
         report.filled |= dict.fromkeys(zeros, "zeros: only query, key and value have a bias there")
         problems = [
-            f"{name} is missing (looked for {', '.join(wanted[name].names[:3])})" for name in wanted if name not in (*self.found, *zeros)
+            f"{name} is missing (looked for {', '.join(wanted[name].names[:3])})"
+            for name in wanted
+            if name not in (*self.found, *zeros)
         ]
         problems += self._account()
         problems += [problem for name in self.found for problem in self._misfits(name)]

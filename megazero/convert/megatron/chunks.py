@@ -26,7 +26,10 @@ def chunks_of(where: str, state: Mapping[str, Any]) -> list[Chunk]:
 
 
 def flat(nested: Mapping[str, Any], before: str = "") -> Chunk:
-    """Nested dictionaries as one, keys joined with dots. What is no tensor (Transformer Engine's bytes) becomes an empty one, under its name."""
+    """Nested dictionaries as one, keys joined with dots.
+
+    What is no tensor (Transformer Engine's bytes) becomes an empty one, under its name.
+    """
     found: Chunk = {}
     for key, value in nested.items():
         if isinstance(value, dict):
@@ -42,12 +45,19 @@ def in_model_order(stages: list[list[Chunk]]) -> list[Chunk]:
 
 
 def misplaced(chunks: list[Chunk]) -> Iterator[str]:
-    """What shows that a tp rank's chunks do not stand in the model's order: only the first has an embedding, only the last a final norm."""
+    """What shows that a tp rank's chunks do not stand in the model's order: only the first has an embedding, only the
+    last a final norm.
+    """
     last = len(chunks) - 1
     for names, right, what in ((EMBEDDING, 0, "first"), (FINAL, last, "last")):
-        wrong = {number: name for number, chunk in enumerate(chunks) for name in names if name in chunk and number != right}
+        wrong = {
+            number: name for number, chunk in enumerate(chunks) for name in names if name in chunk and number != right
+        }
         if wrong:
-            found = f"{next(iter(wrong.values()))} is in model chunk {' and '.join(str(number + 1) for number in wrong)} of {len(chunks)}"
+            found = (
+                f"{next(iter(wrong.values()))} is in model chunk "
+                f"{' and '.join(str(number + 1) for number in wrong)} of {len(chunks)}"
+            )
             yield f"{found}, not in the {what}: have files of stages been swapped?"
 
 

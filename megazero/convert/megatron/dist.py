@@ -1,8 +1,9 @@
 """Reading Megatron-LM's torch_dist checkpoints: Megatron-core's tensors, whole, in a checkpoint of torch.distributed.
 
-All layers' tensors of one name are one, with the layer as its first axis, or one for each layer. A gated layer's first matrix is [gate; up]
-over all ranks. The optimizer's state goes by the names of the model's tensors where it was saved for any layout ("fully_sharded_model_space",
-"fully_reshardable", which call a master fp32_param and param); its values may lie in flat shards.
+All layers' tensors of one name are one, with the layer as its first axis, or one for each layer. A gated layer's first
+matrix is [gate; up] over all ranks. The optimizer's state goes by the names of the model's tensors where it was saved
+for any layout ("fully_sharded_model_space", "fully_reshardable", which call a master fp32_param and param); its values
+may lie in flat shards.
 """
 
 from __future__ import annotations
@@ -27,16 +28,31 @@ from megazero.convert.megatron.source import KNOWN, described, note_padding, pos
 from megazero.convert.megatron_args import has_qkv_bias_alone, run_from_args
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
-from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.convert.source import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MOMENTS,
+    WEIGHT,
+    ConversionError,
+    Entry,
+    Position,
+    Source,
+    places,
+)
 from megazero.mpu.place import Place
 from megazero.system.reading import shown
 
 COMMON, DESCRIPTION = "common.pt", "metadata.json"
-STATES: Mapping[str, tuple[str, ...]] = {WEIGHT: ("fp32_param", "param"), EXP_AVG: ("exp_avg",), EXP_AVG_SQ: ("exp_avg_sq",)}
+STATES: Mapping[str, tuple[str, ...]] = {
+    WEIGHT: ("fp32_param", "param"),
+    EXP_AVG: ("exp_avg",),
+    EXP_AVG_SQ: ("exp_avg_sq",),
+}
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param|exp_avg_sq|exp_avg)\.")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
 _OTHERS: Mapping[str, str] = {
-    r"optimizer\..*|chained_\d+\..*": "the optimizer's state in a form that only its own layout can read: not carried over",
+    r"optimizer\..*|chained_\d+\..*": "the optimizer's state in a form that only its own layout can read: not carried "
+    "over",
     r"rng_state.*": "random numbers here follow from the seed and the position",
     r"rerun_state_machine.*": "Megatron's own bookkeeping",
 }
@@ -44,7 +60,9 @@ _OTHERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Found:
-    """Where one of our tensors is. layer: its index along the first axis, of all layers' tensor; half: which half of its rows is ours."""
+    """Where one of our tensors is. layer: its index along the first axis, of all layers' tensor; half: which half of
+    its rows is ours.
+    """
 
     key: str
     layer: int | None
@@ -59,7 +77,9 @@ class TorchDistSource(Source):
     """A torch_dist checkpoint. With the optimizer's state the column "weight" is the fp32 master, if there is one."""
 
     def __init__(self, path: Path, run: Run, position: Position, stored: _Tensors, columns: Mapping[str, str]) -> None:
-        dtypes = {name: {column: stored.dtype(name, prefix) for column, prefix in columns.items()} for name in stored.places}
+        dtypes = {
+            name: {column: stored.dtype(name, prefix) for column, prefix in columns.items()} for name in stored.places
+        }
         entries = {name: Entry(place.shape, dtypes[name]) for name, place in stored.places.items()}
         super().__init__("megatron", path, run, entries, position, report=stored.report)
         self._stored, self._prefixes = stored, columns
@@ -96,14 +116,23 @@ def _refuse_other_backends(folder: Path) -> None:
 
 
 class _Tensors:
-    """A model's tensors in a checkpoint. Raises ConversionError with all that is missing, too much, or of another shape."""
+    """A model's tensors in a checkpoint.
 
-    def __init__(self, checkpoint: DistributedCheckpoint, model: ModelConfig, report: Report, *, qkv_bias_alone: bool) -> None:
+    Raises ConversionError with all that is missing, too much, or of another shape.
+    """
+
+    def __init__(
+        self, checkpoint: DistributedCheckpoint, model: ModelConfig, report: Report, *, qkv_bias_alone: bool
+    ) -> None:
         self.checkpoint, self.report = checkpoint, report
         self.places: Mapping[str, Place] = places(model)
         named = theirs(model)
         self.found = {name: found for name in named if (found := self._find(name, named[name])) is not None}
-        self.zeros = [name for name in named if qkv_bias_alone and name.endswith("attention.output.bias") and name not in self.found]
+        self.zeros = [
+            name
+            for name in named
+            if qkv_bias_alone and name.endswith("attention.output.bias") and name not in self.found
+        ]
         report.filled |= dict.fromkeys(self.zeros, "zeros: only query, key and value have a bias there")
         missing = [name for name in named if name not in self.found and name not in self.zeros]
         problems = [f"{name} is missing (looked for {', '.join(named[name].names[:2])})" for name in missing]
@@ -112,7 +141,8 @@ class _Tensors:
         if problems:
             more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
             raise ConversionError(
-                f"{checkpoint.folder} does not hold the model that its arguments describe: " + "; ".join(problems[:20] + more)
+                f"{checkpoint.folder} does not hold the model that its arguments describe: "
+                + "; ".join(problems[:20] + more)
             )
 
     def _find(self, name: str, named: Theirs) -> Found | None:
@@ -128,7 +158,9 @@ class _Tensors:
         return None
 
     def tensor(self, name: str, prefix: str) -> Tensor:
-        """One of our global tensors, vocabulary padding cut off. prefix: before the model's key, of a state of the optimizer."""
+        """One of our global tensors, vocabulary padding cut off. prefix: before the model's key, of a state of the
+        optimizer.
+        """
         if name in self.zeros:
             return torch.zeros(self.places[name].shape, dtype=self.dtype(name, prefix))
         found, wanted = self.found[name], self.places[name].shape
@@ -137,11 +169,15 @@ class _Tensors:
         start = 0 if not found.half else wanted[0]
         if stored == self.checkpoint.tensors[found.key].shape:
             box = rows_of(whole, start, start + wanted[0])
-            value = self.checkpoint.read(prefix + found.key, box if found.layer is None else ((found.layer, found.layer + 1), *box))
+            value = self.checkpoint.read(
+                prefix + found.key, box if found.layer is None else ((found.layer, found.layer + 1), *box)
+            )
             return value if found.layer is None else value[0]
         inner = stored if found.layer is None else stored[1:]
         box = tuple((0, n) for n in inner)
-        flat = self.checkpoint.read(prefix + found.key, box if found.layer is None else ((found.layer, found.layer + 1), *box))
+        flat = self.checkpoint.read(
+            prefix + found.key, box if found.layer is None else ((found.layer, found.layer + 1), *box)
+        )
         return unflattened(flat if found.layer is None else flat[0], whole)[start : start + wanted[0]]
 
     def dtype(self, name: str, prefix: str) -> torch.dtype:
@@ -149,7 +185,9 @@ class _Tensors:
         return self.checkpoint.tensors[prefix + self.found[stands_for].key].dtype
 
     def state(self) -> dict[str, str]:
-        """Column -> what stands before the model's keys; empty where the optimizer's state is not there for every tensor."""
+        """Column -> what stands before the model's keys; empty where the optimizer's state is not there for every
+        tensor.
+        """
         prefixes = {match[0] for name in self.checkpoint.tensors if (match := _STATE.match(name)) is not None}
         found = {}
         for column, names in STATES.items():
@@ -162,7 +200,9 @@ class _Tensors:
         for name in self.checkpoint.tensors:
             prefix = match[0] if (match := _STATE.match(name)) is not None else None
             if prefix is not None and prefix not in found.values():
-                self.report.unused[name] = "the optimizer's state does not hold exp_avg and exp_avg_sq of every tensor: not carried over"
+                self.report.unused[name] = (
+                    "the optimizer's state does not hold exp_avg and exp_avg_sq of every tensor: not carried over"
+                )
             elif prefix is not None:
                 self.report.mapped.append(name)
         return found
@@ -198,7 +238,9 @@ class _Tensors:
         for key in [*self.checkpoint.tensors, *self.checkpoint.objects]:
             if key in used or _STATE.match(key):
                 continue
-            why = why_ignored(key) or next((why for pattern, why in _OTHERS.items() if re.fullmatch(pattern, key)), None)
+            why = why_ignored(key) or next(
+                (why for pattern, why in _OTHERS.items() if re.fullmatch(pattern, key)), None
+            )
             if why is None and key in self.checkpoint.tensors:
                 yield f"{key} is a weight that a model with these arguments does not have"
             else:
@@ -212,7 +254,9 @@ def _steps(optimizer: Any) -> float:
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
-            found += [float(value[key]) for key in ("step", "common_step") if isinstance(value.get(key), int | float | Tensor)]
+            found += [
+                float(value[key]) for key in ("step", "common_step") if isinstance(value.get(key), int | float | Tensor)
+            ]
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value

@@ -1,4 +1,6 @@
-"""Where Megatron-LM puts a checkpoint: the folder of an iteration, and in it a file per rank, or one of torch's distributed checkpoints."""
+"""Where Megatron-LM puts a checkpoint: the folder of an iteration, and in it a file per rank, or one of torch's
+distributed checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def iteration_folder(name: str) -> str:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder of the checkpoint: `path` itself, the one that its tracker names, or without a tracker its newest. Raises ConversionError."""
+    """The folder of the checkpoint: `path` itself, the one that its tracker names, or without a tracker its newest.
+
+    Raises ConversionError.
+    """
     if not (path / TRACKER).is_file():
         newest = [inside for inside in path.glob("iter_*") if inside.name[5:].isdecimal() and _is_one(inside)]
         return path if _is_one(path) else max(newest, key=lambda inside: int(inside.name[5:]), default=path)
@@ -38,7 +43,10 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def recognises(path: Path) -> bool:
-    """A checkpoint's own folder, or one that leads to it. Megatron-DeepSpeed writes the tracker too, beside a `latest` of its own."""
+    """A checkpoint's own folder, or one that leads to it.
+
+    Megatron-DeepSpeed writes the tracker too, beside a `latest` of its own.
+    """
     try:
         if _is_one(checkpoint_folder(path)):
             return True
@@ -52,7 +60,10 @@ def _is_one(folder: Path) -> bool:
 
 
 def rank_files(folder: Path) -> Mapping[tuple[int, int], Path]:
-    """(tp rank, pipeline stage) -> its file. Raises ConversionError, with all that is wrong, where the grid is not whole."""
+    """(tp rank, pipeline stage) -> its file.
+
+    Raises ConversionError, with all that is wrong, where the grid is not whole.
+    """
     found: dict[tuple[int, int], Path] = {}
     problems = []
     for inside in sorted(folder.glob("mp_rank_*")):
@@ -67,9 +78,17 @@ def rank_files(folder: Path) -> Mapping[tuple[int, int], Path]:
     if not found and not problems:
         problems.append(f"there are no files mp_rank_*/{FILES[0]}")
     tp, pp = (1 + max((rank[axis] for rank in found), default=-1) for axis in (0, 1))
-    missing = [f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") for p in range(pp) for t in range(tp) if (t, p) not in found]
+    missing = [
+        f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
+        for p in range(pp)
+        for t in range(tp)
+        if (t, p) not in found
+    ]
     if missing:
-        problems.append(f"of {tp} tensor-parallel ranks x {pp} stages {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+        problems.append(
+            f"of {tp} tensor-parallel ranks x {pp} stages {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
+            "missing"
+        )
     if problems:
         raise ConversionError(f"{folder}: " + "; ".join(problems))
     return found

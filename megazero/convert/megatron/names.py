@@ -1,8 +1,8 @@
 """What Megatron-LM calls our tensors.
 
-Three ways of naming are in use: the legacy model's (nested dictionaries, here joined with dots), Megatron-core's with its own layers, and
-Megatron-core's with Transformer Engine, which keeps a norm inside the linear layer behind it. A tensor of ours is in a file under the
-first of its names that is there.
+Three ways of naming are in use: the legacy model's (nested dictionaries, here joined with dots), Megatron-core's with
+its own layers, and Megatron-core's with Transformer Engine, which keeps a norm inside the linear layer behind it. A
+tensor of ours is in a file under the first of its names that is there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megazero.convert.source import places
 
 @dataclass(frozen=True)
 class Theirs:
-    """names: what a tensor may be called, global layer numbers filled in. half: which half of its rows is ours, of a gated layer's
-    [gate; up] (0 or 1); None: all of it.
+    """names: what a tensor may be called, global layer numbers filled in. half: which half of its rows is ours, of a
+    gated layer's [gate; up] (0 or 1); None: all of it.
     """
 
     names: tuple[str, ...]
@@ -28,11 +28,18 @@ class Theirs:
 LEGACY, LEGACY_BLOCKS = "language_model", ("encoder", "transformer")
 _WHOLE: Mapping[str, tuple[str, ...]] = {
     "embedding.word.weight": ("embedding.word_embeddings.weight", f"{LEGACY}.embedding.word_embeddings.weight"),
-    "embedding.position.weight": ("embedding.position_embeddings.weight", f"{LEGACY}.embedding.position_embeddings.weight"),
+    "embedding.position.weight": (
+        "embedding.position_embeddings.weight",
+        f"{LEGACY}.embedding.position_embeddings.weight",
+    ),
     **{
         f"head.norm.{kind}": (
             f"decoder.final_layernorm.{kind}",
-            *(f"{LEGACY}.{blocks}.{norm}.{kind}" for blocks in LEGACY_BLOCKS for norm in ("final_layernorm", "final_norm")),
+            *(
+                f"{LEGACY}.{blocks}.{norm}.{kind}"
+                for blocks in LEGACY_BLOCKS
+                for norm in ("final_layernorm", "final_norm")
+            ),
         )
         for kind in ("weight", "bias")
     },
@@ -47,7 +54,12 @@ _IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "attention_norm": ("self_attention.linear_qkv.layer_norm_", "input_layernorm.", "input_norm."),
     "attention.qkv": ("self_attention.linear_qkv.", "self_attention.query_key_value.", "attention.query_key_value."),
     "attention.output": ("self_attention.linear_proj.", "self_attention.dense.", "attention.dense."),
-    "mlp_norm": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", "post_attention_layernorm.", "post_attention_norm."),
+    "mlp_norm": (
+        "mlp.linear_fc1.layer_norm_",
+        "pre_mlp_layernorm.",
+        "post_attention_layernorm.",
+        "post_attention_norm.",
+    ),
     "mlp.up": ("mlp.linear_fc1.", "mlp.dense_h_to_4h."),
     "mlp.down": ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
 }

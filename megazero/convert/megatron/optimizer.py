@@ -1,8 +1,9 @@
 """The optimizer's state in Megatron's torch format: masters and moments under numbers, which have to be given names.
 
-Megatron sorts the parameters of a rank's chunks, in the order of its modules (which is the order of the state dictionary too), into groups with and
-without weight decay, and numbers what it finds. Nothing in the file says which number is which parameter. But a 16-bit parameter is its fp32 master
-rounded: where that holds for every tensor, bit for bit, the order is certain. Where it does not, nothing is carried over.
+Megatron sorts the parameters of a rank's chunks, in the order of its modules (which is the order of the state
+dictionary too), into groups with and without weight decay, and numbers what it finds. Nothing in the file says which
+number is which parameter. But a 16-bit parameter is its fp32 master rounded: where that holds for every tensor, bit for
+bit, the order is certain. Where it does not, nothing is carried over.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _COMPARED = 4096
 
 @dataclass(frozen=True)
 class State:
-    """columns: "weight" (masters) and the moments, for each tp rank by the model's keys; empty where there is nothing that is certain, and
-    why_not says why. steps: what Adam has counted.
+    """columns: "weight" (masters) and the moments, for each tp rank by the model's keys; empty where there is nothing
+    that is certain, and why_not says why. steps: what Adam has counted.
     """
 
     columns: Mapping[str, Ranks] = field(default_factory=dict)
@@ -50,7 +51,9 @@ def optimizer_state(
     """The state of all ranks, (tp rank, stage) -> file; or why there is none."""
     beside = [path for name in ("distrib_optim.pt", "optim.pt") for path in folder.glob(f"mp_rank_*/{name}")]
     if beside:
-        return State(why_not=f"it is a distributed optimizer's ({beside[0].name}), whose buffers say nothing of their parameters")
+        return State(
+            why_not=f"it is a distributed optimizer's ({beside[0].name}), whose buffers say nothing of their parameters"
+        )
     if not any("optimizer" in state for state in states.values()):
         return State()
     named = {}
@@ -91,7 +94,9 @@ def _named(state: Mapping[str, Any], chunks: list[Chunk]) -> _Named:
     for group, master in zip(groups, masters, strict=True):
         members = list(_members(chunks, decays=_decays(group)))
         if len(members) != len(group["params"]):
-            raise _Unclear(f"a group of it has {len(group['params'])} parameters where the model has {len(members)} of that kind")
+            raise _Unclear(
+                f"a group of it has {len(group['params'])} parameters where the model has {len(members)} of that kind"
+            )
         waiting = iter(master)
         for number, (chunk, key) in zip(group["params"], members, strict=True):
             model = chunks[chunk][key]

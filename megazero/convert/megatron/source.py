@@ -25,7 +25,9 @@ KNOWN = (
     *("megatron.*", "apex.*", "transformer_engine.*", "torch.distributed.*", "torch.nn.*", "torch.optim.*"),
     *("signal.*", "enum.*", "_io.BytesIO"),
 )
-"""Classes whose objects stand among a checkpoint's arguments, or (bytes) as Transformer Engine's state; they are read as records."""
+"""Classes whose objects stand among a checkpoint's arguments, or (bytes) as Transformer Engine's state; they are read
+as records.
+"""
 VERSION = 3.0
 
 
@@ -37,7 +39,9 @@ class MegatronSource(Source):
         self._columns: Mapping[str, Ranks] = {WEIGHT: assembly.ranks, **state.columns}
         entries = {}
         for name, place in assembly.places.items():
-            entries[name] = Entry(place.shape, {column: assembly.dtype(name, ranks) for column, ranks in self._columns.items()})
+            entries[name] = Entry(
+                place.shape, {column: assembly.dtype(name, ranks) for column, ranks in self._columns.items()}
+            )
         super().__init__("megatron", path, run, entries, position, report=assembly.report)
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
@@ -49,7 +53,9 @@ def open_torch(folder: Path) -> MegatronSource:
     files = rank_files(folder)
     states = {rank: read_torch_file(path, KNOWN) for rank, path in files.items()}
     tp, pp = (1 + max(rank[axis] for rank in states) for axis in (0, 1))
-    args, model = described(folder, {str(files[rank].relative_to(folder)): state for rank, state in states.items()}, (tp, pp))
+    args, model = described(
+        folder, {str(files[rank].relative_to(folder)): state for rank, state in states.items()}, (tp, pp)
+    )
     chunks = {rank: chunks_of(str(files[rank]), state) for rank, state in states.items()}
     if len({len(parts) for parts in chunks.values()}) > 1:
         raise ConversionError(f"{folder}: its ranks hold different numbers of model chunks ('model0', 'model1', ...)")
@@ -68,10 +74,13 @@ def open_torch(folder: Path) -> MegatronSource:
     return MegatronSource(folder, run, position_of(args, states[0, 0], model, state.steps), assembly, state)
 
 
-def described(folder: Path, states: Mapping[str, Any], grid: tuple[int, int] | None = None) -> tuple[Mapping[str, Any], ModelConfig]:
+def described(
+    folder: Path, states: Mapping[str, Any], grid: tuple[int, int] | None = None
+) -> tuple[Mapping[str, Any], ModelConfig]:
     """The arguments of the first file, and the model that they describe.
 
-    states: file -> its content. grid: (tp, pp) that there are files for, where there is one per rank. Raises one ConversionError with every version but
+    states: file -> its content. grid: (tp, pp) that there are files for, where there is one per rank. Raises one
+    ConversionError with every version but
     3.0, every hole in the grid and all that the arguments ask for and is not supported.
     """
     problems = [problem for name, state in states.items() for problem in _version_problems(name, state)]
@@ -79,8 +88,16 @@ def described(folder: Path, states: Mapping[str, Any], grid: tuple[int, int] | N
     if not isinstance(first, dict):
         raise ConversionError(f"{folder}: " + "; ".join(problems))
     args = args_of(folder, first)
-    named = {} if grid is None else dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), grid, strict=True))
-    problems += [f"{name} is {args[name]}, there are files for {there}" for name, there in named.items() if args.get(name, there) != there]
+    named = (
+        {}
+        if grid is None
+        else dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), grid, strict=True))
+    )
+    problems += [
+        f"{name} is {args[name]}, there are files for {there}"
+        for name, there in named.items()
+        if args.get(name, there) != there
+    ]
     try:
         model = model_from_args(args, str(folder))
     except ConversionError as error:
@@ -94,7 +111,10 @@ def _version_problems(name: str, state: Any) -> Iterator[str]:
     if not isinstance(state, dict):
         yield f"{name} holds a {type(state).__name__} and no dictionary"
     elif (version := state.get("checkpoint_version", 0)) != VERSION:
-        yield f"{name} has checkpoint_version {version}: only {VERSION} is read, whose query, key and value rows are stored per head"
+        yield (
+            f"{name} has checkpoint_version {version}: only {VERSION} is read, whose query, key and value rows are "
+            "stored per head"
+        )
 
 
 def args_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,7 +132,8 @@ def note_padding(report: Report, args: Mapping[str, Any], model: ModelConfig) ->
     padded, true = args.get("padded_vocab_size"), true_vocabulary(args)
     if not true:
         report.notes.append(
-            f"the arguments know no vocab_size: all {padded} rows of the vocabulary are kept, padding included (--vocab-size cuts it)"
+            f"the arguments know no vocab_size: all {padded} rows of the vocabulary are kept, padding included "
+            "(--vocab-size cuts it)"
         )
     elif padded and true < padded:
         report.notes.append(f"{padded - true} rows that pad the vocabulary of {true} to {padded} are left out")
@@ -122,7 +143,9 @@ def position_of(args: Mapping[str, Any], state: Mapping[str, Any], model: ModelC
     """How far the training was."""
     iteration = state.get("iteration") or args.get("iteration") or 0
     samples = int(args.get("consumed_train_samples") or 0)
-    return Position(int(iteration), samples, samples * model.seq_length, float(steps or iteration), _loss_scale(args, state))
+    return Position(
+        int(iteration), samples, samples * model.seq_length, float(steps or iteration), _loss_scale(args, state)
+    )
 
 
 def _loss_scale(args: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, float] | None:
@@ -132,7 +155,11 @@ def _loss_scale(args: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, 
         return None
     hysteresis = int(args.get("hysteresis") or 2)
     left = int(scaler.get("hysteresis_tracker", hysteresis))
-    return {"scale": scaler["scale"].item(), "good_steps": int(scaler.get("growth_tracker", 0)), "overflows": hysteresis - left}
+    return {
+        "scale": scaler["scale"].item(),
+        "good_steps": int(scaler.get("growth_tracker", 0)),
+        "overflows": hysteresis - left,
+    }
 
 
 _REST: Mapping[str, str] = {

@@ -1,4 +1,5 @@
-"""Writing the torch format of Megatron-LM, for Megatron-core's model with Transformer Engine: weights, a file per tp rank and stage.
+"""Writing the torch format of Megatron-LM, for Megatron-core's model with Transformer Engine: weights, a file per tp
+rank and stage.
 
 Transformer Engine's `_extra_state` is not written: it is empty without FP8, and Megatron-LM loads without it.
 """
@@ -26,19 +27,23 @@ from megazero.convert.shards import cut
 from megazero.convert.source import ConversionError, Source
 
 Slot = tuple[str, tuple[str, ...]]
-"""A tensor of theirs: its key, layers counted in the stage, and those of ours that its rows are made of, one after the other."""
+"""A tensor of theirs: its key, layers counted in the stage, and those of ours that its rows are made of, one after the
+other.
+"""
 
 
 def write_megatron(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
     """Write a folder with Megatron's tracker and one iteration, for tp x pp ranks.
 
-    The vocabulary is padded to a multiple of make_vocab_size_divisible_by x tp. A tied embedding stands on the last stage too.
-    Raises ConversionError for what Megatron-LM does not have.
+    The vocabulary is padded to a multiple of make_vocab_size_divisible_by x tp. A tied embedding stands on the last
+    stage too. Raises ConversionError for what Megatron-LM does not have.
     """
     model, precision = source.model, source.run.optimizer.precision
     dtype = wanted.dtype or compute_dtype(precision)
     if model.num_layers % wanted.pp:
-        raise ConversionError(f"--pp {wanted.pp}: Megatron-LM divides its layers evenly over stages, and the model has {model.num_layers}")
+        raise ConversionError(
+            f"--pp {wanted.pp}: Megatron-LM divides its layers evenly over stages, and the model has {model.num_layers}"
+        )
     named = args_of(source.run, tp=wanted.tp, pp=wanted.pp)
     position = source.position
     args = record_type("argparse.Namespace")()
@@ -59,7 +64,14 @@ def write_megatron(source: Source, folder: Path, wanted: Wanted, advance: Advanc
     for stage in range(wanted.pp):
         slots = list(_slots(source, stage, wanted.pp))
         _write_stage(
-            source, inside, wanted, stage, slots, dtype, {"args": args, "checkpoint_version": 3.0, "iteration": position.iteration}, advance
+            source,
+            inside,
+            wanted,
+            stage,
+            slots,
+            dtype,
+            {"args": args, "checkpoint_version": 3.0, "iteration": position.iteration},
+            advance,
         )
     (folder / TRACKER).write_text(f"{word}\n")
 
@@ -115,7 +127,9 @@ def _write_stage(
 
 
 def _feed(file: TorchFileWriter, whole: Tensor, name: str, rows: int, rank: int, tp: int, dtype: torch.dtype) -> None:
-    """A rank's part of a tensor that has `rows` rows with its padding, which is zeros; converted a few million elements at a time."""
+    """A rank's part of a tensor that has `rows` rows with its padding, which is zeros; converted a few million elements
+    at a time.
+    """
     if rows == whole.shape[0]:
         part, missing = cut(name, whole, tp)[rank], 0
     else:

@@ -6,7 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megazero.config.derive import attention_bias, ffn_width, head_dim, max_positions, mlp_bias, padded_vocab, query_groups
+from megazero.config.derive import (
+    attention_bias,
+    ffn_width,
+    head_dim,
+    max_positions,
+    mlp_bias,
+    padded_vocab,
+    query_groups,
+)
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.formats import Wanted
@@ -18,7 +26,8 @@ _ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu")
 
 
 def arguments(run: Run, position: Position, wanted: Wanted) -> dict[str, Any]:
-    """What a run of Megatron-DeepSpeed with this model would have been started with; plain values, no members of its enumerations.
+    """What a run of Megatron-DeepSpeed with this model would have been started with; plain values, no members of its
+    enumerations.
 
     Raises ConversionError for a model that it does not have.
     """
@@ -86,11 +95,16 @@ def _foreign(model: ModelConfig) -> Iterator[str]:
     if model.activation == "gelu-tanh" and not mlp_bias(model):
         yield "--activation gelu-tanh without biases (its fused kernel adds one)"
     if head_dim(model) * model.num_attention_heads != model.hidden_size:
-        yield f"--kv-channels {head_dim(model)} x {model.num_attention_heads} heads with --hidden-size {model.hidden_size}"
+        yield (
+            f"--kv-channels {head_dim(model)} x {model.num_attention_heads} heads with --hidden-size "
+            f"{model.hidden_size}"
+        )
 
 
 def universal_info(planned: Plan) -> dict[str, Any]:
-    """What DeepSpeed's ds_to_universal wants to be told: names of parameters, as patterns, by what tp and pipeline ranks do with them."""
+    """What DeepSpeed's ds_to_universal wants to be told: names of parameters, as patterns, by what tp and pipeline
+    ranks do with them.
+    """
 
     def patterns(chosen: list[Written]) -> list[str]:
         return sorted({_pattern(planned.parameter(written)) for written in chosen})
@@ -104,8 +118,12 @@ def universal_info(planned: Plan) -> dict[str, Any]:
         "padded_vocab_size": planned.rows,
         "vocabulary_parameter_patterns": patterns([written for written in tensors if written.names[0] in TABLES]),
         "pipeline_replicated_parameter_patterns": patterns(embedding if planned.layers.tied else []),
-        "tp_replicated_parameter_patterns": patterns([written for written in tensors if tp_axis(written.names[0]) is None]),
-        "parameter_with_row_parallelism_patterns": patterns([written for written in tensors if tp_axis(written.names[0]) == 1]),
+        "tp_replicated_parameter_patterns": patterns(
+            [written for written in tensors if tp_axis(written.names[0]) is None]
+        ),
+        "parameter_with_row_parallelism_patterns": patterns(
+            [written for written in tensors if tp_axis(written.names[0]) == 1]
+        ),
         "parameter_with_2_sub_params_cat_dim_0": patterns(gated),
     }
 

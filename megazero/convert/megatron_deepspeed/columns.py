@@ -23,7 +23,9 @@ Held = Mapping[tuple[int, str], tuple[int, list[Slice]]]
 
 
 class Columns:
-    """Masters and moments. Raises ConversionError with every parameter of the layer files that the optimizer's files do not hold whole."""
+    """Masters and moments. Raises ConversionError with every parameter of the layer files that the optimizer's files do
+    not hold whole.
+    """
 
     def __init__(self, files: Files, listing: Listing, weights: Weights, zero: Zero, report: Report) -> None:
         self.files, self.listing, self.weights, self.zero, self.report = files, listing, weights, zero, report
@@ -34,7 +36,8 @@ class Columns:
         if problems:
             more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
             raise ConversionError(
-                f"{listing.folder}: the optimizer's files do not hold what the layer files do: {'; '.join(problems[:20] + more)}. "
+                f"{listing.folder}: the optimizer's files do not hold what the layer files do: "
+                f"{'; '.join(problems[:20] + more)}. "
                 f"To convert the weights alone, move the *_optim_states.pt files elsewhere"
             )
         for column in zero.dtypes:
@@ -42,13 +45,20 @@ class Columns:
         self._account()
 
     def read(self, name: str, column: str) -> Tensor:
-        """A global tensor of one column, vocabulary padding cut off. Memory: the tensor, and where columns are split as much again."""
+        """A global tensor of one column, vocabulary padding cut off.
+
+        Memory: the tensor, and where columns are split as much again.
+        """
         where, axis = self.weights.theirs[name], tp_axis(name)
         key = f"{label(where)} {column}"
         if axis == 0 and where.half is None:
-            slices = [piece for t in range(self.tp) for piece in self._slices(*self.held[t][where.layer, where.key], column)]
+            slices = [
+                piece for t in range(self.tp) for piece in self._slices(*self.held[t][where.layer, where.key], column)
+            ]
             flat = slices[0] if len(slices) == 1 else torch.cat(slices)
-            whole = self._like_copies(name, where, column, flat.view(-1, *self.weights.stored[where.layer][0][where.key].shape[1:]))
+            whole = self._like_copies(
+                name, where, column, flat.view(-1, *self.weights.stored[where.layer][0][where.key].shape[1:])
+            )
             rows = self.weights.rows(name)
             return whole if rows is None else whole[:rows]
         pieces = [halved(self._of_rank(t, where, column), where) for t in range(self.tp)]
@@ -68,9 +78,13 @@ class Columns:
         for copy in self._copies(name, where):
             slices = [piece for rank, parts in copy for piece in self._slices(rank, parts, column)]
             ends = list(accumulate((piece.numel() for piece in slices), initial=0))
-            if not all(torch.equal(piece, whole.view(-1)[a:b]) for piece, a, b in zip(slices, ends[:-1], ends[1:], strict=True)):
+            if not all(
+                torch.equal(piece, whole.view(-1)[a:b]) for piece, a, b in zip(slices, ends[:-1], ends[1:], strict=True)
+            ):
                 others.append(torch.cat(slices).view_as(whole))
-        return agree(f"{label(where)} {column} (first and last stage)", [whole, *others], self.report) if others else whole
+        return (
+            agree(f"{label(where)} {column} (first and last stage)", [whole, *others], self.report) if others else whole
+        )
 
     def _held(self, t: int) -> Held:
         """A parameter of the tied embedding is in the first and in the last stage; the first one's counts."""
@@ -84,13 +98,19 @@ class Columns:
         return found
 
     def _copies(self, name: str, where: Theirs) -> list[list[tuple[int, list[Slice]]]]:
-        """The tied table's copies on other stages, which are trained with it. (The rest of a tied embedding is idle there.)"""
+        """The tied table's copies on other stages, which are trained with it. (The rest of a tied embedding is idle
+        there.)
+        """
         if name != WORDS or not self.weights.layers.tied:
             return []
         parameter = self.weights.layers.parameter(where.layer, where.key)
         first = self.held[0][where.layer, where.key][0] // self.tp
-        others = [stage for stage in range(self.stages) if stage != first and parameter in self.zero.slices[stage * self.tp]]
-        return [[(s * self.tp + t, self.zero.slices[s * self.tp + t][parameter]) for t in range(self.tp)] for s in others]
+        others = [
+            stage for stage in range(self.stages) if stage != first and parameter in self.zero.slices[stage * self.tp]
+        ]
+        return [
+            [(s * self.tp + t, self.zero.slices[s * self.tp + t][parameter]) for t in range(self.tp)] for s in others
+        ]
 
     def _problems(self, where: Theirs) -> list[str]:
         counts = []
@@ -115,4 +135,6 @@ class Columns:
                     and rank // self.tp != self.held[rank % self.tp][place][0] // self.tp
                     and not parameter.endswith("word_embeddings.weight")
                 ):
-                    self.report.unused[f"optimizer {parameter} (stage {rank // self.tp})"] = "an idle copy: only the first stage trains it"
+                    self.report.unused[f"optimizer {parameter} (stage {rank // self.tp})"] = (
+                        "an idle copy: only the first stage trains it"
+                    )

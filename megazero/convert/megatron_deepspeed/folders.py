@@ -1,4 +1,7 @@
-"""Where Megatron-DeepSpeed puts a checkpoint, and what its files are called. Numbers are compared as numbers, whatever zeros stand before them."""
+"""Where Megatron-DeepSpeed puts a checkpoint, and what its files are called.
+
+Numbers are compared as numbers, whatever zeros stand before them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from megazero.convert.tracker import named_folder, word_in
 
 LATEST = "latest"
 KNOWN = ("deepspeed.*", "megatron.*", "apex.*", "transformers.*", "enum.*", "signal.*", "torch.nn.*", "torch.optim.*")
-"""Classes whose objects stand in these files beside the tensors (arguments, slice addresses, loss scalers); they are read as records."""
+"""Classes whose objects stand in these files beside the tensors (arguments, slice addresses, loss scalers); they are
+read as records.
+"""
 STEP = re.compile(r"global_step(\d+)")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -63,26 +68,36 @@ class Listing:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint itself: `path`, or what `latest` names in it, or its global_step folder with the highest number. Raises ConversionError."""
+    """The checkpoint itself: `path`, or what `latest` names in it, or its global_step folder with the highest number.
+
+    Raises ConversionError.
+    """
     if _has_layers(path):
         return path
     if (path / LATEST).is_file():
         named = named_folder(path / LATEST)
         if not _has_layers(named):
             raise ConversionError(
-                f"{path / LATEST} names {named.name!r}, in which there are no layer files (layer_NN-model_NN-model_states.pt)"
+                f"{path / LATEST} names {named.name!r}, in which there are no layer files "
+                "(layer_NN-model_NN-model_states.pt)"
             )
         return named
     steps = {
-        int(match[1]): inside for inside in path.glob("global_step*") if (match := STEP.fullmatch(inside.name)) and _has_layers(inside)
+        int(match[1]): inside
+        for inside in path.glob("global_step*")
+        if (match := STEP.fullmatch(inside.name)) and _has_layers(inside)
     }
     if not steps:
-        raise ConversionError(f"{path} holds no layer files (layer_NN-model_NN-model_states.pt) and no folder with them")
+        raise ConversionError(
+            f"{path} holds no layer files (layer_NN-model_NN-model_states.pt) and no folder with them"
+        )
     return steps[max(steps)]
 
 
 def recognises(path: Path) -> bool:
-    """A folder with layer files, one of global_step folders, or one whose `latest` names such a folder, there or not."""
+    """A folder with layer files, one of global_step folders, or one whose `latest` names such a
+    folder, there or not.
+    """
     if _has_layers(path) or any(_has_layers(inside) for inside in path.glob("global_step*")):
         return True
     latest = path / LATEST
@@ -113,7 +128,9 @@ def listing(folder: Path) -> Listing:
     for layer, files in sorted(layers.items()):
         missing = [t for t in range(tp) if t not in files]
         if missing:
-            problems.append(f"of layer {layer} the files of tp ranks {', '.join(map(str, missing))} of {tp} are missing")
+            problems.append(
+                f"of layer {layer} the files of tp ranks {', '.join(map(str, missing))} of {tp} are missing"
+            )
     problems += _rank_problems(ranks, zero, tp)
     if problems:
         raise ConversionError(f"{folder} is not whole: " + "; ".join(problems))
@@ -129,15 +146,20 @@ def _rank_problems(ranks: Mapping[int, Path], zero: Mapping[tuple[int, int], Pat
             problems.append(f"{what} files of ranks {', '.join(map(str, missing))} are missing")
         elif len(there) % tp:
             problems.append(
-                f"there are {what} files of {len(there)} ranks, which is no multiple of the {tp} tensor-parallel ranks of the layer files"
+                f"there are {what} files of {len(there)} ranks, which is no multiple of the {tp} tensor-parallel ranks "
+                "of the layer files"
             )
     if ranks and zero and not problems and len(ranks) != 1 + max(rank for rank, _ in zero):
-        problems.append(f"there are {len(ranks)} mp_rank files, but optimizer files of {1 + max(rank for rank, _ in zero)} ranks")
+        problems.append(
+            f"there are {len(ranks)} mp_rank files, but optimizer files of {1 + max(rank for rank, _ in zero)} ranks"
+        )
     return problems
 
 
 class Files:
-    """Files of one checkpoint, read when needed; the last ones used stay open (each mapping holds a file descriptor)."""
+    """Files of one checkpoint, read when needed; the last ones used stay open (each mapping holds a
+    file descriptor).
+    """
 
     def __init__(self, kept: int = 96) -> None:
         self._kept, self._lock = kept, Lock()

@@ -1,7 +1,7 @@
 """DeepSpeed's dynamic loss scaler as ours, and the other way.
 
-It counts iterations and keeps the last one that overflowed: `k` good ones have passed since. It doubles at k = window + 1, 2 window + 1, ...: one step
-later than ours, which the counts here make up for.
+It counts iterations and keeps the last one that overflowed: `k` good ones have passed since. It doubles at k = window +
+1, 2 window + 1, ...: one step later than ours, which the counts here make up for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def loss_scale_of(scaler: Any) -> dict[str, float] | None:
         return None
     good = held["cur_iter"] - held["last_overflow_iter"] - 1
     overflows = held.get("delayed_shift", 1) - held.get("cur_hysteresis", 1)
-    return {"scale": float(held["cur_scale"]), "good_steps": max(0, good - 1) % int(held["scale_window"]), "overflows": int(overflows)}
+    return {
+        "scale": float(held["cur_scale"]),
+        "good_steps": max(0, good - 1) % int(held["scale_window"]),
+        "overflows": int(overflows),
+    }
 
 
 def with_loss_scale(run: Run, scaler: Any) -> Run:

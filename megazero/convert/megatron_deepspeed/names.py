@@ -1,7 +1,8 @@
 """What Megatron-DeepSpeed calls our tensors: a layer of its pipeline, and a key in that layer's files.
 
-Layers are counted along the pipeline, functions without weights included. BLOOM: 1 embedding, 3 .. L+2 blocks, L+4 final LayerNorm; the
-tied head is not stored. Other versions count otherwise, so the layers of a checkpoint are told by what is in them.
+Layers are counted along the pipeline, functions without weights included. BLOOM: 1 embedding, 3 .. L+2 blocks, L+4
+final LayerNorm; the tied head is not stored. Other versions count otherwise, so the layers of a checkpoint are told by
+what is in them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ IGNORED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Theirs:
-    """layer: number of the layer's files. key: in them. half: which half of a rank's rows is ours, of a gated layer's [gate; up]."""
+    """layer: number of the layer's files. key: in them. half: which half of a rank's rows is ours, of a gated layer's
+    [gate; up].
+    """
 
     layer: int
     key: str
@@ -53,7 +56,9 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layer files hold what. head: of an untied head; tied: parameters of the embedding go by `TIED` in the optimizer's files."""
+    """Which layer files hold what. head: of an untied head; tied: parameters of the embedding go by `TIED` in the
+    optimizer's files.
+    """
 
     embedding: int
     blocks: tuple[int, ...]
@@ -80,7 +85,9 @@ class Layers:
 def bloom_layers(model: ModelConfig) -> Layers:
     """As BLOOM's files are numbered."""
     blocks = tuple(range(3, model.num_layers + 3))
-    return Layers(1, blocks, model.num_layers + 4, model.num_layers + 5 if model.untie_embeddings_and_output_weights else None)
+    return Layers(
+        1, blocks, model.num_layers + 4, model.num_layers + 5 if model.untie_embeddings_and_output_weights else None
+    )
 
 
 def found_layers(keys: Mapping[int, tuple[str, ...]], where: str) -> Layers:
@@ -104,7 +111,9 @@ def found_layers(keys: Mapping[int, tuple[str, ...]], where: str) -> Layers:
     if len(head) > 1:
         problems.append(f"layers {', '.join(map(str, head))} could all be the head")
     if problems:
-        raise ConversionError(f"{where} is not a GPT or BLOOM model in Megatron-DeepSpeed's layout: " + "; ".join(problems))
+        raise ConversionError(
+            f"{where} is not a GPT or BLOOM model in Megatron-DeepSpeed's layout: " + "; ".join(problems)
+        )
     return Layers(embedding[0], tuple(blocks), final[0], head[0] if head else None)
 
 

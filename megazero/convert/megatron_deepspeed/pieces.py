@@ -11,7 +11,9 @@ from megazero.convert.shards import cut
 
 
 def rank_pieces(name: str, whole: Tensor, tp: int, rows: int) -> list[list[Tensor]]:
-    """What each tp rank has of a global tensor, as pieces that follow each other; zeros for the vocabulary's padding."""
+    """What each tp rank has of a global tensor, as pieces that follow each other; zeros for the
+    vocabulary's padding.
+    """
     if name not in TABLES:
         return [[piece] for piece in cut(name, whole, tp)]
     size = rows // tp

@@ -1,4 +1,6 @@
-"""Reading Megatron-DeepSpeed's checkpoints: weights of any tp, and the state of ZeRO-1 and ZeRO-2 of any tp, pp and dp."""
+"""Reading Megatron-DeepSpeed's checkpoints: weights of any tp, and the state of ZeRO-1 and ZeRO-2 of
+any tp, pp and dp.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,20 @@ from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, So
 class MegatronDeepSpeedSource(Source):
     """A checkpoint of Megatron-DeepSpeed. With optimizer files the column "weight" is the fp32 master."""
 
-    def __init__(self, path: Path, run: Run, position: Position, weights: Weights, columns: Columns | None, report: Report, companions: dict[str, Path]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: Path,
+        run: Run,
+        position: Position,
+        weights: Weights,
+        columns: Columns | None,
+        report: Report,
+        companions: dict[str, Path],
+    ) -> None:
         dtypes = columns.zero.dtypes if columns else {}
-        entries = {name: Entry(shape, {WEIGHT: weights.dtype(name), **dtypes}) for name, shape in weights.shapes.items()}
+        entries = {
+            name: Entry(shape, {WEIGHT: weights.dtype(name), **dtypes}) for name, shape in weights.shapes.items()
+        }
         super().__init__("megatron-deepspeed", path, run, entries, position, companions, report)
         self.weights, self.columns_of = weights, columns
         self._compared: set[str] = set()
@@ -48,11 +61,15 @@ class MegatronDeepSpeedSource(Source):
         return whole
 
     def _compare(self, name: str, master: Tensor) -> None:
-        """Counts where the layer files' weight is not the master rounded: the files are not of one step, or one of them was changed.
+        """Counts where the layer files' weight is not the master rounded: the files are not of one step, or one of them
+        was changed.
 
         Raises ConversionError where they are far from each other, as those of other ranks or partitions are.
         """
-        parts = [list(zip(whole.split(_ROWS), kept.split(_ROWS), strict=True)) for whole, kept in self.weights.beside(name, master)]
+        parts = [
+            list(zip(whole.split(_ROWS), kept.split(_ROWS), strict=True))
+            for whole, kept in self.weights.beside(name, master)
+        ]
         counts = [sum(_unequal(mine, theirs) for mine, theirs in pairs) for pairs in parts]
         off, shown = sum(counts), label(self.weights.theirs[name])
         averaged = any(replica.key == shown or replica.key.startswith(f"{shown} ") for replica in self.report.replicas)
@@ -61,11 +78,16 @@ class MegatronDeepSpeedSource(Source):
                 numel = sum(mine.numel() for mine, _ in pairs)
                 if count > numel / 2 and (distance := _distance(pairs)) > _FAR:
                     raise ConversionError(
-                        f"{self.path}: {shown} of the layer files (tp rank {t}) and its masters in the optimizer's files are not one tensor: {count} of "
-                        f"{numel} elements differ, by {distance:.2g} of its norm. Files of other ranks, partitions or steps are among them. To convert "
+                        f"{self.path}: {shown} of the layer files (tp rank {t}) and its masters in the optimizer's "
+                        f"files are not one tensor: {count} of "
+                        f"{numel} elements differ, by {distance:.2g} of its norm. Files of other ranks, partitions or "
+                        "steps are among them. To convert "
                         f"the weights of the layer files alone, move the *_optim_states.pt files elsewhere"
                     )
-            note = f"{name}: {off} of {master.numel()} master weights, rounded, are not what the layer files hold; the masters are taken"
+            note = (
+                f"{name}: {off} of {master.numel()} master weights, rounded, are not what the "
+                "layer files hold; the masters are taken"
+            )
             self.report.apart.append(note)
         self._compared.add(name)
 
@@ -84,7 +106,10 @@ def _unequal(master: Tensor, stored: Tensor) -> int:
 def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """The norm of what rounded masters and stored weights differ by, in norms of the stored ones."""
     squares = [
-        ((master.to(stored.dtype).double() - stored.double()).square().sum().item(), stored.double().square().sum().item())
+        (
+            (master.to(stored.dtype).double() - stored.double()).square().sum().item(),
+            stored.double().square().sum().item(),
+        )
         for master, stored in pairs
     ]
     apart, norm = (math.fsum(values) for values in zip(*squares, strict=True))
@@ -94,8 +119,8 @@ def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     """The checkpoint in a folder, or the one that its `latest` names. Raises ConversionError.
 
-    What the arguments in the mp_rank files do not tell is taken from the tensors' shapes, and what those do not (the number of
-    heads) from a config.json beside the files, if there is one.
+    What the arguments in the mp_rank files do not tell is taken from the tensors' shapes, and what those do not (the
+    number of heads) from a config.json beside the files, if there is one.
     """
     folder = checkpoint_folder(path)
     there = listing(folder)
@@ -103,7 +128,9 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     stored = stored_layers(files, there)
     layers = found_layers({layer: tuple(ranks[0]) for layer, ranks in stored.items()}, str(folder))
     state = files[there.ranks[0]] if there.ranks else {}
-    around = folder.absolute().parent if STEP.fullmatch(folder.name) else path  # what is beside a step's folder is, whoever names that one
+    around = (
+        folder.absolute().parent if STEP.fullmatch(folder.name) else path
+    )  # what is beside a step's folder is, whoever names that one
     beside = {file.name: file for file in (folder / "config.json", around / "config.json") if file.is_file()}
     model_files = companions(folder, around) | beside
     said = _told(model_files) | _args(state)
@@ -118,11 +145,16 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     _note(report, zero, there, args, model.vocab_size)
     run = with_schedule(run_from_args(_with_hyper(args, zero), model, precision), args)
     run = with_loss_scale(run, zero.scaler if zero else None)
-    return MegatronDeepSpeedSource(folder, run, _position(state, args, zero, there), weights, columns, report, model_files)
+    return MegatronDeepSpeedSource(
+        folder, run, _position(state, args, zero, there), weights, columns, report, model_files
+    )
 
 
 def _args(state: Any) -> dict[str, Any]:
-    """The arguments of the run that wrote the checkpoint: a namespace, a dictionary, or nothing. Members of enumerations become their value."""
+    """The arguments of the run that wrote the checkpoint: a namespace, a dictionary, or nothing.
+
+    Members of enumerations become their value.
+    """
     args = state.get("args") if isinstance(state, dict) else None
     found = args.state if isinstance(args, Record) else args if isinstance(args, dict) else {}
     return {name: value.args[0] if isinstance(value, Record) and value.args else value for name, value in found.items()}
@@ -149,11 +181,15 @@ def _told(companions: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _refuse_other_version(folder: Path, state: Any) -> None:
-    """Rows of query, key and value are [heads, 3, head size] since version 3.0; before, their order was another. Files may lack the number."""
+    """Rows of query, key and value are [heads, 3, head size] since version 3.0; before, their order was another.
+
+    Files may lack the number.
+    """
     version = state.get("checkpoint_version") if isinstance(state, dict) else None
     if version not in (None, 3, 3.0):
         raise ConversionError(
-            f"{folder} has checkpoint_version {version}: only 3.0 is read, whose rows of query, key and value are stored head by head"
+            f"{folder} has checkpoint_version {version}: only 3.0 is read, whose rows of query, key and value are "
+            "stored head by head"
         )
 
 
@@ -164,7 +200,10 @@ def _refuse_other_grid(folder: Path, args: Mapping[str, Any], there: Listing) ->
     if tp and tp != there.tp:
         wrong.append(f"tensor_model_parallel_size is {tp}, there are layer files of {there.tp} tp ranks")
     if pp and there.ranks and len(there.ranks) != pp * there.tp:
-        wrong.append(f"pipeline_model_parallel_size is {pp}, there are mp_rank files of {len(there.ranks)} ranks ({there.tp} per stage)")
+        wrong.append(
+            f"pipeline_model_parallel_size is {pp}, there are mp_rank files of {len(there.ranks)} ranks ({there.tp} "
+            "per stage)"
+        )
     if wrong:
         raise ConversionError(f"{folder} is not whole: " + "; ".join(wrong))
 
@@ -173,9 +212,19 @@ def _with_hyper(args: Mapping[str, Any], zero: Zero | None) -> Mapping[str, Any]
     """The arguments, with what the optimizer knows of itself where they are silent."""
     if zero is None:
         return args
-    first, second = (*zero.hyper["betas"], None)[:2] if isinstance(zero.hyper.get("betas"), list | tuple) else (None, None)
-    known = {"adam_beta1": first, "adam_beta2": second, "adam_eps": zero.hyper.get("eps"), "weight_decay": zero.hyper.get("weight_decay")}
-    return {**{name: value for name, value in known.items() if value is not None}, **{k: v for k, v in args.items() if v is not None}}
+    first, second = (
+        (*zero.hyper["betas"], None)[:2] if isinstance(zero.hyper.get("betas"), list | tuple) else (None, None)
+    )
+    known = {
+        "adam_beta1": first,
+        "adam_beta2": second,
+        "adam_eps": zero.hyper.get("eps"),
+        "weight_decay": zero.hyper.get("weight_decay"),
+    }
+    return {
+        **{name: value for name, value in known.items() if value is not None},
+        **{k: v for k, v in args.items() if v is not None},
+    }
 
 
 def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Listing) -> Position:
@@ -184,7 +233,13 @@ def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Lis
     samples = int(args.get("consumed_train_samples") or held.get("global_samples") or 0)
     tokens = int(held.get("tokens") or args.get("consumed_train_tokens") or 0)
     steps = zero.steps if zero and zero.steps else float(iteration)
-    return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, loss_scale_of(zero.scaler if zero else None))
+    return Position(
+        iteration,
+        samples,
+        tokens or samples * int(args["seq_length"]),
+        steps,
+        loss_scale_of(zero.scaler if zero else None),
+    )
 
 
 def _note(report: Report, zero: Zero | None, there: Listing, args: Mapping[str, Any], vocabulary: int | None) -> None:
@@ -192,7 +247,9 @@ def _note(report: Report, zero: Zero | None, there: Listing, args: Mapping[str, 
     if true and padded and true < padded:
         report.notes.append(f"{padded - true} rows that pad the vocabulary of {true} to {padded} are left out")
     elif not true:
-        report.notes.append(f"the arguments know no vocab_size: all {vocabulary} rows of the vocabulary are kept, padding included")
+        report.notes.append(
+            f"the arguments know no vocab_size: all {vocabulary} rows of the vocabulary are kept, padding included"
+        )
     if zero is None:
         report.notes.append("there are no optimizer files (*_optim_states.pt): weights only")
     else:
@@ -200,4 +257,6 @@ def _note(report: Report, zero: Zero | None, there: Listing, args: Mapping[str, 
         if zero.dtypes[WEIGHT] != torch.float32:
             report.notes.append(f"master weights are stored in {zero.dtypes[WEIGHT]}")
     if not there.ranks:
-        report.notes.append("there are no mp_rank files: the model is told by its tensors, and its position by the folder's name")
+        report.notes.append(
+            "there are no mp_rank files: the model is told by its tensors, and its position by the folder's name"
+        )

@@ -17,7 +17,8 @@ _BY_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
 def with_schedule(run: Run, args: Mapping[str, Any]) -> Run:
     """The run with the schedule of the arguments; where they tell no length of the run, with a constant rate.
 
-    A run that counts samples has numbers of iterations in its arguments as well, which Megatron works out: they are left.
+    A run that counts samples has numbers of iterations in its arguments as well, which Megatron works out: they are
+    left.
     """
     lengths = _BY_SAMPLES if args.get("train_samples") else _BY_ITERATIONS
     found: dict[str, Any] = {name: int(args[name]) for name in lengths if args.get(name)}

@@ -11,11 +11,22 @@ from megazero.convert.report import Report
 from megazero.convert.source import ConversionError
 
 SEQUENCE = 2048
-"""Assumed where nothing says how long samples were; only models with a table of positions depend on it, and they say it."""
+"""Assumed where nothing says how long samples were; only models with a table of positions depend on it, and they say
+it.
+"""
 
 
-def args_from_shapes(said: Mapping[str, Any], stored: Mapping[int, tuple[Mapping[str, Stored], ...]], layers: Layers, where: str, report: Report) -> dict[str, Any]:  # fmt: skip
-    """The arguments, completed; what was assumed is in the report. Raises ConversionError for what no tensor shows, and for contradictions."""
+def args_from_shapes(
+    said: Mapping[str, Any],
+    stored: Mapping[int, tuple[Mapping[str, Stored], ...]],
+    layers: Layers,
+    where: str,
+    report: Report,
+) -> dict[str, Any]:
+    """The arguments, completed; what was assumed is in the report.
+
+    Raises ConversionError for what no tensor shows, and for contradictions.
+    """
     embedding, block = stored[layers.embedding], stored[layers.blocks[0]]
     rows, hidden = _two(embedding, "word_embeddings.weight", where)
     tp = len(block)
@@ -37,8 +48,10 @@ def args_from_shapes(said: Mapping[str, Any], stored: Mapping[int, tuple[Mapping
     assumed = _assumed(said, facts)
     if said.get("num_attention_heads") is None:
         raise ConversionError(
-            f"{where}: the number of attention heads is in no tensor's shape, and the mp_rank files' arguments do not tell it. Put a config.json "
-            f'with {{"num_attention_heads": N}} beside the layer files (and "layer_norm_epsilon", "seq_length" where they matter)'
+            f"{where}: the number of attention heads is in no tensor's shape, and the mp_rank files' arguments do not "
+            "tell it. Put a config.json "
+            f'with {{"num_attention_heads": N}} beside the layer files (and "layer_norm_epsilon", "seq_length" where '
+            "they matter)"
         )
     report.notes += [f"{name} is said nowhere: {value} is assumed" for name, value in assumed.items()]
     return {**{name: value for name, value in said.items() if value is not None}, **facts, **assumed}
@@ -70,7 +83,12 @@ def _widths(said: Mapping[str, Any], block: tuple[Mapping[str, Stored], ...], tp
 
 def _refuse_contradictions(said: Mapping[str, Any], facts: Mapping[str, Any], where: str) -> None:
     names = ("num_layers", "hidden_size", "padded_vocab_size", "ffn_hidden_size")
-    wrong = [f"{name} is {said[name]} by the arguments and {facts[name]} by the tensors" for name in names if name in facts and said.get(name) not in (None, facts[name])]  # fmt: skip
+
+    wrong = [
+        f"{name} is {said[name]} by the arguments and {facts[name]} by the tensors"
+        for name in names
+        if name in facts and said.get(name) not in (None, facts[name])
+    ]
     if wrong:
         raise ConversionError(f"{where} does not hold the model that its arguments describe: " + "; ".join(wrong))
 

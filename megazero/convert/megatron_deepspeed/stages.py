@@ -16,7 +16,9 @@ from megazero.mpu.place import Place
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor of a layer file. names: of ours, in the order of its rows (two for a gated layer). shape: on one tp rank."""
+    """A tensor of a layer file. names: of ours, in the order of its rows (two for a gated layer). shape: on one tp
+    rank.
+    """
 
     where: Theirs
     names: tuple[str, ...]
@@ -38,10 +40,14 @@ class Plan:
         return [written for written in self.tensors if written.where.layer == layer]
 
     def of_stage(self, stage: int) -> list[Written]:
-        """A stage's parameters in the order of DeepSpeed's pipeline module: those of the tied embedding first, which the last stage has too."""
+        """A stage's parameters in the order of DeepSpeed's pipeline module: those of the tied embedding first, which
+        the last stage has too.
+        """
         tied = self.layers.tied and stage in (0, len(self.stages) - 1)
         front = self.of_layer(self.layers.embedding) if tied else []
-        return front + [written for written in self.tensors if written.where.layer in self.stages[stage] and written not in front]
+        return front + [
+            written for written in self.tensors if written.where.layer in self.stages[stage] and written not in front
+        ]
 
     def groups(self, stage: int) -> tuple[list[Written], list[Written]]:
         """The two parameter groups of a stage: what decays, and norms and biases."""
@@ -54,14 +60,15 @@ class Plan:
 
 
 def plan(model: ModelConfig, wanted: Wanted) -> Plan:
-    """How a model is laid out. Stages are those of BLOOM's `--pp-partition-method 'type:transformer|embedding'`; with a head of its own, which
-    only the other Megatron-DeepSpeed has, of the 'type:transformer' that is all it knows.
+    """How a model is laid out. Stages are those of BLOOM's `--pp-partition-method 'type:transformer|embedding'`; with a
+    head of its own, which only the other Megatron-DeepSpeed has, of the 'type:transformer' that is all it knows.
 
     Raises ConversionError where DeepSpeed would then have stages without a block.
     """
     if model.untie_embeddings_and_output_weights and wanted.pp > model.num_layers:
         raise ConversionError(
-            f"--pp {wanted.pp} with --num-layers {model.num_layers} and a head of its own: Megatron-DeepSpeed gives every stage a block "
+            f"--pp {wanted.pp} with --num-layers {model.num_layers} and a head of its own: Megatron-DeepSpeed gives "
+            "every stage a block "
             f"there; nearest: --pp {model.num_layers}"
         )
     layers = bloom_layers(model)
@@ -71,7 +78,9 @@ def plan(model: ModelConfig, wanted: Wanted) -> Plan:
         by_key.setdefault((where.layer, where.key), []).append(name)
     rows = padded_vocab(model, wanted.tp)
     tensors = tuple(
-        Written(Theirs(*key), tuple(names), _local(names, everything, wanted.tp, rows), everything[names[0]].kind.decays)
+        Written(
+            Theirs(*key), tuple(names), _local(names, everything, wanted.tp, rows), everything[names[0]].kind.decays
+        )
         for key, names in sorted(by_key.items(), key=lambda item: item[0][0])
     )
     return Plan(model, layers, tensors, tuple(_stages(model, layers, wanted.pp)), rows)
@@ -91,8 +100,8 @@ def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -
 def _stages(model: ModelConfig, layers: Layers, pp: int) -> Iterator[range]:
     """Numbers of layer files, by stage; functions without weights in between do not matter.
 
-    A tied embedding and its use as the head count as a layer each. What is left when all stages have as many goes one by one to the first
-    ones; DeepSpeed's partition_balanced does so, and looks for no better place.
+    A tied embedding and its use as the head count as a layer each. What is left when all stages have as many goes one
+    by one to the first ones; DeepSpeed's partition_balanced does so, and looks for no better place.
     """
     front = 1 if layers.tied else 0
     each, left = divmod(model.num_layers + 2 * front, pp)

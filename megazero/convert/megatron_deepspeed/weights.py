@@ -1,4 +1,6 @@
-"""The layer files of a checkpoint: 16-bit weights, one file per layer and tp rank, whatever the number of pipeline stages."""
+"""The layer files of a checkpoint: 16-bit weights, one file per layer and tp rank, whatever the number of pipeline
+stages.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class Stored:
 
 
 def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str, Stored], ...]]:
-    """layer -> for each tp rank key -> shape and dtype. Reads no tensor. Raises ConversionError where ranks of a layer have different keys."""
+    """layer -> for each tp rank key -> shape and dtype. Reads no tensor.
+
+    Raises ConversionError where ranks of a layer have different keys.
+    """
     found: dict[int, tuple[Mapping[str, Stored], ...]] = {}
     for layer, paths in listing.layers.items():
         ranks = []
@@ -36,7 +41,13 @@ def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str
             content = files[path]
             if not isinstance(content, dict):
                 raise ConversionError(f"{path} holds a {type(content).__name__} and no dictionary of tensors")
-            ranks.append({key: Stored(tuple(value.shape), value.dtype) for key, value in content.items() if isinstance(value, Tensor)})
+            ranks.append(
+                {
+                    key: Stored(tuple(value.shape), value.dtype)
+                    for key, value in content.items()
+                    if isinstance(value, Tensor)
+                }
+            )
         if any(set(rank) != set(ranks[0]) for rank in ranks):
             raise ConversionError(f"{listing.folder}: the tp ranks' files of layer {layer} do not hold the same keys")
         found[layer] = tuple(ranks)
@@ -44,10 +55,28 @@ def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str
 
 
 class Weights:
-    """The model's tensors in the layer files. Raises ConversionError with everything that is missing, too much, or of another shape."""
+    """The model's tensors in the layer files.
 
-    def __init__(self, files: Files, listing: Listing, stored: Mapping[int, tuple[Mapping[str, Stored], ...]], layers: Layers, model: ModelConfig, report: Report) -> None:  # fmt: skip
-        self.files, self.listing, self.stored, self.layers, self.model, self.report = files, listing, stored, layers, model, report
+    Raises ConversionError with everything that is missing, too much, or of another shape.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        listing: Listing,
+        stored: Mapping[int, tuple[Mapping[str, Stored], ...]],
+        layers: Layers,
+        model: ModelConfig,
+        report: Report,
+    ) -> None:
+        self.files, self.listing, self.stored, self.layers, self.model, self.report = (
+            files,
+            listing,
+            stored,
+            layers,
+            model,
+            report,
+        )
         self.shapes = {name: place.shape for name, place in places(model).items()}
         head_key = "lm_head.weight" if layers.head is None or "lm_head.weight" in stored[layers.head][0] else "weight"
         self.theirs = theirs(model, layers, head_key)
@@ -56,7 +85,8 @@ class Weights:
         if problems:
             more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
             raise ConversionError(
-                f"{listing.folder} does not hold the model that its arguments describe: " + "; ".join(problems[:20] + more)
+                f"{listing.folder} does not hold the model that its arguments describe: "
+                + "; ".join(problems[:20] + more)
             )
 
     def read(self, name: str) -> Tensor:
@@ -66,7 +96,9 @@ class Weights:
         return join(label(where), pieces, tp_axis(name), self.report, self.rows(name))
 
     def beside(self, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Parts of another column's global tensor, each with what the layer files hold for it; views, unless replicas differ."""
+        """Parts of another column's global tensor, each with what the layer files hold for it; views, unless replicas
+        differ.
+        """
         where, axis = self.theirs[name], tp_axis(name)
         if axis is None:
             return [(whole, self.read(name))]
@@ -88,7 +120,11 @@ class Weights:
         return self.shapes[name][0] if name in TABLES else None
 
     def _missing(self) -> list[str]:
-        return [f"{label(where)} is missing" for where in self.theirs.values() if where.key not in self.stored[where.layer][0]]
+        return [
+            f"{label(where)} is missing"
+            for where in self.theirs.values()
+            if where.key not in self.stored[where.layer][0]
+        ]
 
     def _surplus(self) -> list[str]:
         """Puts every key into the report; gives those that cannot be left out."""
@@ -120,7 +156,11 @@ class Weights:
         padded = name in TABLES and whole[1:] == list(wanted[1:]) and whole[0] >= wanted[0]
         if (whole == list(wanted) or padded) and all(shape == shapes[0] for shape in shapes):
             return ""
-        kind = "different shapes" if any(shape != shapes[0] for shape in shapes) else f"shape {whole} over {len(shapes)} tp ranks"
+        kind = (
+            "different shapes"
+            if any(shape != shapes[0] for shape in shapes)
+            else f"shape {whole} over {len(shapes)} tp ranks"
+        )
         return f"{label(where)} has {kind}, {name} is {list(wanted)}"
 
 

@@ -27,8 +27,8 @@ from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
 def write_megatron_deepspeed(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
     """Write `latest` and a folder global_stepN for `wanted.tp`, `wanted.pp` and `wanted.dp` ranks.
 
-    Layer files have `wanted.dtype`, by default what the model computes in; masters and moments are fp32. Raises ConversionError for a model
-    that Megatron-DeepSpeed does not have.
+    Layer files have `wanted.dtype`, by default what the model computes in; masters and moments are fp32. Raises
+    ConversionError for a model that Megatron-DeepSpeed does not have.
     """
     said = arguments(source.run, source.position, wanted)
     inside = folder / f"global_step{source.position.iteration}"
@@ -46,7 +46,9 @@ def write_megatron_deepspeed(source: Source, folder: Path, wanted: Wanted, advan
     (folder / LATEST).write_text(inside.name)
 
 
-def _write_layer(source: Source, inside: Path, planned: Plan, layer: int, tp: int, dtype: torch.dtype, advance: Advance) -> None:
+def _write_layer(
+    source: Source, inside: Path, planned: Plan, layer: int, tp: int, dtype: torch.dtype, advance: Advance
+) -> None:
     tensors = planned.of_layer(layer)
     content = {written.where.key: Hollow(written.shape, dtype) for written in tensors}
     with ExitStack() as opened:
@@ -60,11 +62,17 @@ def _write_layer(source: Source, inside: Path, planned: Plan, layer: int, tp: in
                 advance(source.entries[name].nbytes())
 
 
-def model_state(run: Run, position: Position, planned: Plan, stage: int, wanted: Wanted, said: dict[str, Any]) -> dict[str, Any]:
-    """What an mp_rank file holds. The model itself is in the layer files, which DeepSpeed's pipeline reads when `module` is None."""
+def model_state(
+    run: Run, position: Position, planned: Plan, stage: int, wanted: Wanted, said: dict[str, Any]
+) -> dict[str, Any]:
+    """What an mp_rank file holds. The model itself is in the layer files, which DeepSpeed's pipeline reads when
+    `module` is None.
+    """
     args = record_type("argparse.Namespace")()
     args.fill(said)
-    shapes = [{planned.parameter(written): torch.Size(written.shape) for written in group} for group in planned.groups(stage)]
+    shapes = [
+        {planned.parameter(written): torch.Size(written.shape) for written in group} for group in planned.groups(stage)
+    ]
     return {
         "module": None,
         "buffer_names": [],

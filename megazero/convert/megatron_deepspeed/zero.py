@@ -1,14 +1,17 @@
-"""ZeRO's optimizer files, stages 1 and 2: every parameter group is one flat fp32 vector, cut into as many parts as there are dp ranks.
+"""ZeRO's optimizer files, stages 1 and 2: every parameter group is one flat fp32 vector, cut into as many parts as
+there are dp ranks.
 
 Of a file (dp partition, model-parallel rank) the following is used, under `optimizer_state_dict`:
 
     single_partition_of_fp32_groups   per group the partition's master weights, flat
-    base_optimizer_state              {state: {group: {exp_avg, exp_avg_sq, step}}, param_groups}, or a list of the groups' states
-    param_slice_mappings              per group: parameter -> (numel, start) of what the partition has of it; a parameter that crosses a
-                                      border is in several partitions, in order
+    base_optimizer_state              {state: {group: {exp_avg, exp_avg_sq, step}}, param_groups}, or a list of the
+                                      groups' states
+    param_slice_mappings              per group: parameter -> (numel, start) of what the partition has of it; a
+                                      parameter that crosses a border is in several partitions, in order
     partition_count                   a number, or one per group
 
-Files without slice mappings are read in the order of `param_shapes` in the mp_rank files, which is the order in the vector.
+Files without slice mappings are read in the order of `param_shapes` in the mp_rank files, which is the order in the
+vector.
 """
 
 from __future__ import annotations
@@ -28,12 +31,19 @@ from megazero.convert.files.unpickle import Record
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, WEIGHT, ConversionError
 
-STATE, BASE, MASTERS, MAPPINGS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"
+STATE, BASE, MASTERS, MAPPINGS = (
+    "optimizer_state_dict",
+    "base_optimizer_state",
+    "single_partition_of_fp32_groups",
+    "param_slice_mappings",
+)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive elements of a parameter: `numel` from `start` of a group's flat vector in the file of a dp partition."""
+    """Consecutive elements of a parameter: `numel` from `start` of a group's flat vector in the file
+    of a dp partition.
+    """
 
     partition: int
     group: int
@@ -59,7 +69,10 @@ class Zero:
 
 
 def read_zero(files: Files, listing: Listing) -> Zero:
-    """The layout of a checkpoint's optimizer files. Raises ConversionError where they are not whole, or say where nothing is."""
+    """The layout of a checkpoint's optimizer files.
+
+    Raises ConversionError where they are not whole, or say where nothing is.
+    """
     ranks = 1 + max(rank for rank, _ in listing.zero)
     partitions = _partitions(files, listing, ranks)
     found = Zero([], {})
@@ -73,22 +86,28 @@ def read_zero(files: Files, listing: Listing) -> Zero:
         found.slices.append(slices)
         steps |= {step for state in states for step in _steps(state)}
         columns += [_dtypes(state) for state in states]
-    found.dtypes = {column: dtype for column, dtype in columns[0].items() if all(each.get(column) == dtype for each in columns)}
+    found.dtypes = {
+        column: dtype for column, dtype in columns[0].items() if all(each.get(column) == dtype for each in columns)
+    }
     if EXP_AVG not in found.dtypes or EXP_AVG_SQ not in found.dtypes:
         found.dtypes = {WEIGHT: found.dtypes[WEIGHT]}
         found.notes.append(
-            "the optimizer's files hold no two moments (exp_avg, exp_avg_sq) per group: master weights alone are taken from them"
+            "the optimizer's files hold no two moments (exp_avg, exp_avg_sq) per group: master weights alone are taken "
+            "from them"
         )
     if len(steps) > 1:
         found.notes.append(
-            f"parameter groups have made different numbers of steps ({', '.join(map(str, sorted(steps)))}); the largest is taken"
+            f"parameter groups have made different numbers of steps ({', '.join(map(str, sorted(steps)))}); the "
+            "largest is taken"
         )
     found.steps = max(steps, default=0.0)
     first = _state(files, listing.zero[0, 0])
     scaler = first.get("loss_scaler")
     found.scaler = scaler if isinstance(scaler, Record) else None
     groups = _param_groups(first)
-    found.hyper = dict(groups[0], weight_decay=max((g.get("weight_decay", 0.0) for g in groups), default=0.0)) if groups else {}
+    found.hyper = (
+        dict(groups[0], weight_decay=max((g.get("weight_decay", 0.0) for g in groups), default=0.0)) if groups else {}
+    )
     return found
 
 
@@ -134,9 +153,10 @@ def _partitions(files: Files, listing: Listing, ranks: int) -> int:
     if wrong:
         rank, there = next(iter(wrong.items()))
         raise ConversionError(
-            f"{listing.folder} is not whole: the optimizer's state was cut into {wanted} dp partitions, but of model-parallel rank {rank} there are "
-            f"{len(there)} files (partitions {', '.join(map(str, there))}); {len(wrong)} of {ranks} ranks are like that. "
-            f"To convert the weights alone, move the *_optim_states.pt files elsewhere"
+            f"{listing.folder} is not whole: the optimizer's state was cut into {wanted} dp "
+            f"partitions, but of model-parallel rank {rank} there are {len(there)} files "
+            f"(partitions {', '.join(map(str, there))}); {len(wrong)} of {ranks} ranks are like "
+            "that. To convert the weights alone, move the *_optim_states.pt files elsewhere"
         )
     return wanted
 
@@ -147,7 +167,11 @@ def _group_states(state: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     inside = base.get("state") if isinstance(base, dict) else base
     if isinstance(inside, list):
         inside = dict(enumerate(inside))
-    return {int(group): values for group, values in inside.items() if isinstance(values, dict)} if isinstance(inside, dict) else {}
+    return (
+        {int(group): values for group, values in inside.items() if isinstance(values, dict)}
+        if isinstance(inside, dict)
+        else {}
+    )
 
 
 def _param_groups(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -193,17 +217,24 @@ def _address(address: Any) -> tuple[int, int]:
         address = address.state if address.state else dict(zip(("numel", "start"), address.args, strict=False))
     if isinstance(address, dict):
         address = (address.get("numel"), address.get("start"))
-    if not (isinstance(address, tuple | list) and len(address) == 2 and all(type(n) is int and n >= 0 for n in address)):
+    if not (
+        isinstance(address, tuple | list) and len(address) == 2 and all(type(n) is int and n >= 0 for n in address)
+    ):
         raise ConversionError(f"param_slice_mappings hold {reprlib.repr(address)}, which is no (numel, start)")
     return address[0], address[1]
 
 
-def _by_shapes(files: Files, listing: Listing, rank: int, states: Sequence[Mapping[str, Any]]) -> dict[str, list[Slice]]:
-    """Parameters follow each other in the joined vector, as `param_shapes` has them; each with its alignment behind it, if it has one."""
+def _by_shapes(
+    files: Files, listing: Listing, rank: int, states: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Slice]]:
+    """Parameters follow each other in the joined vector, as `param_shapes` has them; each with its alignment behind it,
+    if it has one.
+    """
     shapes = files[listing.ranks[rank]].get("param_shapes") if rank in listing.ranks else None
     if not isinstance(shapes, list | tuple) or not all(isinstance(group, dict) for group in shapes):
         raise ConversionError(
-            f"{listing.folder}: the optimizer's files of rank {rank} have no param_slice_mappings, and no mp_rank file says by param_shapes which "
+            f"{listing.folder}: the optimizer's files of rank {rank} have no param_slice_mappings, and no mp_rank file "
+            "says by param_shapes which "
             f"parameters they hold. To convert the weights alone, move the *_optim_states.pt files elsewhere"
         )
     found: dict[str, list[Slice]] = {}
@@ -228,8 +259,12 @@ def _cut(lengths: Sequence[int], group: int, at: int, numel: int) -> Iterator[Sl
         begin += length
 
 
-def _refuse_overhangs(listing: Listing, rank: int, slices: Mapping[str, Sequence[Slice]], states: Sequence[Mapping[str, Any]]) -> None:
-    """A slice lies inside every column's vector; what crosses a border goes to the end of one and on from the beginning of the next."""
+def _refuse_overhangs(
+    listing: Listing, rank: int, slices: Mapping[str, Sequence[Slice]], states: Sequence[Mapping[str, Any]]
+) -> None:
+    """A slice lies inside every column's vector; what crosses a border goes to the end of one and on from the beginning
+    of the next.
+    """
     columns = _dtypes(states[0])
     lengths: dict[tuple[int, int], int] = {}
     for name, parts in slices.items():
@@ -238,17 +273,21 @@ def _refuse_overhangs(listing: Listing, rank: int, slices: Mapping[str, Sequence
             if key not in lengths:
                 vectors = [column_of(states[part.partition], column, part.group) for column in columns]
                 if any(vector.dim() != 1 for vector in vectors):
-                    raise ConversionError(f"{listing.zero[rank, part.partition]}: group {part.group} is not kept as flat vectors")
+                    raise ConversionError(
+                        f"{listing.zero[rank, part.partition]}: group {part.group} is not kept as flat vectors"
+                    )
                 lengths[key] = min(vector.numel() for vector in vectors)
             if part.start + part.numel > lengths[key]:
                 raise ConversionError(
-                    f"{listing.zero[rank, part.partition]}: {name} is said to be at {part.start} .. {part.start + part.numel} of group {part.group}, "
+                    f"{listing.zero[rank, part.partition]}: {name} is said to be at {part.start} .. "
+                    f"{part.start + part.numel} of group {part.group}, "
                     f"which has {lengths[key]} elements"
                 )
         for before, after in pairwise(parts):
             if after.start or before.start + before.numel != lengths[before.partition, before.group]:
                 raise ConversionError(
-                    f"{listing.zero[rank, before.partition].name} and {listing.zero[rank, after.partition].name} do not follow each other: {name} should "
+                    f"{listing.zero[rank, before.partition].name} and {listing.zero[rank, after.partition].name} do "
+                    f"not follow each other: {name} should "
                     f"end the one and go on in the other. Have files of partitions been swapped?"
                 )
 

@@ -1,6 +1,8 @@
-"""Writing ZeRO-1's optimizer files. Every group's vector of a model-parallel rank is cut into as many equal parts as there are dp ranks.
+"""Writing ZeRO-1's optimizer files. Every group's vector of a model-parallel rank is cut into as many equal parts as
+there are dp ranks.
 
-DeepSpeed pads the vector to a multiple of twice dp, so that parts begin where NCCL likes it; the last partition says how much that was.
+DeepSpeed pads the vector to a multiple of twice dp, so that parts begin where NCCL likes it; the last partition says
+how much that was.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Cut:
 
 
 def write_zero(source: Source, inside: Path, planned: Plan, wanted: Wanted, advance: Advance) -> None:
-    """Write the files of all ranks, stage by stage: those of its tp and dp ranks are filled together, tensor by tensor."""
+    """Write the files of all ranks, stage by stage: those of its tp and dp ranks are filled together,
+    tensor by tensor.
+    """
     prefix = "bf16_" if source.run.optimizer.precision == "bf16" else ""
     for stage in range(wanted.pp):
         groups = [_cut(group, wanted.dp) for group in planned.groups(stage) if group]
@@ -51,7 +55,11 @@ def write_zero(source: Source, inside: Path, planned: Plan, wanted: Wanted, adva
                     opened.enter_context(
                         TorchFileWriter(
                             inside / zero_file(d, stage * wanted.tp + t, prefix),
-                            {"optimizer_state_dict": _state(source, planned, groups, d, wanted.dp), "ds_config": {}, "ds_version": VERSION},
+                            {
+                                "optimizer_state_dict": _state(source, planned, groups, d, wanted.dp),
+                                "ds_config": {},
+                                "ds_version": VERSION,
+                            },
                         )
                     )
                     for d in range(wanted.dp)
@@ -65,7 +73,10 @@ def write_zero(source: Source, inside: Path, planned: Plan, wanted: Wanted, adva
 
 def _order(groups: int) -> list[tuple[int, str]]:
     """(group, column) in the order of a file's structure (`_state`)."""
-    return [*((group, WEIGHT) for group in range(groups)), *((group, column) for group in range(groups) for column in MOMENTS)]
+    return [
+        *((group, WEIGHT) for group in range(groups)),
+        *((group, column) for group in range(groups) for column in MOMENTS),
+    ]
 
 
 def _tell(source: Source, planned: Plan, stage: int, advance: Advance, whole: bool) -> None:
@@ -119,9 +130,13 @@ def _dtype(source: Source, column: str) -> torch.dtype:
 def _state(source: Source, planned: Plan, groups: Sequence[Cut], d: int, dp: int) -> dict[str, Any]:
     """The state of dp partition d; tensors in the order of `_order`."""
     optimizer, steps = source.run.optimizer, int(source.position.optimizer_steps)
-    hollow = {column: [Hollow((group.size,), _dtype(source, column)) for group in groups] for column in (WEIGHT, *MOMENTS)}
+    hollow = {
+        column: [Hollow((group.size,), _dtype(source, column)) for group in groups] for column in (WEIGHT, *MOMENTS)
+    }
     masters = {"single_partition_of_fp32_groups": hollow[WEIGHT]}
-    states = {g: {EXP_AVG: hollow[EXP_AVG][g], EXP_AVG_SQ: hollow[EXP_AVG_SQ][g], "step": steps} for g in range(len(groups))}
+    states = {
+        g: {EXP_AVG: hollow[EXP_AVG][g], EXP_AVG_SQ: hollow[EXP_AVG_SQ][g], "step": steps} for g in range(len(groups))
+    }
     described = [
         {
             "lr": source.run.schedule.lr,

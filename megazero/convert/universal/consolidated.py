@@ -1,7 +1,8 @@
-"""Consolidated weights: one state dictionary under Megatron-DeepSpeed's names, as DeepSpeed's zero_to_fp32 leaves it, read and written.
+"""Consolidated weights: one state dictionary under Megatron-DeepSpeed's names, as DeepSpeed's zero_to_fp32 leaves it,
+read and written.
 
-What tensors do not say of a model stands in megatron_args.json beside the file, else in an mp_rank file of the checkpoint that it was made of:
-zero_to_fp32 writes beside that.
+What tensors do not say of a model stands in megatron_args.json beside the file, else in an mp_rank file of the
+checkpoint that it was made of: zero_to_fp32 writes beside that.
 """
 
 from __future__ import annotations
@@ -60,14 +61,19 @@ def open_consolidated(path: Path) -> Source:
     """The state dictionary in this folder. Raises ConversionError."""
     told, report = _told_by(path), Report()
     if told is None:
-        raise ConversionError(f"{path} has neither {ARGS_FILE} nor an mp_rank_*_model_states.pt: nothing tells the model's shape")
+        raise ConversionError(
+            f"{path} has neither {ARGS_FILE} nor an mp_rank_*_model_states.pt: nothing tells the model's shape"
+        )
     said = _args(told)
     closing = ExitStack()
     stored = stored_tensors(path, closing)
-    numbers = {name: tensor for name, tensor in stored.items() if tensor.dtype is not None and tensor.dtype.is_floating_point}
+    numbers = {
+        name: tensor for name, tensor in stored.items() if tensor.dtype is not None and tensor.dtype.is_floating_point
+    }
     report.unused |= {name: f"of type {tensor.code}" for name, tensor in stored.items() if name not in numbers}
     parameters = {
-        name: Parameter(tensor.shape, tensor.dtype or torch.float32, partial(_weight, tensor.read)) for name, tensor in numbers.items()
+        name: Parameter(tensor.shape, tensor.dtype or torch.float32, partial(_weight, tensor.read))
+        for name, tensor in numbers.items()
     }
     held = Held(str(path), parameters, report)
     args = held.completed(said)
@@ -77,8 +83,17 @@ def open_consolidated(path: Path) -> Source:
     report.notes.append("weights only: a state dictionary has no optimizer state")
     entries = {name: Entry(place.shape, {WEIGHT: held.parameter(name).dtype}) for name, place in places(model).items()}
     iteration, samples = (int(args.get(name) or 0) for name in ("iteration", "consumed_train_samples"))
-    position = Position(iteration, samples, int(args.get("consumed_train_tokens") or samples * model.seq_length), float(iteration))
-    source = HeldSource("consolidated", path, with_schedule(run_from_args(args, model, precision_of(args)), args), position, held, entries)
+    position = Position(
+        iteration, samples, int(args.get("consumed_train_tokens") or samples * model.seq_length), float(iteration)
+    )
+    source = HeldSource(
+        "consolidated",
+        path,
+        with_schedule(run_from_args(args, model, precision_of(args)), args),
+        position,
+        held,
+        entries,
+    )
     source.closing = closing
     return source
 
@@ -95,7 +110,10 @@ def _args(told: Path) -> Mapping[str, Any]:
 
 
 def write_torch(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
-    """Write pytorch_model.bin, in fp32 or `wanted.dtype`. Raises ConversionError for what Megatron-DeepSpeed does not have."""
+    """Write pytorch_model.bin, in fp32 or `wanted.dtype`.
+
+    Raises ConversionError for what Megatron-DeepSpeed does not have.
+    """
     args = run_args(source, wanted.dtype)
     slots = _slots(source, wanted)
     with TorchFileWriter(folder / TORCH_FILE, {slot.key: Hollow(slot.shape, slot.dtype) for slot in slots}) as file:

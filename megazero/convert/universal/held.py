@@ -1,4 +1,6 @@
-"""A model of ours among whole tensors under Megatron-DeepSpeed's names, wherever they lie: a folder each, or one state dictionary."""
+"""A model of ours among whole tensors under Megatron-DeepSpeed's names, wherever they lie: a folder each, or one state
+dictionary.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ WORD_KEY = "word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Parameter:
-    """A whole tensor before it is read. flags: what a universal checkpoint says of it beside its value. read: of a column, the value."""
+    """A whole tensor before it is read. flags: what a universal checkpoint says of it beside its value. read: of a
+    column, the value.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,18 +39,25 @@ class Parameter:
 
 
 class Held:
-    """The parameters of a checkpoint by (layer, key) of Megatron-DeepSpeed's pipeline, and which of them make a model of ours."""
+    """The parameters of a checkpoint by (layer, key) of Megatron-DeepSpeed's pipeline, and which of them make a model
+    of ours.
+    """
 
     def __init__(self, where: str, parameters: Mapping[str, Parameter], report: Report) -> None:
         self.where, self.report = where, report
         self.named, others = named(parameters, where)
-        report.unused |= {name: why_ignored(name) or "no parameter of a GPT or BLOOM goes by this name" for name in others}
+        report.unused |= {
+            name: why_ignored(name) or "no parameter of a GPT or BLOOM goes by this name" for name in others
+        }
         self.parameters = {place: parameters[name] for place, name in self.named.names.items()}
         self.theirs: Mapping[str, Theirs] = {}
         self.ranks = 1
 
     def completed(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments, completed by the tensors' shapes. Where padding was cut off, the rows that are left are the true vocabulary."""
+        """Arguments, completed by the tensors' shapes.
+
+        Where padding was cut off, the rows that are left are the true vocabulary.
+        """
         word = self.parameters[self.named.layers.embedding, WORD_KEY]
         if word.flags.get(VOCABULARY):
             said = {**said, "padded_vocab_size": None, "vocab_size": word.shape[0], "tokenizer_type": None}
@@ -57,12 +68,20 @@ class Held:
         return args_from_shapes(said, whole, self.named.layers, self.where, self.report)
 
     def take(self, model: ModelConfig, ranks: int) -> None:
-        """Find every tensor of a model. ranks: tp of the run that wrote it. Raises ConversionError with all that does not fit."""
+        """Find every tensor of a model. ranks: tp of the run that wrote it.
+
+        Raises ConversionError with all that does not fit.
+        """
         self.theirs, self.ranks = self.named.theirs(model), ranks
-        problems = [*self._account(), *(problem for name, place in places(model).items() for problem in self._misfit(name, place.shape))]
+        problems = [
+            *self._account(),
+            *(problem for name, place in places(model).items() for problem in self._misfit(name, place.shape)),
+        ]
         if problems:
             more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-            raise ConversionError(f"{self.where} does not hold the model that its arguments describe: " + "; ".join(problems[:20] + more))
+            raise ConversionError(
+                f"{self.where} does not hold the model that its arguments describe: " + "; ".join(problems[:20] + more)
+            )
 
     def parameter(self, name: str) -> Parameter:
         """What one of our tensors is made of."""
@@ -74,7 +93,9 @@ class Held:
         where, parameter = self.theirs[name], self.parameter(name)
         value = parameter.read(column)
         if tuple(value.shape) != parameter.shape:
-            raise ConversionError(f"{self.where}: {column} of {name} has shape {list(value.shape)}, its weight {list(parameter.shape)}")
+            raise ConversionError(
+                f"{self.where}: {column} of {name} has shape {list(value.shape)}, its weight {list(parameter.shape)}"
+            )
         if where.half is None:
             return value[: shape[0]]
         ranks = 1 if parameter.flags.get(PARTS, 1) == 2 or SUBSHAPE in parameter.flags else self.ranks
@@ -115,7 +136,9 @@ def precision_of(args: Mapping[str, Any]) -> str:
 class HeldSource(Source):
     """A checkpoint whose tensors are read through `Held`."""
 
-    def __init__(self, format: str, path: Path, run: Run, position: Position, held: Held, entries: Mapping[str, Entry]) -> None:
+    def __init__(
+        self, format: str, path: Path, run: Run, position: Position, held: Held, entries: Mapping[str, Entry]
+    ) -> None:
         super().__init__(format, path, run, entries, position, report=held.report)
         self._held = held
 

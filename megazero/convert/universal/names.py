@@ -1,7 +1,9 @@
-"""Parameters' names in universal checkpoints: those of the module that DeepSpeed trained, which is Megatron-DeepSpeed's here.
+"""Parameters' names in universal checkpoints: those of the module that DeepSpeed trained, which is Megatron-DeepSpeed's
+here.
 
-Its pipeline numbers layers (`tied_modules.embed.word_embeddings.weight`, `3.input_layernorm.weight`), its plain model names them
-(`language_model.encoder.layers.0.input_layernorm.weight`). Both are taken as (layer, key) of the pipeline's layer files.
+Its pipeline numbers layers (`tied_modules.embed.word_embeddings.weight`, `3.input_layernorm.weight`), its plain model
+names them (`language_model.encoder.layers.0.input_layernorm.weight`). Both are taken as (layer, key) of the pipeline's
+layer files.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _PIPELINE_EMBEDDING, _FIRST_BLOCK, _FAR = 1, 3, 1 << 20
 
 @dataclass(frozen=True)
 class Named:
-    """names: (layer, key) -> the checkpoint's name. layers: which layer is what. theirs: ours by global name -> layer, key, half."""
+    """names: (layer, key) -> the checkpoint's name. layers: which layer is what. theirs: ours by global name -> layer,
+    key, half.
+    """
 
     names: Mapping[tuple[int, str], str]
     layers: Layers
@@ -34,7 +38,10 @@ class Named:
 
 
 def named(found: Iterable[str], where: str) -> tuple[Named, list[str]]:
-    """Names told apart, and those that are none of a GPT's. Raises ConversionError where they are no whole GPT or BLOOM."""
+    """Names told apart, and those that are none of a GPT's.
+
+    Raises ConversionError where they are no whole GPT or BLOOM.
+    """
     places = {name: _place(name.removeprefix("module.")) for name in sorted(found)}
     names = {place: name for name, place in places.items() if place is not None}
     keys: dict[int, list[str]] = {}

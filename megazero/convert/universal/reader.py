@@ -1,8 +1,8 @@
 """Reading universal checkpoints, those of DeepSpeed's own ds_to_universal included.
 
-A parameter's file holds {"param": the whole tensor, "cat_dim": axis that tp ranks divide, ...}. "vocab_tensor" says that the vocabulary's padding
-was cut off; BLOOM's older ones keep it. "param_n_sub_params" says that a gated layer's [gate; up] were joined one by one; without it tp ranks' rows
-follow each other, each rank's gate before its other half.
+A parameter's file holds {"param": the whole tensor, "cat_dim": axis that tp ranks divide, ...}. "vocab_tensor" says
+that the vocabulary's padding was cut off; BLOOM's older ones keep it. "param_n_sub_params" says that a gated layer's
+[gate; up] were joined one by one; without it tp ranks' rows follow each other, each rank's gate before its other half.
 """
 
 from __future__ import annotations
@@ -22,20 +22,33 @@ from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of, with_l
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
-from megazero.convert.universal.folders import OPTIMIZER, STATES, STEP, ZERO, checkpoint_folder, model_states, parameters
+from megazero.convert.universal.folders import (
+    OPTIMIZER,
+    STATES,
+    STEP,
+    ZERO,
+    checkpoint_folder,
+    model_states,
+    parameters,
+)
 from megazero.convert.universal.held import Held, HeldSource, Parameter, precision_of
 
 _PARAM = "param"
 
 
 def open_universal(path: Path) -> Source:
-    """The checkpoint in this folder, or the one that `latest_universal` names; its column "weight" is the fp32 master. Raises ConversionError."""
+    """The checkpoint in this folder, or the one that `latest_universal` names; its column "weight" is the fp32 master.
+
+    Raises ConversionError.
+    """
     folder = checkpoint_folder(path)
     files, report = Files(), Report()
     states = model_states(folder)
     state = files[states] if states is not None else None
     if not isinstance(state, dict):
-        raise ConversionError(f"{folder} has no mp_rank_*_model_states.pt with a dictionary, whose arguments tell the model's shape")
+        raise ConversionError(
+            f"{folder} has no mp_rank_*_model_states.pt with a dictionary, whose arguments tell the model's shape"
+        )
     folders = parameters(folder)
     held = Held(str(folder), {name: _parameter(files, inside) for name, inside in folders.items()}, report)
     args = held.completed(args_of(folder, state))
@@ -44,7 +57,10 @@ def open_universal(path: Path) -> Source:
     held.take(model, int(args.get("tensor_model_parallel_size") or 1))
     columns = (WEIGHT, *MOMENTS) if _has_moments(held, folders) else (WEIGHT,)
     dtypes = {column: {name: _dtype(held, name, column) for name in held.theirs} for column in columns}
-    entries = {name: Entry(place.shape, {column: dtypes[column][name] for column in columns}) for name, place in places(model).items()}
+    entries = {
+        name: Entry(place.shape, {column: dtypes[column][name] for column in columns})
+        for name, place in places(model).items()
+    }
     known = _optimizer(folder, files, report) | {name: value for name, value in args.items() if value is not None}
     run = with_schedule(run_from_args(known, model, precision_of(args)), args)
     run = with_loss_scale(run, _optimizer_state(folder, files).get("loss_scaler"))
@@ -57,7 +73,12 @@ def open_universal(path: Path) -> Source:
 def _parameter(files: Files, folder: Path) -> Parameter:
     content = _content(files, folder, WEIGHT)
     value = content[_PARAM]
-    return Parameter(tuple(value.shape), value.dtype, partial(_value, files, folder), {k: v for k, v in content.items() if k != _PARAM})
+    return Parameter(
+        tuple(value.shape),
+        value.dtype,
+        partial(_value, files, folder),
+        {k: v for k, v in content.items() if k != _PARAM},
+    )
 
 
 def _value(files: Files, folder: Path, column: str) -> Tensor:
@@ -69,7 +90,9 @@ def _content(files: Files, folder: Path, column: str) -> Mapping[str, Any]:
     path = folder / STATES[column]
     content = files[path]
     if isinstance(content, Tensor):
-        raise ConversionError(f"{path} holds a flat tensor without a shape, as ZeRO stage 3 leaves it: this is not read")
+        raise ConversionError(
+            f"{path} holds a flat tensor without a shape, as ZeRO stage 3 leaves it: this is not read"
+        )
     if not isinstance(content, dict) or not isinstance(content.get(_PARAM), Tensor):
         raise ConversionError(f"{path} holds no tensor {_PARAM!r}")
     return content
@@ -82,9 +105,13 @@ def _dtype(held: Held, name: str, column: str) -> Any:
 
 def _has_moments(held: Held, folders: Mapping[str, Path]) -> bool:
     """Whether every parameter of the model has both."""
-    without = [name for name in held.report.mapped if not all((folders[name] / STATES[moment]).is_file() for moment in MOMENTS)]
+    without = [
+        name for name in held.report.mapped if not all((folders[name] / STATES[moment]).is_file() for moment in MOMENTS)
+    ]
     if without:
-        held.report.notes.append(f"{len(without)} parameters have no exp_avg.pt or exp_avg_sq.pt ({without[0]}, ...): weights only")
+        held.report.notes.append(
+            f"{len(without)} parameters have no exp_avg.pt or exp_avg_sq.pt ({without[0]}, ...): weights only"
+        )
     return not without
 
 
@@ -92,7 +119,9 @@ def _optimizer(folder: Path, files: Files, report: Report) -> dict[str, Any]:
     """The optimizer's numbers, by the arguments' names."""
     state = _optimizer_state(folder, files)
     report.unused |= {
-        f"{OPTIMIZER} {key}": "DeepSpeed's own bookkeeping" for key in state if key not in ("param_groups", "clip_grad", "loss_scaler")
+        f"{OPTIMIZER} {key}": "DeepSpeed's own bookkeeping"
+        for key in state
+        if key not in ("param_groups", "clip_grad", "loss_scaler")
     }
     groups = [group for group in state.get("param_groups") or [] if isinstance(group, dict)]
     first: Mapping[str, Any] = groups[0] if groups else {}
@@ -113,13 +142,26 @@ def _optimizer_state(folder: Path, files: Files) -> Mapping[str, Any]:
     return files[path] if path.is_file() else {}
 
 
-def _position(folder: Path, files: Files, args: Mapping[str, Any], state: Mapping[str, Any], folders: Mapping[str, Path], report: Report) -> Position:  # fmt: skip
+def _position(
+    folder: Path,
+    files: Files,
+    args: Mapping[str, Any],
+    state: Mapping[str, Any],
+    folders: Mapping[str, Path],
+    report: Report,
+) -> Position:
     iteration = int(state.get("iteration") or args.get("iteration") or state.get("global_steps") or 0)
     samples = int(args.get("consumed_train_samples") or state.get("global_samples") or 0)
     tokens = int(state.get("tokens") or args.get("consumed_train_tokens") or 0)
     optimizer = _optimizer_state(folder, files)
     steps = _steps(optimizer, files, folders, report) or float(iteration)
-    return Position(iteration, samples, tokens or samples * int(args["seq_length"]), steps, loss_scale_of(optimizer.get("loss_scaler")))
+    return Position(
+        iteration,
+        samples,
+        tokens or samples * int(args["seq_length"]),
+        steps,
+        loss_scale_of(optimizer.get("loss_scaler")),
+    )
 
 
 def _steps(optimizer: Mapping[str, Any], files: Files, folders: Mapping[str, Path], report: Report) -> float:
@@ -130,7 +172,12 @@ def _steps(optimizer: Mapping[str, Any], files: Files, folders: Mapping[str, Pat
         others = {name: count for name, count in counted.items() if count != usual}
         if others:
             name, count = next(iter(others.items()))
-            report.apart.append(f"{STEP} is {count:g} of {name} ({len(others)} such), {usual:g} of the others, which is taken for all")
+            report.apart.append(
+                f"{STEP} is {count:g} of {name} ({len(others)} such), {usual:g} of the others, which is taken for all"
+            )
         return usual
     groups = optimizer.get("param_groups") or []
-    return max((float(group["step"]) for group in groups if isinstance(group, dict) and group.get("step") is not None), default=0.0)
+    return max(
+        (float(group["step"]) for group in groups if isinstance(group, dict) and group.get("step") is not None),
+        default=0.0,
+    )

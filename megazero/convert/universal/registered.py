@@ -11,6 +11,9 @@ from megazero.convert.universal.writer import write_universal
 UNIVERSAL = Format("universal", recognises, open_universal, write_universal, has_optimizer=True)
 CONSOLIDATED = Format("consolidated", consolidated.recognises, consolidated.open_consolidated, consolidated.write_torch)
 CONSOLIDATED_SAFETENSORS = Format(
-    "consolidated-safetensors", consolidated.recognises, consolidated.open_consolidated, consolidated.write_state_safetensors
+    "consolidated-safetensors",
+    consolidated.recognises,
+    consolidated.open_consolidated,
+    consolidated.write_state_safetensors,
 )
 FORMATS = (UNIVERSAL, CONSOLIDATED, CONSOLIDATED_SAFETENSORS)

@@ -24,11 +24,15 @@ from megazero.convert.universal.names import written_names
 DS_VERSION = "0.19.8"
 """The DeepSpeed whose reading of these files is tested. It refuses files that name none."""
 UNIVERSAL_VERSION = 0.2
-"""What the parameters' dictionaries below need: sub-parameters. From 0.4 on, shard widths are expected where shapes are uneven."""
+"""What the parameters' dictionaries below need: sub-parameters.
+
+From 0.4 on, shard widths are expected where shapes are uneven.
+"""
 
 
 def write_universal(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
-    """Write global_stepN_universal and latest_universal: weights in fp32, moments if the source has them, the true vocabulary.
+    """Write global_stepN_universal and latest_universal: weights in fp32, moments if the source has them, the true
+    vocabulary.
 
     `wanted.dtype` is what the model is said to compute in; the values stay fp32.
     Raises ConversionError for what Megatron-DeepSpeed does not have.
@@ -84,18 +88,30 @@ def _values(source: Source, made_of: Sequence[str], column: str, advance: Advanc
 
 
 def _note(source: Source) -> None:
-    wide = sorted({str(entry.columns[column]) for entry in source.entries.values() for column in source.columns} - {str(torch.float32)})
+    wide = sorted(
+        {str(entry.columns[column]) for entry in source.entries.values() for column in source.columns}
+        - {str(torch.float32)}
+    )
     if str(torch.float64) in wide:
         source.report.notes.append("float64 values are rounded to float32, the only dtype that this format has")
 
 
 def _optimizer_state(source: Source) -> dict[str, Any]:
-    """The optimizer's state that belongs to no parameter: two groups as Megatron makes them, with weight decay and without."""
+    """The optimizer's state that belongs to no parameter: two groups as Megatron makes them, with weight decay and
+    without.
+    """
     optimizer = source.run.optimizer
-    state: dict[str, Any] = {"ds_version": DS_VERSION, "zero_stage": 1, "overflow": False, "clip_grad": optimizer.clip_grad}
+    state: dict[str, Any] = {
+        "ds_version": DS_VERSION,
+        "zero_stage": 1,
+        "overflow": False,
+        "clip_grad": optimizer.clip_grad,
+    }
     if source.position.loss_scale:
         state |= scaler_state(source)
-    state["param_groups"] = [_group(optimizer, source, number, decay) for number, decay in enumerate((optimizer.weight_decay, 0.0))]
+    state["param_groups"] = [
+        _group(optimizer, source, number, decay) for number, decay in enumerate((optimizer.weight_decay, 0.0))
+    ]
     return state
 
 
