@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megazero.convert.hf.families import from_transformers
 from megazero.convert.stages import fill
 from megazero.model.stage import Stage
-from megazero.mpu.place import Parameter, Place, place_of
+from megazero.mpu.place import Parameter, Place, StateGroup, place_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def assemble(ranks: Iterable[Iterable[Piece]], *, unreduced: bool = False, toler
             total = whole.setdefault(place.name, torch.zeros(place.shape, dtype=piece.values.dtype))
             mark = covered.setdefault(place.name, torch.zeros(place.shape, dtype=torch.bool))
             region = tuple(slice(start, stop) for start, stop in place.box)
-            if unreduced and (place.tp_partial or place.tied):
+            if unreduced and (place.tp_partial or place.state_group is StateGroup.TIED):
                 total[region] += piece.values
             elif mark[region].any():
                 assert mark[region].all(), f"{place.name}: rank {rank}'s box overlaps another's in part"

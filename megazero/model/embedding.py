@@ -14,7 +14,7 @@ from megazero.model.batch import MicroBatch, Past
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
-from megazero.mpu.place import Kind, Parameter, shard
+from megazero.mpu.place import Kind, Parameter, StateGroup, shard
 
 
 class Embedding(nn.Module):
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
             padded_vocab(model, tp.size),
             tp,
             std=layout.std,
-            tied=tied,
+            state_group=StateGroup.TIED if tied else StateGroup.REPLICAS,
             **layout.placed,
         )
         self.position = LearnedPositions(layout) if model.position_embedding == "learned" else None

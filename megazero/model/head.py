@@ -15,7 +15,7 @@ from megazero.model.layout import ModelLayout
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
 from megazero.mpu.head_loss import LogitsMemory, head_loss
-from megazero.mpu.place import Kind, Parameter, shard
+from megazero.mpu.place import Kind, Parameter, StateGroup, shard
 
 
 class Head(nn.Module):
@@ -45,7 +45,7 @@ class Head(nn.Module):
             size=tp.size,
             padded=padded_vocab(model, tp.size),
             std=self.layout.std,
-            tied=tied_copy,
+            state_group=StateGroup.TIED if tied_copy else StateGroup.REPLICAS,
         )
         return Parameter(place, self.layout.dtype, self.layout.device)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fused_ops.native import library
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.exchange import Exchange
+from megazero.mpu.place import StateGroup
 from megazero.mpu.shared_memory import share_memory
 
 
@@ -78,6 +79,11 @@ class Axes:
         """Ranks that hold the tied embedding of one tp index: {first, last stage} x replicas."""
         ends = sorted({0, self.pp - 1})
         return tuple(rank for end in ends for rank in self.replica_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
+
+    def state_ranks(self, group: StateGroup, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold the same parameters of this group, in the order in which they share out the state."""
+        ranks = {StateGroup.REPLICAS: self.replica_ranks, StateGroup.TIED: self.tied_ranks}
+        return ranks[group](at)
 
 
 def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
@@ -143,6 +149,12 @@ class ProcessGrid:
     """{first, last stage} x replicas; None on ranks of other stages. With pp 1 it is `replicas` itself."""
     timeout: timedelta | None = None
     """How long a collective may take; None: torch's default."""
+
+    def state_group(self, group: StateGroup) -> Group:
+        """The group over which parameters of this kind are reduced and sharded. This rank must be in it."""
+        found = {StateGroup.REPLICAS: self.replicas, StateGroup.TIED: self.tied}[group]
+        assert found is not None, f"rank {self.rank} of stage {self.at.pp} shares no {group.value} parameters"
+        return found
 
 
 def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:

@@ -22,7 +22,7 @@ from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear, with_bias
 from megazero.mpu.lora import ColumnAdapter, LowRank, RowAdapter
-from megazero.mpu.place import Kind, Parameter, place_of, shard
+from megazero.mpu.place import Kind, Parameter, StateGroup, place_of, shard
 
 Device = torch.device | str
 
@@ -202,7 +202,7 @@ class VocabParallelEmbedding(nn.Module):
 
     A token's row is looked up by the rank that holds it; the others add zeros. Rows from `vocab` on are padding and
     exist only in memory. Communication: forward all-reduce (sp: reduce-scatter along s); backward nothing (sp:
-    all-gather). `weight` also serves as the tied head's. tied: see `Place`. Tokens must lie in [0, vocab).
+    all-gather). `weight` also serves as the tied head's. state_group: see `Place`. Tokens must lie in [0, vocab).
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: Device,
-        tied: bool,
+        state_group: StateGroup,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel, self.vocab = group, sequence_parallel, vocab
@@ -230,7 +230,7 @@ class VocabParallelEmbedding(nn.Module):
             size=group.size,
             padded=padded_vocab,
             std=std,
-            tied=tied,
+            state_group=state_group,
         )
         self.weight = Parameter(place, dtype, device)
 

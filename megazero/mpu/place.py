@@ -31,6 +31,23 @@ class Kind(Enum):
         return self in (Kind.MATRIX, Kind.EMBEDDING)
 
 
+class StateGroup(Enum):
+    """The ranks that hold the same parameter: its gradient is summed over them, and its state shared out to them.
+
+    `Axes.state_ranks` and `ProcessGrid.state_group` say which ranks these are.
+    """
+
+    REPLICAS = "replicas"
+    """dp x cp: what one stage holds alone."""
+    TIED = "tied"
+    """{first, last stage} x replicas: a tied embedding that lies on two stages."""
+
+    @property
+    def spans_stages(self) -> bool:
+        """Its members come to a reduction at different places of their schedules."""
+        return self is StateGroup.TIED
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the piece of a parameter that a rank holds lies in the global tensor.
@@ -44,7 +61,7 @@ class Place:
     fill         the constant at the start where std is 0.0
     tp_sharded   tp ranks hold different boxes; False: each holds a replica
     tp_partial   a replica whose gradient is a partial sum on each tp rank (sequence parallelism): to be summed over tp
-    tied         held by first and last pipeline stage at once: its gradient is the sum over both
+    state_group  the ranks that hold the same parameter; its gradient is the sum over them
     """
 
     name: str
@@ -56,7 +73,7 @@ class Place:
     fill: float = 0.0
     tp_sharded: bool = False
     tp_partial: bool = False
-    tied: bool = False
+    state_group: StateGroup = StateGroup.REPLICAS
 
     @property
     def stored_numel(self) -> int:

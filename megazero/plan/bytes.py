@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import Run
-from megazero.mpu.grid import Axes
+from megazero.mpu.grid import Axes, Coordinates
 from megazero.pipeline.division import chunks_of, stage_specs
 from megazero.plan.places import places_of
-from megazero.zero.layout import pack
+from megazero.zero.layout import UNSHARED, group_sizes, pack
 from megazero.zero.placement import Column, Spread, columns, placements
 
 
@@ -41,20 +41,19 @@ def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:
 
 
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
-    size, ends = axes.dp * axes.cp, len({0, axes.pp - 1})
+    sizes = group_sizes(axes, Coordinates(stage, 0, 0, 0))
     row = placements(run.parallel.zero_stage)
     dtypes = columns(
         compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer
     )
     held = dict.fromkeys(Column, 0)
     parameters = 0
-    for bucket in pack(places_of(run, stage, 0), size, run.parallel.bucket_size, size * ends):
+    for bucket in pack(places_of(run, stage, 0), sizes, run.parallel.bucket_size):
         parameters += bucket.used
-        sharers = size * ends if bucket.tied else size
         for column, dtype in dtypes.items():
-            elements = bucket.numel // sharers if row[column].spread is Spread.SHARDED else bucket.numel
+            elements = bucket.numel // sizes[bucket.group] if row[column].spread is Spread.SHARDED else bucket.numel
             held[column] += elements * dtype.itemsize
-    frozen = pack(places_of(run, stage, 0, trained=False), 1, run.parallel.bucket_size, 1)
+    frozen = pack(places_of(run, stage, 0, trained=False), UNSHARED, run.parallel.bucket_size)
     parameters += sum(bucket.used for bucket in frozen)
     held[Column.PARAMETER] += sum(bucket.numel for bucket in frozen) * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megazero.mpu.place import Parameter, Place, place_of
-from megazero.zero.layout import pack
+from megazero.zero.layout import UNSHARED, pack
 
 FROZEN = "frozen"
 """What their bytes are called beside those of the columns."""
@@ -42,7 +42,7 @@ class FrozenParameters:
     def __init__(self, chunks: Sequence[Sequence[nn.Module]], device: torch.device, bucket_size: int) -> None:
         self.by_name = parameters_by_name(chunks, trained=False)
         self.nbytes = 0
-        for layout in pack(places_by_unit(chunks, trained=False), 1, bucket_size, 1):
+        for layout in pack(places_by_unit(chunks, trained=False), UNSHARED, bucket_size):
             dtype = self.by_name[layout.entries[0].place.name].dtype
             memory = torch.zeros(layout.numel, dtype=dtype, device=device)
             self.nbytes += memory.nbytes

@@ -7,11 +7,14 @@ Checkpoints and the planner call these functions for ranks whose memory they nev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.mpu.grid import Axes, Coordinates
-from megazero.mpu.place import Kind, Place
+from megazero.mpu.place import Kind, Place, StateGroup
+
+UNSHARED = dict.fromkeys(StateGroup, 1)
+"""Group sizes of memory that every rank holds whole: frozen parameters."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class BucketLayout:
     decayed  elements [0, decayed) have weight decay
     used     elements [0, used) belong to parameters
     numel    `used` rounded up to a multiple of the group's size N; where that adds little, of 8 N (see `_padded`)
-    tied     the one parameter is held by first and last stage: its group is {first, last stage} x dp, else dp
+    group    the ranks that hold all of its parameters, reduce their gradients and share out their state
     """
 
     chunk: int
@@ -57,7 +60,7 @@ class BucketLayout:
     decayed: int
     used: int
     numel: int
-    tied: bool
+    group: StateGroup
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
         """Range of the bucket that member `index` of a group of `size` owns."""
@@ -76,16 +79,15 @@ class BucketLayout:
 
 
 def pack(
-    chunks: Sequence[Sequence[Sequence[Place]]], group_size: int, bucket_size: int, tied_size: int | None = None
+    chunks: Sequence[Sequence[Sequence[Place]]], sizes: Mapping[StateGroup, int], bucket_size: int
 ) -> tuple[BucketLayout, ...]:
     """Buckets of one rank, in forward order.
 
     chunks       places by model chunk and unit (embedding, blocks, head), in forward order; a name that comes again
                  is the same parameter, which belongs to where it came first
-    group_size   ranks that hold the same parameters (dp x cp)
-    bucket_size  elements after which a bucket is closed. No bucket spans two chunks; one parameter is never cut, so a
-                 larger one makes a larger bucket
-    tied_size    size of the tied embedding's group; needed where a place is tied. Its bucket holds nothing else
+    sizes        ranks in each group that some place names
+    bucket_size  elements after which a bucket is closed. No bucket spans two chunks or two groups; one parameter is
+                 never cut, so a larger one makes a larger bucket
 
     Matrices of equal shape that follow each other in a unit (gate and up) stay in one bucket, side by side.
     """
@@ -96,19 +98,15 @@ def pack(
 
         def close(number: int = number, filling: list[Place] = filling) -> None:
             if filling:
-                buckets.append(_bucket(number, filling, group_size, tied=False))
+                buckets.append(_bucket(number, filling, sizes))
                 filling.clear()
 
         for unit in units:
             fresh = [place for place in unit if place.name not in seen]
             seen.update(place.name for place in fresh)
             for together in _inseparable(fresh):
-                if together[0].tied:
-                    assert tied_size is not None, f"{together[0].name} is tied: its group's size is needed"
-                    close()
-                    buckets.append(_bucket(number, together, tied_size, tied=True))
-                    continue
-                if _numel(filling) + _numel(together) > bucket_size:
+                others = filling and filling[0].state_group is not together[0].state_group
+                if others or _numel(filling) + _numel(together) > bucket_size:
                     close()
                 filling.extend(together)
         close()
@@ -124,7 +122,7 @@ def _inseparable(places: Iterable[Place]) -> list[list[Place]]:
     runs: list[list[Place]] = []
     matrix: Place | None = None
     for place in places:
-        apart = place.tied or not runs or runs[-1][0].tied
+        apart = not runs or runs[-1][0].state_group is not place.state_group
         follows = not place.kind.decays or (
             place.kind is Kind.MATRIX and matrix is not None and matrix.shape == place.shape
         )
@@ -137,7 +135,7 @@ def _inseparable(places: Iterable[Place]) -> list[list[Place]]:
     return runs
 
 
-def _bucket(chunk: int, places: Sequence[Place], size: int, *, tied: bool) -> BucketLayout:
+def _bucket(chunk: int, places: Sequence[Place], sizes: Mapping[StateGroup, int]) -> BucketLayout:
     ordered = sorted(places, key=lambda place: not place.kind.decays)  # stable: order is kept within both parts
     entries, offset, decayed = [], 0, 0
     for place in ordered:
@@ -145,7 +143,8 @@ def _bucket(chunk: int, places: Sequence[Place], size: int, *, tied: bool) -> Bu
         offset += place.local_numel
         if place.kind.decays:
             decayed = offset
-    return BucketLayout(chunk, tuple(entries), decayed, offset, _padded(offset, size), tied)
+    group = places[0].state_group
+    return BucketLayout(chunk, tuple(entries), decayed, offset, _padded(offset, sizes[group]), group)
 
 
 def _padded(used: int, size: int) -> int:
@@ -158,15 +157,9 @@ def _padded(used: int, size: int) -> int:
     return math.ceil(used / unit) * unit
 
 
-def group_of(layout: BucketLayout, axes: Axes, at: Coordinates) -> tuple[int, int]:
-    """Index and size of the group over which a rank's bucket is reduced and sharded, as `Axes.replica_ranks` and
-    `tied_ranks` order it.
-    """
-    size, index = axes.dp * axes.cp, at.dp * axes.cp + at.cp
-    if not layout.tied:
-        return index, size
-    ends = sorted({0, axes.pp - 1})
-    return ends.index(at.pp) * size + index, len(ends) * size
+def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
+    """Ranks in each group, of those that a rank at `at` may be in."""
+    return {group: len(axes.state_ranks(group, at)) for group in StateGroup}
 
 
 def owned_pieces(
@@ -177,7 +170,7 @@ def owned_pieces(
 
     Over all ranks that is every element once, but for parameters replicated over tp, which every tp rank owns.
     """
-    size = axes.dp * axes.cp
-    for number, layout in enumerate(pack(chunks, size, bucket_size, size * len({0, axes.pp - 1}))):
-        for piece in layout.pieces(*layout.shard(*group_of(layout, axes, at))):
+    for number, layout in enumerate(pack(chunks, group_sizes(axes, at), bucket_size)):
+        members = axes.state_ranks(layout.group, at)
+        for piece in layout.pieces(*layout.shard(members.index(axes.rank(at)), len(members))):
             yield number, piece

@@ -132,7 +132,7 @@ class GradientReducer:
         """A backward of model chunk `chunk` begins. reduce: its buckets are reduced with what has arrived by its end.
         defer: number of its micro-batch; what can wait does, for `run_deferred`.
 
-        A bucket of the tied embedding that two stages hold is left for `finish`: the first stage's part is complete
+        A bucket whose group spans stages (a tied embedding's) is left for `finish`: the first stage's part is complete
         only with the step's last backward, and the last stage would hold one buffer per micro-batch that is under way.
         """
         assert self._armed is None and self._holding is None, "one backward at a time"
@@ -236,7 +236,7 @@ class GradientReducer:
 
     def _is_in(self, index: int, chunk: int) -> bool:
         layout = self.buckets[index].layout
-        return layout.chunk == chunk and not layout.tied
+        return layout.chunk == chunk and not layout.group.spans_stages
 
     def _launch(self, index: int) -> None:
         """Start the reduction of a bucket."""

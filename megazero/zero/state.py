@@ -14,7 +14,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.random import initialise
 from megazero.zero.frozen import FROZEN, FrozenParameters, parameters_by_name, places_by_unit
 from megazero.zero.gatherer import ParameterGatherer
-from megazero.zero.layout import pack
+from megazero.zero.layout import group_sizes, pack
 from megazero.zero.placement import Column, columns, placements
 from megazero.zero.reducer import Arrived, GradientReducer
 from megazero.zero.storage import Bucket, StoredColumn
@@ -33,7 +33,7 @@ class ModelState:
             stay views of them. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False)
             are no part of the table: they have a flat memory of their own (`frozen`), and neither gradient nor
             optimizer state
-    grid    buckets are shared over `grid.replicas`, the embedding that first and last stage tie over `grid.tied`
+    grid    buckets are shared over the group that their parameters name (`mpu.place.StateGroup`)
 
     It is the engine's gradient sink (`before_backward`, `after_backward`, `run_deferred`). After construction all
     values are zero: `initialise` or a checkpoint gives them theirs. Communicates nothing at construction.
@@ -149,13 +149,11 @@ def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_si
     """The packed trained parameters of the chunks, each with the group that shares it."""
     by_name = parameters_by_name(chunks, trained=True)
     places = places_by_unit(chunks, trained=True)
-    layouts = pack(places, grid.replicas.size, bucket_size, grid.tied.size if grid.tied is not None else None)
+    layouts = pack(places, group_sizes(grid.axes, grid.at), bucket_size)
     buckets = []
     for layout in layouts:
-        group = grid.tied if layout.tied else grid.replicas
-        assert group is not None, f"{layout.entries[0].place.name} is tied, but this rank is in no group that ties it"
         held = tuple(by_name[entry.place.name] for entry in layout.entries)
         users = [{place.name for place in unit} for unit in places[layout.chunk]]
         uses = tuple(sum(entry.place.name in names for names in users) for entry in layout.entries)
-        buckets.append(Bucket(layout, held, uses, group))
+        buckets.append(Bucket(layout, held, uses, grid.state_group(layout.group)))
     return tuple(buckets)

@@ -18,7 +18,7 @@ from megazero.checkpoint.reader import check_files, check_inventory, read_fragme
 from megazero.checkpoint.shares import shares, shares_of_values
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.grid import Axes, Coordinates
-from megazero.mpu.place import Kind, Place, shard
+from megazero.mpu.place import Kind, Place, StateGroup, shard
 from megazero.zero.layout import Piece, owned_pieces
 
 VOCAB, HIDDEN, BLOCKS = 37, 12, 4
@@ -52,7 +52,8 @@ class Layout:
             padded: int | None = None,
             tied: bool = False,
         ) -> Place:
-            return shard(name, shape, kind, dim=dim, rank=at.tp, size=self.tp, padded=padded, tied=tied)
+            group = StateGroup.TIED if tied else StateGroup.REPLICAS
+            return shard(name, shape, kind, dim=dim, rank=at.tp, size=self.tp, padded=padded, state_group=group)
 
         word = split(
             "embedding.word.weight", (VOCAB, HIDDEN), 0, Kind.EMBEDDING, padded, tied=self.tied and self.pp > 1

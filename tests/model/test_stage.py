@@ -13,7 +13,7 @@ from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec, initialise
 from megazero.mpu.grid import Axes, Group, build_grid
-from megazero.mpu.place import place_of
+from megazero.mpu.place import StateGroup, place_of
 from tests.model.cases import BLOOM, GPT, LLAMA, MODELS, PLAIN, batch_of, load, stage_of, weights_of
 from tests.places import Piece, assemble, gradients_of, values_of, worst_difference
 from tests.ranks import run_ranks
@@ -75,12 +75,20 @@ def test_tied_places() -> None:
     """One parameter on one rank; on two stages each copy says so; untied none does."""
     whole = stage_of(BLOOM)
     assert whole.head is not None and whole.embedding is not None
-    assert whole.head.weight is whole.embedding.word.weight and not whole.head.weight.place.tied
+    assert (
+        whole.head.weight is whole.embedding.word.weight and whole.head.weight.place.state_group is StateGroup.REPLICAS
+    )
     first, last = two_stages(BLOOM, Group((0,), 0, None))
     assert first.embedding is not None and last.head is not None
     assert first.embedding.word.weight.place == last.head.weight.place
-    assert last.head.weight.place.tied and last.head.weight.place.name == "embedding.word.weight"
-    assert not any(place_of(p).tied for stage in two_stages(LLAMA, Group((0,), 0, None)) for p in stage.parameters())
+    assert (
+        last.head.weight.place.state_group is StateGroup.TIED and last.head.weight.place.name == "embedding.word.weight"
+    )
+    assert all(
+        place_of(p).state_group is StateGroup.REPLICAS
+        for stage in two_stages(LLAMA, Group((0,), 0, None))
+        for p in stage.parameters()
+    )
 
 
 def test_tied_head_in_another_chunk_of_the_rank() -> None:
@@ -150,7 +158,7 @@ def test_any_ranks_stage_is_built_without_memory(name: str) -> None:
                 place = place_of(parameter)
                 assert parameter.is_meta and tuple(parameter.shape) == place.local_shape
                 mine = place.stored_numel if place.tp_sharded or index == 0 else 0
-                copy = place.tied and stage.spec.has_head
+                copy = place.state_group is StateGroup.TIED and stage.spec.has_head
                 elements += 0 if copy else mine
                 assert place.tp_sharded or place.tp_partial, f"{place.name}: replicas see their own positions only"
     assert elements == sum(place_of(p).stored_numel for p in stage_of(model, device="meta").parameters())

@@ -7,6 +7,7 @@ import torch
 
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Axes, Coordinates, build_grid, single_process_grid
+from megazero.mpu.place import StateGroup
 from tests.ranks import run_ranks
 
 
@@ -52,6 +53,9 @@ def test_groups_of_an_axis_partition_the_world():
     tied = {axes.tied_ranks(at) for at in everyone}
     assert len(tied) == 4 and all(len(group) == 8 for group in tied)
     assert Axes(pp=1, dp=3, tp=2).tied_ranks(Coordinates(0, 1, 0, 1)) == (1, 3, 5)
+    at = axes.coordinates(37)
+    assert axes.state_ranks(StateGroup.REPLICAS, at) == (33, 37, 41, 45)
+    assert axes.state_ranks(StateGroup.TIED, at) == (1, 5, 9, 13, 33, 37, 41, 45)
 
 
 def test_one_process_needs_no_torch_distributed():

@@ -27,7 +27,7 @@ from megazero.mpu.layers import (
 )
 from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.norm import LayerNorm, RMSNorm
-from megazero.mpu.place import Kind, place_of
+from megazero.mpu.place import Kind, StateGroup, place_of
 from megazero.mpu.random import initialise
 from tests.places import Piece, assemble, gradients_of, values_of
 from tests.ranks import run_ranks
@@ -55,7 +55,7 @@ class Network(nn.Module):
         linear: dict[str, Any] = {"std": 0.5, **common}
         padded = padded_vocab_size(VOCAB, 4, group.size)
         self.embedding = VocabParallelEmbedding(
-            "embedding", VOCAB, HIDDEN, padded, group, std=1.0, tied=False, **common
+            "embedding", VOCAB, HIDDEN, padded, group, std=1.0, state_group=StateGroup.REPLICAS, **common
         )
         self.first_norm = LayerNorm("first_norm", HIDDEN, 1e-5, group, case.sequence_parallel, dtype, "cpu")
         self.wide = ColumnParallelLinear("wide", HIDDEN, FFN, group, bias=True, **linear)

@@ -9,6 +9,7 @@ import torch
 
 from megazero.config.schema import OptimizerConfig
 from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.place import StateGroup
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
 from megazero.zero.placement import Column
@@ -53,7 +54,7 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
             losses = []
             for parameter in chunk.parameters():
                 place = parameter.place  # type: ignore[attr-defined]
-                ends = 2 if place.tied else 1
+                ends = 2 if place.state_group is StateGroup.TIED else 1
                 holders = here.grid.replicas.size * (here.grid.tp.size if place.tp_partial else 1) * ends
                 losses.append(parameter.flatten()[: place.stored_numel].sum() / holders)
             torch.stack(losses).sum().backward()

@@ -10,8 +10,8 @@ from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Axes, Group, build_grid, solo
-from megazero.mpu.place import Kind, Place, place_of, shard
-from megazero.zero.layout import owned_pieces, pack
+from megazero.mpu.place import Kind, Place, StateGroup, place_of, shard
+from megazero.zero.layout import UNSHARED, owned_pieces, pack
 from megazero.zero.placement import placements
 from tests.ranks import run_ranks
 from tests.zero.toy import Case, build, build_chunks
@@ -25,6 +25,11 @@ def bias(name: str, n: int) -> Place:
     return shard(name, (n,), Kind.BIAS)
 
 
+def shared_by(replicas: int) -> dict[StateGroup, int]:
+    """Sizes of the groups with two stages."""
+    return {StateGroup.REPLICAS: replicas, StateGroup.TIED: 2 * replicas}
+
+
 def places_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[Place]]]:
     tp = Group(tuple(range(case.axes.tp)), tp_index, None)
     return [
@@ -34,7 +39,7 @@ def places_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[Place]
 
 
 def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
-    (bucket,) = pack([[[bias("n", 3), matrix("a", 2, 5), bias("a.b", 2), matrix("b", 1, 7)]]], 4, 1000)
+    (bucket,) = pack([[[bias("n", 3), matrix("a", 2, 5), bias("a.b", 2), matrix("b", 1, 7)]]], shared_by(4), 1000)
     assert [(e.place.name, e.offset) for e in bucket.entries] == [("a", 0), ("b", 10), ("n", 17), ("a.b", 20)]
     assert (bucket.decayed, bucket.used, bucket.numel) == (17, 22, 24)
     assert [bucket.shard(i, 4) for i in range(4)] == [(0, 6), (6, 12), (12, 18), (18, 24)]
@@ -43,7 +48,7 @@ def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 24])
 def test_shards_of_all_but_small_buckets_begin_at_multiples_of_eight(size: int) -> None:
     for rows in (1, 500, 513, 20_011):
-        (bucket,) = pack([[[matrix("a", rows, 3)]]], size, 1_000_000)
+        (bucket,) = pack([[[matrix("a", rows, 3)]]], shared_by(size), 1_000_000)
         starts = {bucket.shard(i, size)[0] % 8 for i in range(size)}
         padding = bucket.numel - bucket.used
         assert padding < (8 * size if bucket.used >= 512 * size else size) and 64 * padding <= bucket.used + 64 * size
@@ -52,37 +57,48 @@ def test_shards_of_all_but_small_buckets_begin_at_multiples_of_eight(size: int) 
 
 def test_a_bucket_closes_before_it_overflows_and_at_the_end_of_a_chunk() -> None:
     units = [[matrix("a", 4, 4)], [matrix("b", 4, 4)], [matrix("c", 4, 3)]]
-    buckets = pack([units, [[matrix("d", 2, 2)]]], 1, 32)
+    buckets = pack([units, [[matrix("d", 2, 2)]]], UNSHARED, 32)
     assert [[e.place.name for e in b.entries] for b in buckets] == [["a", "b"], ["c"], ["d"]]
     assert [b.chunk for b in buckets] == [0, 0, 1]
-    assert [[e.place.name for e in b.entries] for b in pack([units], 1, 1)] == [["a"], ["b"], ["c"]]
+    assert [[e.place.name for e in b.entries] for b in pack([units], UNSHARED, 1)] == [["a"], ["b"], ["c"]]
 
 
 def test_gate_and_up_stay_side_by_side_even_with_biases() -> None:
     unit = [matrix("gate", 8, 4), bias("gate.b", 8), matrix("up", 8, 4), bias("up.b", 8), matrix("down", 4, 8)]
-    first, second = pack([[unit]], 1, 40)
+    first, second = pack([[unit]], UNSHARED, 40)
     assert [e.place.name for e in first.entries] == ["gate", "up", "gate.b", "up.b"]
     assert first.entries[1].offset == 32
     assert [e.place.name for e in second.entries] == ["down"]
 
 
 def test_a_name_that_comes_again_is_one_parameter() -> None:
-    buckets = pack([[[matrix("word", 3, 3)]], [[matrix("block", 2, 2)], [matrix("word", 3, 3)]]], 2, 1000)
+    buckets = pack([[[matrix("word", 3, 3)]], [[matrix("block", 2, 2)], [matrix("word", 3, 3)]]], shared_by(2), 1000)
     assert [[e.place.name for e in b.entries] for b in buckets] == [["word"], ["block"]]
 
 
 def test_the_tied_embedding_has_a_bucket_of_its_own() -> None:
     case = Case(Axes(pp=2, dp=3), bucket_size=10_000)
     for pp_index in range(2):
-        buckets = pack(places_of(case, pp_index, 0), 3, 10_000, 6)
-        (tied,) = [b for b in buckets if b.tied]
+        buckets = pack(places_of(case, pp_index, 0), shared_by(3), 10_000)
+        (tied,) = [b for b in buckets if b.group is StateGroup.TIED]
         assert [e.place.name for e in tied.entries] == ["embedding.word.weight"]
         assert tied.numel % 6 == 0
 
 
+def test_a_bucket_holds_parameters_of_one_group() -> None:
+    """Neighbours of one group share a bucket, of their group's size; a group in between parts those around it."""
+    tied = [
+        replace(place, state_group=StateGroup.TIED) for place in (matrix("b", 5, 3), bias("b.b", 3), matrix("c", 2, 3))
+    ]
+    (before, between, after) = pack([[[matrix("a", 3, 3)], tied, [bias("d", 3)]]], shared_by(5), 1000)
+    assert [[e.place.name for e in b.entries] for b in (before, between, after)] == [["a"], ["b", "c", "b.b"], ["d"]]
+    assert [b.group for b in (before, between, after)] == [*StateGroup, StateGroup.REPLICAS]
+    assert (before.numel, between.numel, after.numel) == (10, 30, 5)  # 9 shared by 5, 24 shared by 10, 3 shared by 5
+
+
 def test_padding_is_in_no_piece() -> None:
     word = shard("word", (11, 3), Kind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
-    (bucket,) = pack([[[word, bias("b", 2)]]], 1, 1000)
+    (bucket,) = pack([[[word, bias("b", 2)]]], UNSHARED, 1000)
     assert [(p.place.name, p.start, p.stop, p.offset) for p in bucket.pieces(0, bucket.numel)] == [
         ("word", 0, 9, 0),
         ("b", 0, 2, 24),
@@ -166,7 +182,7 @@ def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
         stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
         places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
         found: tuple[set[str], set[str]] = set(), set()
-        for bucket in pack(places, 1, 100):
+        for bucket in pack(places, UNSHARED, 100):
             for entry in bucket.entries:
                 found[entry.offset >= bucket.decayed].add(entry.place.name)
         assert found == (common | more, plain | fewer)
@@ -194,7 +210,10 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
         )
         places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
         layouts.append(
-            [[(e.place.name, e.offset, e.place.tp_partial) for e in bucket.entries] for bucket in pack(places, 4, 2000)]
+            [
+                [(e.place.name, e.offset, e.place.tp_partial) for e in bucket.entries]
+                for bucket in pack(places, shared_by(4), 2000)
+            ]
         )
     assert all(layout == layouts[0] for layout in layouts)
     assert any(partial for bucket in layouts[0] for _, _, partial in bucket)

@@ -20,7 +20,7 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu import collectives
 from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid, solo
-from megazero.mpu.place import Kind, Parameter, Place, shard
+from megazero.mpu.place import Kind, Parameter, Place, StateGroup, shard
 from megazero.mpu.random import initialise
 from megazero.optim.clip import clip_coefficient
 from megazero.zero.optimizer import ShardedOptimizer
@@ -128,7 +128,7 @@ def _word_place(tp: Group, tied: bool) -> Place:
         size=tp.size,
         padded=PADDED,
         std=0.5,
-        tied=tied,
+        state_group=StateGroup.TIED if tied else StateGroup.REPLICAS,
     )
 
 
