@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,23 +24,11 @@ from torch import Tensor
 from megazero.model.batch import MicroBatch
 from megazero.pipeline.engine import GradientSink, PipelineEngine, Step
 from megazero.pipeline.instruction import Instruction
+from megazero.system.streams import GraphCapture
 
 WARM_UP = 2
 """Steps that run as ever before the first capture: libraries set themselves up, constants are made, kernels are loaded.
 """
-_Result = TypeVar("_Result")
-
-
-class Capturer(Protocol):
-    """`streams.GraphCapture`, or what stands for it in tests."""
-
-    def aside(self, work: Callable[[], _Result]) -> _Result:
-        """Do the work where captures are made."""
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what the work computes, without computing it; what is returned computes it, without
-        running the work.
-        """
 
 
 class ReplayedSink(GradientSink, Protocol):
@@ -62,9 +50,9 @@ class GraphedEngine:
     travels: whether dp is more than one rank. Evaluation is the engine's own.
     """
 
-    def __init__(self, engine: PipelineEngine, capturer: Capturer, *, travels: bool) -> None:
+    def __init__(self, engine: PipelineEngine, capture: GraphCapture, *, travels: bool) -> None:
         assert engine.model_chunks == 1, "a graph holds the whole model"
-        self.engine, self.capturer, self.travels = engine, capturer, travels
+        self.engine, self.capture, self.travels = engine, capture, travels
         self.steps = 0
         self._graphs: dict[bool, tuple[Callable[[], None], Any]] = {}
         self._ready: set[bool] = set()
@@ -95,7 +83,7 @@ class GraphedEngine:
         self.steps += 1
         if self.steps <= WARM_UP:
             self._ready |= {number > 0 for number in range(len(micro_batches))}
-            return self.capturer.aside(lambda: self.engine.train(micro_batches, loss_factor, sink))
+            return self.capture.on_side_stream(lambda: self.engine.train(micro_batches, loss_factor, sink))
         loss_sum = self._prepare(micro_batches[0], loss_factor)
         instructions, replays = self.engine.schedule_of(len(micro_batches)), replayed(len(micro_batches), self.travels)
         step = Step(self.engine, micro_batches, sink, loss_sum)
@@ -125,10 +113,10 @@ class GraphedEngine:
         _each(lambda fixed, new: fixed.copy_(new, non_blocking=True), self._batch, batch)
         if adds not in self._ready:
             self._ready.add(adds)
-            self.capturer.aside(lambda: self._one(sink))
+            self.capture.on_side_stream(lambda: self._one(sink))
             return
         if adds not in self._graphs:
-            self._graphs[adds] = self.capturer.capture(lambda: self._one(sink)), sink.arrived()
+            self._graphs[adds] = self.capture.record(lambda: self._one(sink)), sink.arrived()
         replay, arrived = self._graphs[adds]
         replay()
         if not adds:

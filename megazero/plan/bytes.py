@@ -10,7 +10,7 @@ from megazero.mpu.grid import Axes, Coordinates
 from megazero.pipeline.division import chunks_of, stage_specs
 from megazero.plan.places import places_of
 from megazero.zero.layout import UNSHARED, group_sizes, pack
-from megazero.zero.placement import Column, Spread, columns, placements
+from megazero.zero.placement import Column, Placement, columns, placements
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     for bucket in pack(places_of(run, stage, 0), sizes, run.parallel.bucket_size):
         parameters += bucket.used
         for column, dtype in dtypes.items():
-            elements = bucket.numel // sizes[bucket.group] if row[column].spread is Spread.SHARDED else bucket.numel
+            elements = bucket.numel // sizes[bucket.group] if row[column] is Placement.SHARDED else bucket.numel
             held[column] += elements * dtype.itemsize
     frozen = pack(places_of(run, stage, 0, trained=False), UNSHARED, run.parallel.bucket_size)
     parameters += sum(bucket.used for bucket in frozen)

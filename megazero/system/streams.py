@@ -143,7 +143,7 @@ class GraphCapture:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def aside(self, work: Callable[[], _Result]) -> _Result:
+    def on_side_stream(self, work: Callable[[], _Result]) -> _Result:
         """Do the work on the stream of the captures, as torch asks of what comes before one; the current stream waits
         for it.
         """
@@ -154,7 +154,7 @@ class GraphCapture:
         current.wait_stream(self._stream)
         return result
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what the work launches, without running it; the function returned runs it on the current stream.
 
         Waits for the device, and returns what its allocator holds unused first: a graph's memory is its own. Other

@@ -132,7 +132,7 @@ class Trainer:
         scale = self.scaler.scale.clone()
         if self.fp8 is not None:
             self.fp8.begin()
-        loss_sum = self.engine.train(batches, scale / positions, self.state)
+        loss_sum = self.engine.train(batches, scale / positions, self.state.reducer)
         self.optimizer.finish_reduction()
         late = self.deadline is not None and time.monotonic() >= self.deadline
         loss = loss_sum if self.reports_loss else 0.0

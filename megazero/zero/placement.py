@@ -1,12 +1,12 @@
-"""ZeRO as a table: stage -> column of the model state -> where it lies.
+"""ZeRO as a table: stage -> column of the model state -> replicated or sharded.
 
-The stages differ in nothing else. The arithmetic that follows (bytes per rank, bytes that travel) is DESIGN's
-"ZeRO arithmetic" (Rajbhandari et al. 2020, arXiv:1910.02054).
+The model state differs between the stages in nothing else. One thing outside it follows from a sharded gradient: when
+gradients are reduced (`pipeline.build.reduces_every_micro_batch`). The arithmetic that follows (bytes per rank, bytes
+that travel) is DESIGN's "ZeRO arithmetic" (Rajbhandari et al. 2020, arXiv:1910.02054).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -22,28 +22,11 @@ class Column(Enum):
     EXP_AVG_SQ = "exp_avg_sq"
 
 
-class Spread(Enum):
-    """How the ranks that hold the same parameters share a column."""
+class Placement(Enum):
+    """How the ranks that hold the same parameters share a column; the words are those of torch.distributed.tensor."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
-
-
-class Location(Enum):
-    """What memory a column lies in; host and disk become further rows here."""
-
-    DEVICE = "device"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """One cell of the table."""
-
-    spread: Spread
-    location: Location = Location.DEVICE
-
-
-_REPLICATED, _SHARDED = Placement(Spread.REPLICATED), Placement(Spread.SHARDED)
 
 
 def _row(parameter: Placement, gradient: Placement, optimizer: Placement) -> dict[Column, Placement]:
@@ -57,9 +40,9 @@ def _row(parameter: Placement, gradient: Placement, optimizer: Placement) -> dic
 
 
 PLACEMENTS: dict[int, dict[Column, Placement]] = {
-    0: _row(_REPLICATED, _REPLICATED, _REPLICATED),
-    1: _row(_REPLICATED, _REPLICATED, _SHARDED),
-    2: _row(_REPLICATED, _SHARDED, _SHARDED),
+    0: _row(Placement.REPLICATED, Placement.REPLICATED, Placement.REPLICATED),
+    1: _row(Placement.REPLICATED, Placement.REPLICATED, Placement.SHARDED),
+    2: _row(Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
 }
 """By ZeRO stage. A sharded gradient means that only the owner's range outlives a reduction."""
 

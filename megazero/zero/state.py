@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from megazero.zero.frozen import FROZEN, FrozenParameters, parameters_by_name, p
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.layout import group_sizes, pack
 from megazero.zero.placement import Column, columns, placements
-from megazero.zero.reducer import Arrived, GradientReducer
+from megazero.zero.reducer import GradientReducer
 from megazero.zero.storage import Bucket, StoredColumn
 
 
@@ -35,19 +35,19 @@ class ModelState:
             optimizer state
     grid    buckets are shared over the group that their parameters name (`mpu.place.StateGroup`)
 
-    It is the engine's gradient sink (`before_backward`, `after_backward`, `run_deferred`). After construction all
-    values are zero: `initialise` or a checkpoint gives them theirs. Communicates nothing at construction.
+    `reducer` is the engine's gradient sink. After construction all values are zero: `initialise` or a checkpoint sets
+    them. Construction communicates nothing.
     """
 
     def __init__(
         self,
-        stages: Sequence[nn.Module | HasUnits],
+        stages: Sequence[HasUnits],
         grid: ProcessGrid,
         optimizer: OptimizerConfig,
         parallel: ParallelConfig,
     ) -> None:
         self.grid = grid
-        chunks = [cast(HasUnits, stage).units() for stage in stages]
+        chunks = [stage.units() for stage in stages]
         self.buckets = _buckets(chunks, grid, parallel.bucket_size)
         row = placements(parallel.zero_stage)
         dtypes = columns(compute_dtype(optimizer.precision), state_dtype(optimizer.precision), optimizer.optimizer)
@@ -116,26 +116,6 @@ class ModelState:
         """
         held = {column.value: stored.nbytes for column, stored in self.columns.items()}
         return held | ({FROZEN: self.frozen.nbytes} if self.frozen.nbytes else {})
-
-    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
-        """See `GradientReducer.before_backward`."""
-        self.reducer.before_backward(chunk, reduce, defer)
-
-    def after_backward(self, chunk: int) -> None:
-        """See `GradientReducer.after_backward`."""
-        self.reducer.after_backward(chunk)
-
-    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
-        """See `GradientReducer.run_deferred`."""
-        self.reducer.run_deferred(chunk, micro_batch, reduce)
-
-    def arrived(self) -> Arrived:
-        """See `GradientReducer.arrived`."""
-        return self.reducer.arrived()
-
-    def say_arrived(self, arrived: Arrived) -> None:
-        """See `GradientReducer.say_arrived`."""
-        self.reducer.say_arrived(arrived)
 
     def wait_parameters(self) -> None:
         """Until all parameters are those of the last step.

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.mpu.grid import Group
 from megazero.mpu.place import Parameter
 from megazero.zero.layout import BucketLayout
-from megazero.zero.placement import Placement, Spread
+from megazero.zero.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StoredColumn:
 
     @property
     def is_sharded(self) -> bool:
-        return self.placement.spread is Spread.SHARDED
+        return self.placement is Placement.SHARDED
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megazero.model.batch import MicroBatch
 from megazero.mpu.fp8 import Fp8Layer
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine, replayed
+from megazero.system.streams import GraphCapture
 from megazero.telemetry.record import StepRecord
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
@@ -41,8 +42,8 @@ MODEL = [
 NUMBERS = ["--micro-batch-size", "1", "--lr", "1e-2"]
 
 
-class Replays:
-    """A capturer over a model state. log: what was done, in order."""
+class Replays(GraphCapture):
+    """Captures of a model state without a card. log: what was done, in order."""
 
     def __init__(
         self, state: ModelState, loss_sum: Callable[[], Tensor | None], layers: Sequence[Fp8Layer] = ()
@@ -50,8 +51,8 @@ class Replays:
         self.state, self.loss_sum, self.layers = state, loss_sum, layers
         self.log: list[str] = []
 
-    def aside(self, work: Callable[[], Any]) -> Any:
-        self.log.append("aside")
+    def on_side_stream(self, work: Callable[[], Any]) -> Any:
+        self.log.append("side stream")
         return work()
 
     def _memory(self) -> list[Tensor]:
@@ -60,10 +61,10 @@ class Replays:
         loss = self.loss_sum()
         return held if loss is None else [*held, loss]
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
         name = f"graph {sum(line.startswith('capture') for line in self.log)}"
         self.log.append(f"capture {name}")
-        before, arrived = [tensor.clone() for tensor in self._memory()], self.state.arrived()
+        before, arrived = [tensor.clone() for tensor in self._memory()], self.state.reducer.arrived()
         casts = [layer._cast_in == layer.fp8.step for layer in self.layers]
         work()
         for tensor, old in zip(self._memory(), before, strict=True):
@@ -173,7 +174,7 @@ def test_replays_are_the_eager_engine(name: str, corpus: Path, tmp_path: Path) -
         assert {record.skipped for record in eager[0]} == {True, False}
     later = ["graph 0"] + ["graph 1"] * (count - 1)
     first = ["capture graph 0", "graph 0"] + (["capture graph 1"] + ["graph 1"] * (count - 1) if count > 1 else [])
-    assert graphed[2] == ["aside"] * WARM_UP + first + later * (7 - WARM_UP - 1)
+    assert graphed[2] == ["side stream"] * WARM_UP + first + later * (7 - WARM_UP - 1)
 
 
 def test_a_growing_batch_captures_what_it_comes_to_need(corpus: Path, tmp_path: Path) -> None:
@@ -183,8 +184,8 @@ def test_a_growing_batch_captures_what_it_comes_to_need(corpus: Path, tmp_path: 
     equal(graphed, eager)
     assert len({record.global_batch_size for record in eager[0]}) == 3
     # Two micro-batches come with the fourth step; the second of them runs once as ever before it is captured.
-    grown = ["capture graph 0", "graph 0", "graph 0", "aside", "graph 0", "capture graph 1", "graph 1"]
-    assert graphed[2][: WARM_UP + len(grown)] == ["aside"] * WARM_UP + grown
+    grown = ["capture graph 0", "graph 0", "graph 0", "side stream", "graph 0", "capture graph 1", "graph 1"]
+    assert graphed[2][: WARM_UP + len(grown)] == ["side stream"] * WARM_UP + grown
 
 
 @pytest.mark.slow
@@ -202,7 +203,7 @@ def test_where_gradients_travel_the_first_and_the_last_run_as_ever(
         equal(graphed[rank], eager[rank])
         replays = ["graph 0"] * (count - 2)
         captured = ["capture graph 0"] * (count > 2) + replays
-        assert graphed[rank][2] == ["aside"] * WARM_UP + captured + replays * (6 - WARM_UP - 1)
+        assert graphed[rank][2] == ["side stream"] * WARM_UP + captured + replays * (6 - WARM_UP - 1)
 
 
 def test_evaluation_between_steps_is_the_engines_own(corpus: Path, tmp_path: Path) -> None:
@@ -244,4 +245,4 @@ def test_micro_batches_of_one_run_have_the_same_tensors(corpus: Path, tmp_path: 
     engine._prepare(batch, torch.ones((), dtype=torch.float64))
     masked = MicroBatch(batch.tokens, batch.labels, torch.ones_like(batch.labels, dtype=torch.bool), batch.samples)
     with pytest.raises(AssertionError, match="loss_mask"):
-        engine._replay(masked, job.state, adds=False)
+        engine._replay(masked, job.state.reducer, adds=False)

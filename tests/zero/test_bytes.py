@@ -130,10 +130,10 @@ def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
     results, grid = [], build_grid(cases[0].axes)
     for case in cases:
         here = build(case, grid)
-        here.state.before_backward(0, True)
+        here.state.reducer.before_backward(0, True)
         value = 2.0 if rank == 0 else 2.0**-11
         torch.stack([(parameter * value).sum() for parameter in here.chunks[0].parameters()]).sum().backward()
-        here.state.after_backward(0)
+        here.state.reducer.after_backward(0)
         here.optimizer.finish_reduction()
         results.append([here.state.columns[Column.GRADIENT].shard(0)[0].item()])
     return results

@@ -43,9 +43,9 @@ def build(precision: str, zero_stage: int, tied: bool) -> tuple[Run, Stage, Mode
 
 def backward(stage: Stage, state: ModelState, batch, reduce: bool, defer: int | None) -> None:
     loss = stage(None, batch)
-    state.before_backward(0, reduce, defer)
+    state.reducer.before_backward(0, reduce, defer)
     loss.backward()
-    state.after_backward(0)
+    state.reducer.after_backward(0)
 
 
 def gradients(state: ModelState) -> list[torch.Tensor]:
@@ -67,9 +67,9 @@ def test_the_same_bits_whenever_they_are_made(precision: str, zero_stage: int, t
             for n, batch in enumerate(batches):
                 backward(stage, state, batch, reduce=behind is None and n == 2, defer=None if behind is None else n)
                 if behind is not None and n >= behind:
-                    state.run_deferred(0, n - behind, False)
+                    state.reducer.run_deferred(0, n - behind, False)
             for n in range(max(0, 3 - behind) if behind else 3, 3):
-                state.run_deferred(0, n, n == 2)
+                state.reducer.run_deferred(0, n, n == 2)
             found.append(gradients(state))
             state.reducer.reset()
     for other in found[1:]:
@@ -94,7 +94,7 @@ def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() ->
     assert set(kinds) == {Kind.MATRIX, Kind.BIAS, Kind.NORM} and kinds.count(Kind.MATRIX) == 2 * 5
     watched = [weakref.ref(write) for _, _, write in held]
     del held
-    state.run_deferred(0, 0, True)
+    state.reducer.run_deferred(0, 0, True)
     assert not any(ref() for ref in watched) and not reducer._deferred
     with pytest.raises(KeyError):
-        state.run_deferred(0, 0, True)
+        state.reducer.run_deferred(0, 0, True)

@@ -50,7 +50,7 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
     for case in cases:
         here = build(case, grid)
         for number, chunk in enumerate(here.chunks):
-            here.state.before_backward(number, True)
+            here.state.reducer.before_backward(number, True)
             losses = []
             for parameter in chunk.parameters():
                 place = parameter.place  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
                 holders = here.grid.replicas.size * (here.grid.tp.size if place.tp_partial else 1) * ends
                 losses.append(parameter.flatten()[: place.stored_numel].sum() / holders)
             torch.stack(losses).sum().backward()
-            here.state.after_backward(number)
+            here.state.reducer.after_backward(number)
         here.optimizer.finish_reduction()
         norms.append(here.norm().item())
     return norms
@@ -154,16 +154,16 @@ def unequal_ranks(rank: int, case: Case) -> tuple[float, list[Piece]]:
     """A step in which parameters of some ranks get no gradient at all, then one in which none does anywhere."""
     here = build(case)
     unit = here.chunks[0].units()[-1]
-    here.state.before_backward(0, True)
+    here.state.reducer.before_backward(0, True)
     if here.grid.replicas.index == 0:
         unit(0).backward()
-    here.state.after_backward(0)
+    here.state.reducer.after_backward(0)
     here.optimizer.finish_reduction()
     norm = here.norm()
     here.optimizer.step(0.0, clip_coefficient(norm, 1.0), ~torch.isfinite(norm))
     poison(here.state)
-    here.state.before_backward(0, True)
-    here.state.after_backward(0)
+    here.state.reducer.before_backward(0, True)
+    here.state.reducer.after_backward(0)
     here.optimizer.finish_reduction()
     zero = here.norm()
     here.optimizer.step(0.1, clip_coefficient(zero, 1.0), ~torch.isfinite(zero))
@@ -295,12 +295,12 @@ def launches(rank: int, case: Case) -> list[tuple[int, bool]]:
         launch(index)
 
     here.state.reducer._launch = spy  # type: ignore[method-assign]
-    here.state.before_backward(0, True)
+    here.state.reducer.before_backward(0, True)
     running[0] = True
     for unit in units if rank == 1 else reversed(units):
         unit(rank).backward()
     running[0] = False
-    here.state.after_backward(0)
+    here.state.reducer.after_backward(0)
     here.optimizer.finish_reduction()
     return log
 

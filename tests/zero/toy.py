@@ -187,10 +187,10 @@ class Rank:
         for batch in range(count):
             losses = [[chunk(sample) for sample in mine[batch::count]] for chunk in self.chunks]
             for number in reversed(range(len(self.chunks))):
-                self.state.before_backward(number, every or batch == count - 1)
+                self.state.reducer.before_backward(number, every or batch == count - 1)
                 if losses[number]:
                     (torch.stack(losses[number]).sum() / case.samples).backward()
-                self.state.after_backward(number)
+                self.state.reducer.after_backward(number)
         self.optimizer.finish_reduction()
 
     def norm(self) -> Tensor:
