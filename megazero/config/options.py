@@ -38,7 +38,18 @@ class Option:
     aliases: tuple[str, ...]
     metavar: str | None
     alone: str | None
+    derived: str | None
+    common: bool
     sentence: str
+
+    @property
+    def shown_default(self) -> str:
+        """The default as help and documentation show it: the value, or in words what it follows from."""
+        if self.derived is not None:
+            return self.derived
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def flag(self) -> str:
@@ -174,6 +185,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
         )
         kind, optional, many = _taken_apart(hints[item.name])
         meta = item.metadata
+        assert item.default not in (None, ()) or meta["derived"], f"{cls.__name__}.{item.name}: what is its default?"
         made.append(
             Option(
                 section=section,
@@ -186,6 +198,8 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 aliases=meta["aliases"],
                 metavar=meta["metavar"],
                 alone=meta["alone"],
+                derived=meta["derived"],
+                common=meta["common"],
                 sentence=under[item.name],
             )
         )

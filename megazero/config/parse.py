@@ -16,11 +16,12 @@ from megazero.config.deepspeed import DeepSpeedLevel, read_deepspeed
 from megazero.config.dump import build_run, departures, dump, read_yaml
 from megazero.config.effects import without_effect
 from megazero.config.facts import Facts
-from megazero.config.flags import Command, help_text, read_command_line
+from megazero.config.flags import Command, read_command_line
+from megazero.config.help import help_asked
 from megazero.config.lengths import rarely_saved
 from megazero.config.level import ConfigError, Level, merge
 from megazero.config.options import run_options
-from megazero.config.presets import preset, presets
+from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.shape import contradictions, settled, without_overruled_tokenizer
 from megazero.config.validate import problems_of
@@ -78,12 +79,14 @@ def ask(
     --init-from; None in programs that start from none. absences: what is wrong with the files that a run names; asked
     where something else is wrong, so that all is told at once, since the caller looks at them only once the rest is
     right. With --validate-only or --print-config, --world-size N makes it a run of N ranks. World size None leaves out
-    what depends on it (tools that start no ranks). `--help` prints and exits with 0. Raises ConfigError with everything
+    what depends on it (tools that start no ranks). `--help` and `--help-all` print and exit
+    with 0. Raises ConfigError with everything
     that is wrong.
     """
     line = read_command_line(argv)
-    if line.command.help:
-        sys.stdout.write(help_text(presets=tuple(presets())))
+    told = help_asked(argv)
+    if told is not None:
+        sys.stdout.write(told)
         raise SystemExit(0)
     problems = list(line.level.problems)
     if line.command.skip_files and not line.command.validate_only:

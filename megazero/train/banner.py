@@ -6,6 +6,7 @@ Text only; nothing is decided here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import RUN_FILE, departures
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
-from megazero.config.schema import ModelConfig, Run
+from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.grid import Axes, Group, ProcessGrid
 from megazero.pipeline.build import attention_offer, compiled_ops, wanted_attention
 from megazero.pipeline.graphs import replayed
@@ -57,7 +58,7 @@ def banner(
         ("Run", parts.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", parts.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
-        ("Other than the defaults", _departures(run, departures(run) if said is None else said)),
+        ("Other than the defaults", _departures(run, _of_a_program(run) if said is None else said)),
         ("Worth knowing", parts.bullets(notes)),
     ]
     return parts.sections(sections)
@@ -173,13 +174,15 @@ def _way(group: Group, messages: bool) -> str:
     return "shared memory" if group.exchange is not None and not messages else dist.get_backend(group.handle)
 
 
-def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
-    """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands.
+def _of_a_program(run: Run) -> Mapping[str, Mapping[str, Any]]:
+    """What a program's run has otherwise than the defaults; its device has been resolved since, and is told above."""
+    return departures(replace(run, parallel=replace(run.parallel, device=ParallelConfig().device)))
 
-    The device is told above.
-    """
+
+def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
+    """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands."""
     shown = [
-        (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items() if name != "device"))
+        (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items()))
         for section, fields in said.items()
     ]
     save = run.checkpoint.save

@@ -1,4 +1,4 @@
-"""The command line: every flag that other programs rely on, aliases, negations, mistakes and help.
+"""The command line: every flag that other programs rely on, aliases, negations and mistakes.
 
 That each does something: tests/effects.
 """
@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from megazero.config.flags import help_text
-from megazero.config.options import run_options
 from megazero.config.parse import ConfigError, parse_run
 
 # Words after each flag of the contract, and the flags without which it would have no effect.
@@ -135,23 +133,6 @@ def test_numbers_are_finite(word: str) -> None:
 def test_abbreviations_are_refused() -> None:
     with pytest.raises(ConfigError, match="there is no --micro"):
         parse_run(["--micro", "1"], 1)
-
-
-def test_every_field_has_a_sentence() -> None:
-    for known in run_options().values():
-        assert known.sentence.endswith("."), known.name
-
-
-def test_help_has_every_flag_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(help_text().split())
-    for known in run_options().values():
-        assert known.flag in text and " ".join(known.sentence.split()) in text, known.name
-        assert all(alias in text for alias in known.aliases)
-    with pytest.raises(SystemExit) as caught:
-        parse_run(["--tp", "nonsense", "--help"], 4)
-    assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert "bloom-176b" in out and max(len(line) for line in out.splitlines()) <= 160
 
 
 def test_reading_a_configuration_does_not_import_torch() -> None:

@@ -1,0 +1,161 @@
+"""`--help` and `--help-all`, written from the dataclasses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.config.flags import SHORT_FORMS, Command, read_command_line
+from megazero.config.options import Option, options_of, sections
+from megazero.config.presets import presets
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the program that trains is called.
+
+    one   on one rank: "python pretrain_gpt.py"
+    many  on several: "torchrun --nproc-per-node {ranks} pretrain_gpt.py"
+    """
+
+    one: str
+    many: str
+
+
+SCRIPT = Program("python pretrain_gpt.py", "torchrun --nproc-per-node {ranks} pretrain_gpt.py")
+
+EXAMPLES = (
+    ("a small model on this machine, on data that every machine has", 1, "--train-iters 20"),
+    ("the same on four ranks: two share each layer, two hold different layers", 4, "--tp 2 --pp 2 --train-iters 20"),
+    (
+        "your own text, saved every 100 steps; the same command resumes",
+        8,
+        "--preset bloom-560m --data-path my/corpus --tokenizer hf --tokenizer-path my/tokenizer "
+        "--train-iters 1000 --save runs/mine --load runs/mine --save-interval 100",
+    ),
+    (
+        "is this layout right for 384 GPUs?",
+        1,
+        "--preset bloom-176b --tp 4 --pp 12 --zero-stage 1 --validate-only --world-size 384",
+    ),
+)
+"""What the command does, on how many ranks, and its flags."""
+
+_COLUMN = 29
+"""Where the sentences begin."""
+_KEPT = "\u00a0"
+"""A space at which no line is broken."""
+
+_ABOUT = (
+    "Pretrain GPT-, BLOOM- and LLaMA-style language models with tensor, pipeline and data parallelism and ZeRO. "
+    "Without any flag it trains a 12-layer model on the source of Python's standard library for 100 iterations or "
+    "10 minutes."
+)
+_MORE = "These are the flags that most runs need. --help-all shows the others too, which (+N) counts."
+_RULES = (
+    "Flags win over --config, that over --deepspeed-config, that over --preset, that over the defaults. Of a repeated "
+    "flag the last one counts. A switch has a negation: --no-overlap. The word none takes a setting back to a default "
+    "that is derived: --rampup-batch-size none.",
+    "Exit status: 0 finished or stopped as asked, 2 the configuration is wrong (one message lists every mistake), 1 "
+    "anything else.",
+)
+
+
+def help_asked(argv: Sequence[str], program: Program = SCRIPT) -> str | None:
+    """What to print for a command line with `--help` or `--help-all`; None for one without. Imports no torch."""
+    command = read_command_line(argv).command
+    if not (command.help or command.help_all):
+        return None
+    return help_text(program, everything=command.help_all)
+
+
+def help_text(program: Program = SCRIPT, *, everything: bool = False) -> str:
+    """The flags that most runs need, or with `everything` all of them; one group for each section of a run."""
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    lines = [f"usage: {program.one} [flags]", f"       {program.many.format(ranks='N')} [flags]", ""]
+    lines += _filled(_ABOUT if everything else f"{_ABOUT} {_MORE}", width)
+    for name, cls in {"what to run": Command, **sections()}.items():
+        options = options_of(cls, name)
+        shown = [known for known in options if known.common or everything]
+        left = len(options) - len(shown)
+        more = f" (+{left})" if left else ""
+        lines += ["", *_filled(f"{name}: {' '.join((cls.__doc__ or '').split())}{more}", width)]
+        for known in shown:
+            command = cls is Command
+            lines += _entry(_left(known), _right(known, value=not command, aliases=everything), width)
+    return "\n".join([*lines, "", *(_presets() if everything else _examples(program, width)), "", *_rules(width), ""])
+
+
+def _entry(left: str, right: str, width: int) -> list[str]:
+    """Two columns; a long left one has its line for itself."""
+    wrapped = _filled(right, width - _COLUMN)
+    first = [f"  {left:<{_COLUMN - 2}}{wrapped.pop(0)}"] if len(left) <= _COLUMN - 4 else [f"  {left}"]
+    return [*first, *(" " * _COLUMN + line for line in wrapped)]
+
+
+def _left(known: Option) -> str:
+    """The flag with what follows it: `--tp N`, `-h, --help`."""
+    flags = ", ".join([*(alias for alias in known.aliases if not alias.startswith("--")), known.flag])
+    if known.kind is bool:
+        return flags
+    value = f"{_metavar(known)} ..." if known.many else f"[{_metavar(known)}]" if known.alone else _metavar(known)
+    return f"{flags} {value}"
+
+
+def _metavar(known: Option) -> str:
+    if known.choices:
+        return "{" + ",".join(known.choices) + "}"
+    return known.metavar or {int: "N", float: "X", str: "WORD"}[known.kind]
+
+
+def _right(known: Option, *, value: bool, aliases: bool) -> str:
+    """What an option does and its default, with `aliases` its other names; a switch has a default where `value`."""
+    text = known.sentence
+    if value or known.kind is not bool:
+        default = f"(default: {known.shown_default})"
+        text += " " + (default.replace(" ", _KEPT) if len(default) < 32 else default)
+    if aliases:
+        if known.default is True:
+            text += f" {known.negations[0]} switches it off."
+        names = [alias for alias in known.aliases if alias.startswith("--")]
+        names += [flag for flag, (name, _) in SHORT_FORMS.items() if name == known.name]
+        text += f" Also: {', '.join(names)}." if names else ""
+    return text
+
+
+def _examples(program: Program, width: int) -> list[str]:
+    lines = ["examples:"]
+    for words, ranks, flags in EXAMPLES:
+        start = program.one if ranks == 1 else program.many.format(ranks=ranks)
+        lines += [f"  # {words}", *_command(f"{start} {flags}", width)]
+    return lines
+
+
+def _presets() -> list[str]:
+    families: dict[str, list[str]] = {}
+    for preset in presets():
+        families.setdefault(preset.split("-")[0], []).append(preset)
+    return ["presets:", *(f"  {' '.join(names)}" for names in families.values())]
+
+
+def _rules(width: int) -> list[str]:
+    return [line for rule in _RULES for line in _filled(rule, width)]
+
+
+def _command(text: str, width: int) -> list[str]:
+    """A command as it can be pasted, cut in front of flags with a backslash where it is long."""
+    lines = [""]
+    for part in re.split(r" (?=--)", text):
+        if len(lines[-1]) + len(part) > width - 6:
+            lines.append("")
+        lines[-1] += f" {part}" if lines[-1] else part
+    return [*(f"  {line}" for line in " \\\n    ".join(lines).split("\n"))]
+
+
+def _filled(text: str, width: int) -> list[str]:
+    """The lines of a text; flags stay whole."""
+    lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+    return [line.replace(_KEPT, " ") for line in lines]
