@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.compat import run_from
 from megazero.checkpoint.format import MANIFEST, Damaged, Manifest
 from megazero.checkpoint.manager import open_checkpoint
 from megazero.checkpoint.reader import check_files, read_manifest
+from megazero.checkpoint.resume_changes import run_from
 from megazero.checkpoint.statistics import difference, statistics
 from megazero.checkpoint.verify import elsewhere, verify
 from megazero.checkpoint.window import Shape, StoredTensors, Tensors

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.blocks import DTYPES, Later
-from megazero.checkpoint.compat import record_of, run_from
 from megazero.checkpoint.format import MANIFEST, CheckpointError, Held, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
+from megazero.checkpoint.resume_changes import record_of, run_from
 from megazero.checkpoint.shares import Values
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype

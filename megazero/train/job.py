@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.fence import new_token
 from megazero.checkpoint.manager import Checkpoints
+from megazero.checkpoint.resume_changes import record_of
 from megazero.config.dump import RUN_FILE, dump
 from megazero.config.parse import Asked
 from megazero.config.schema import Run

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from megazero.checkpoint.compat import Change, compare, run_from
 from megazero.checkpoint.manager import Found
+from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.config.derive import with_vocabulary
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megazero.checkpoint.compat import compare, run_from
 from megazero.checkpoint.folder import listing
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import Found, find
+from megazero.checkpoint.resume_changes import compare, run_from
 from megazero.config.derive import with_vocabulary
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.registry import recognise

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.manager import Checkpoints
+from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.mpu.grid import Group, ProcessGrid, single_process_grid, solo
 from tests.checkpoint.fakes import FakeFragment, Layout, Values, fragments_of, global_values

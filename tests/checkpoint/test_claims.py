@@ -13,10 +13,10 @@ import torch
 
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.blocks import BlockFile, write_file
-from megazero.checkpoint.compat import run_from
 from megazero.checkpoint.decoding import decode
 from megazero.checkpoint.format import CheckpointError, Damaged, seal
 from megazero.checkpoint.manager import find
+from megazero.checkpoint.resume_changes import run_from
 from megazero.config.schema import Run
 
 GOOD: dict[str, Any] = {

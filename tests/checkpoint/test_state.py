@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint.compat import record_of
 from megazero.checkpoint.format import Held, columns_of
 from megazero.checkpoint.manager import Checkpoints
+from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.grid import Axes, build_grid
 from megazero.pipeline.build import build_stages

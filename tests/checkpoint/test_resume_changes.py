@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megazero.checkpoint import compat
-from megazero.checkpoint.compat import compare, record_of, run_from
+from megazero.checkpoint import resume_changes as changes
+from megazero.checkpoint.resume_changes import compare, record_of, run_from
 from megazero.config.flags import read_command_line
 from megazero.config.schema import Run, ScheduleConfig
 
@@ -23,8 +23,8 @@ def changed(run: Run, **values: object) -> Run:
 
 
 def test_every_field_is_in_one_group():
-    tables = (compat._SHAPE, compat._ADAPTERS, compat._RATES, compat._BATCH, compat._DATA, compat._FREE)
-    listed = [path for table in tables for path in table] + list(compat._SILENT)
+    tables = (changes._SHAPE, changes._ADAPTERS, changes._RATES, changes._BATCH, changes._DATA, changes._FREE)
+    listed = [path for table in tables for path in table] + list(changes._SILENT)
     assert len(listed) == len(set(listed))
     lengths = {
         f.name
@@ -50,7 +50,7 @@ def test_a_record_survives_json():
     )
     record = json.loads(json.dumps(record_of(run)))
     assert run_from(record) == run
-    assert compare(run_from(record), run) == compat.Comparison((), ())
+    assert compare(run_from(record), run) == changes.Comparison((), ())
 
 
 def test_a_record_of_another_version():
@@ -113,7 +113,7 @@ def test_what_decides_training_needs_its_override(change, override):
     if not name.startswith("lr_warmup"):
         old = getattr(getattr(BASE, section), name)
         assert found.problems[0].startswith(
-            f"--{name.replace('_', '-')}: {compat._shown(old)} in the checkpoint, {compat._shown(new)} now"
+            f"--{name.replace('_', '-')}: {changes._shown(old)} in the checkpoint, {changes._shown(new)} now"
         )
     allowed = compare(BASE, changed(now, **{f"checkpoint__{override}": True}))
     assert allowed.problems == () and [change.allowed_by for change in allowed.changes] == [flag]
@@ -142,7 +142,7 @@ def test_a_number_given_or_derived_is_the_same():
         parallel__pipeline_schedule="1f1b",
         model__max_position_embeddings=7,
     )
-    assert compare(BASE, now) == compat.Comparison((), ())
+    assert compare(BASE, now) == changes.Comparison((), ())
     learned = changed(BASE, model__position_embedding="learned")
     assert compare(learned, changed(learned, model__max_position_embeddings=384)).problems == ()
     assert len(compare(learned, changed(learned, model__max_position_embeddings=385)).problems) == 1
@@ -207,7 +207,7 @@ def test_numbers_that_the_optimizer_does_not_use_may_differ():
 
 def test_finetuning_starts_anew():
     now = changed(BASE, schedule__lr=1.0, data__seed=9, schedule__global_batch_size=2, checkpoint__finetune=True)
-    assert compare(BASE, now) == compat.Comparison((), ())
+    assert compare(BASE, now) == changes.Comparison((), ())
 
 
 def test_a_vocabulary_left_to_the_tokenizer_is_not_a_difference():
@@ -216,9 +216,9 @@ def test_a_vocabulary_left_to_the_tokenizer_is_not_a_difference():
 
 
 def test_the_banner_shows_words_and_no_python() -> None:
-    assert compat.Change("data-path", ("data/a",), ("0.5", "data/a", "0.5", "data/b")).words() == (
+    assert changes.Change("data-path", ("data/a",), ("0.5", "data/a", "0.5", "data/b")).words() == (
         "data-path",
         "data/a",
         "0.5 data/a 0.5 data/b",
     )
-    assert compat.Change("partition", None, (1, 3)).words() == ("partition", "none", "1 3")
+    assert changes.Change("partition", None, (1, 3)).words() == ("partition", "none", "1 3")
