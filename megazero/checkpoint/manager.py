@@ -15,9 +15,9 @@ from megazero.checkpoint import folder as folders
 from megazero.checkpoint.agreement import agree, share
 from megazero.checkpoint.background import Background, Outcome, Snapshot
 from megazero.checkpoint.fence import Fence
+from megazero.checkpoint.filesystems import find_filesystems, host_name
 from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, Held, Manifest, columns_of
 from megazero.checkpoint.open_files import OpenFiles
-from megazero.checkpoint.places import find_places, host_name
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
 from megazero.checkpoint.saving import Saved, Saving
 from megazero.checkpoint.shares import Share, Values, shares, shares_of_values
@@ -149,16 +149,18 @@ class Checkpoints:
         root, fence, grid = self._root, self.fence, self._grid
         assert fence.token is not None
         token = fence.token
-        places = find_places(root, token, grid.world, grid.device, self._together)
+        filesystems = find_filesystems(root, token, grid.world, grid.device, self._together)
 
         def take_over() -> None:
             fence.claim(token)
             folders.sweep(root, fence)
 
-        self._together(take_over if places.leads else None)
+        self._together(take_over if filesystems.leads else None)
         cfg = self._cfg
         kept = cfg.keep_last, cfg.save_retain_interval
-        self._saving = Saving(root, fence, places, self._writers, self._run, asdict(grid.axes), *kept, self._beside)
+        self._saving = Saving(
+            root, fence, filesystems, self._writers, self._run, asdict(grid.axes), *kept, self._beside
+        )
 
     def reserve(self) -> int:
         """Have the host memory that `start` copies to; bytes of this rank."""

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from pathlib import Path
 
 from megazero.checkpoint.blocks import BlockFile
+from megazero.checkpoint.filesystems import host_name
 from megazero.checkpoint.format import Damaged, Manifest, StoredFile
-from megazero.checkpoint.places import host_name
 
 MOST = 64
 """Files that are open at once; far more than any reader has reads under way in."""

@@ -1,9 +1,9 @@
 """Which ranks share the folder of checkpoints: one folder for all, or one on the local disk of each node.
 
-Ranks that see one folder are a place, and the lowest of them leads it: it makes, publishes and deletes there, and every
-place has a manifest of its own. On one host device and inode say what is one folder. Between hosts they do not (a
-shared file system has other numbers on each), so the first rank of every (host, folder) leaves a mark in it and looks
-for the others'.
+The ranks that see one folder share a file system. The lowest of them is its leader: it creates, publishes and deletes
+there, and every file system has a manifest of its own. On one host, device and inode tell whether two folders are one.
+Between hosts they do not (a shared file system has other numbers on each), so the first rank of every (host, folder)
+creates a marker file in it and looks for the markers of the others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MARK = ".run_token-{token}-rank-{rank}"  # a name that the next run sweeps up, 
 
 
 @dataclass(frozen=True)
-class Places:
-    """leaders: for each rank the one that leads its place. rank: this one."""
+class Filesystems:
+    """leaders: for each rank the leader of its file system. rank: this one."""
 
     leaders: tuple[int, ...]
     rank: int
@@ -65,10 +65,12 @@ def _gathered(world: Group, device: torch.device, numbers: list[int]) -> list[li
     return found
 
 
-def find_places(
+def find_filesystems(
     root: Path, token: str, world: Group, device: torch.device, together: Callable[[Callable[[], None] | None], None]
-) -> Places:
-    """Makes the folder where it is missing, and finds out. A collective of the world; travels: 24 bytes of each rank.
+) -> Filesystems:
+    """Create the folder where it is missing, and find out which ranks see the same one.
+
+    A collective of the world; 24 bytes of each rank travel.
 
     together: runs a function on this rank, and returns when all ranks have run theirs (or raises on all).
     """
@@ -93,7 +95,7 @@ def find_places(
     together(look if is_first else None)
     together((lambda: mark.unlink(missing_ok=True)) if is_first else None)
     leaders = [found[0] for found in _gathered(world, device, leader)]
-    return Places(tuple(leaders[rank] for rank in first), world.index)
+    return Filesystems(tuple(leaders[rank] for rank in first), world.index)
 
 
 def _first_of_each(identities: list[list[int]]) -> list[int]:

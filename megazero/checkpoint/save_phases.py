@@ -18,8 +18,8 @@ import torch
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.agreement import share, together
 from megazero.checkpoint.fence import Fence
+from megazero.checkpoint.filesystems import Filesystems
 from megazero.checkpoint.format import CheckpointError, Fragment, Held, file_name
-from megazero.checkpoint.places import Places
 from megazero.checkpoint.writer import Header, headers_of, make_manifest, put_manifest, write_fragments
 from megazero.mpu.grid import Group
 
@@ -49,7 +49,7 @@ class Saving:
 
     root: Path
     fence: Fence
-    places: Places
+    filesystems: Filesystems
     writers: Callable[[], Sequence[Sequence[Held]]]
     run: dict[str, Any]
     layout: dict[str, int]
@@ -80,7 +80,7 @@ class Saving:
             size = self._write(temporary, fragments, iteration, progress, world, device)
         except Exception:
             with suppress(OSError):  # room for the next one, should this one have failed for want of it
-                if self.places.leads:
+                if self.filesystems.leads:
                     folders.discard(temporary, token)  # ours even when the fence is lost: the name carries the token
             raise
         return Saved(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
@@ -95,7 +95,7 @@ class Saving:
         device: torch.device,
     ) -> int:
         """The phases, each done by all before the next begins; the bytes of all files for rank 0."""
-        token, leads, rank = self.fence.token, self.places.leads, world.index
+        token, leads, rank = self.fence.token, self.filesystems.leads, world.index
         assert token is not None
         done = partial(together, world, device)
 
@@ -107,7 +107,7 @@ class Saving:
             try:
                 write_fragments(temporary, rank, world.size, fragments)
             except FileNotFoundError as error:
-                leader = self.places.leaders[rank]
+                leader = self.filesystems.leaders[rank]
                 raise CheckpointError(
                     f"{temporary} is not there for rank {rank}, which shared the folder with rank {leader} when the "
                     "run began"
@@ -119,7 +119,7 @@ class Saving:
 
         def publish() -> None:
             put_manifest(temporary, content)
-            if self.beside is not None and rank == 0 and len(self.places.all_leaders) == 1:
+            if self.beside is not None and rank == 0 and len(self.filesystems.all_leaders) == 1:
                 self.beside(temporary)
             folders.publish(self.root, temporary, iteration, self.fence)
 
@@ -140,19 +140,19 @@ class Saving:
         Rank 0 makes it from the headers of all files. Those in its own place it reads there; of another place the
         leader sends them, and gets the manifest. Nothing travels where all ranks share one folder.
         """
-        rank, leaders = world.index, self.places.all_leaders
+        rank, leaders = world.index, self.filesystems.all_leaders
         headers: dict[str, Header] = {}
         content: list[bytes] = []
 
         def read() -> None:
-            names = [file_name(member, world.size) for member in self.places.members(rank)]
+            names = [file_name(member, world.size) for member in self.filesystems.members(rank)]
             headers.update(headers_of(temporary, [name for name in names if (temporary / name).exists()]))
 
         def make() -> None:
             manifest = make_manifest(self.writers(), headers, run=self.run, progress=progress, layout=self._layout())
             content.append(manifest.encode())
 
-        together(world, device, self.fence.guarding(read) if self.places.leads else None)
+        together(world, device, self.fence.guarding(read) if self.filesystems.leads else None)
         for leader in leaders[1:]:
             text = json.dumps({name: asdict(header) for name, header in headers.items()}) if rank == leader else None
             told = share(world, device, text, leader)
@@ -169,5 +169,5 @@ class Saving:
         """Sizes of the axes, and the number of folders that hold parts of the checkpoint where that
         is more than one.
         """
-        count = len(self.places.all_leaders)
+        count = len(self.filesystems.all_leaders)
         return self.layout | ({"places": count} if count > 1 else {})

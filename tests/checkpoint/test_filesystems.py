@@ -13,8 +13,8 @@ import torch
 
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.fence import FenceLost, new_token
+from megazero.checkpoint.filesystems import Filesystems, find_filesystems
 from megazero.checkpoint.manager import Checkpoints
-from megazero.checkpoint.places import Places, find_places
 from megazero.checkpoint.reader import read_manifest
 from megazero.mpu.grid import background_group, build_grid
 from tests.checkpoint.fakes import Layout
@@ -50,7 +50,7 @@ def saves(rank: int, disks: list[str], layout: Layout, iterations: list[int], be
             else:
                 save_at(checkpoints, state, iteration)
         assert checkpoints._saving is not None
-        return checkpoints._saving.places.leaders
+        return checkpoints._saving.filesystems.leaders
 
 
 def loads(rank: int, disks: list[str], layout: Layout) -> str:
@@ -90,7 +90,7 @@ def test_every_node_has_a_manifest_and_its_own_files(nodes: list[str], beside: b
     assert run_ranks(4, loads, nodes, LAYOUT) == ["3"] * 4
     if beside:
         return
-    # Another layout, or ranks in other places, need files of another node: an error that says which and what to do.
+    # Another layout, or ranks on other disks, need files of another node: an error that says which and what to do.
     for said in (*run_ranks(4, loads, [*nodes[2:], *nodes[:2]], LAYOUT), *run_ranks(2, loads, nodes[:2], Layout(dp=2))):
         assert said.startswith("Damaged") and "bring the folders of all of them together" in said
         assert (
@@ -161,23 +161,23 @@ def test_a_newer_job_on_one_node_stops_all(nodes: list[str]) -> None:
 
 def across_hosts(rank: int, root: str, identities: list[int], seen: list[list[int]]) -> tuple[int, ...]:
     """Ranks whose host and folder have these numbers, and see the marks of these ranks only."""
-    from megazero.checkpoint import places
+    from megazero.checkpoint import filesystems
 
     grid = build_grid(Layout(dp=len(identities)).axes)
-    identity, lowest = places._identity, places._lowest_mark
-    places._identity = lambda root: [identities[rank], 0]
+    identity, lowest = filesystems._identity, filesystems._lowest_mark
+    filesystems._identity = lambda root: [identities[rank], 0]
 
     def visible(root: Path, token: str) -> int:
         there = sorted(int(path.name.rpartition("-")[2]) for path in root.iterdir() if ".run_token-" in path.name)
         assert lowest(root, token) == there[0]
         return min(other for other in there if other in seen[rank])
 
-    places._lowest_mark = visible
+    filesystems._lowest_mark = visible
     checkpoints, _ = open_run(Path(root), "t", Layout(dp=len(identities)), grid)
     try:
-        return find_places(Path(root), "t", grid.world, grid.device, checkpoints._together).leaders
+        return find_filesystems(Path(root), "t", grid.world, grid.device, checkpoints._together).leaders
     finally:
-        places._identity, places._lowest_mark = identity, lowest
+        filesystems._identity, filesystems._lowest_mark = identity, lowest
 
 
 @pytest.mark.slow
@@ -190,9 +190,11 @@ def test_hosts_that_share_are_found_by_marks(tmp_path: Path) -> None:
 
 
 def test_members_and_leaders() -> None:
-    places = Places((0, 0, 2, 0, 2), 3)
-    assert places.all_leaders == [0, 2] and places.members(2) == [2, 4] and places.members(0) == [0, 1, 3]
-    assert not places.leads and Places((0, 0, 2, 0, 2), 2).leads
+    filesystems = Filesystems((0, 0, 2, 0, 2), 3)
+    assert (
+        filesystems.all_leaders == [0, 2] and filesystems.members(2) == [2, 4] and filesystems.members(0) == [0, 1, 3]
+    )
+    assert not filesystems.leads and Filesystems((0, 0, 2, 0, 2), 2).leads
 
 
 def test_a_mark_that_is_left_is_swept(tmp_path: Path) -> None:
