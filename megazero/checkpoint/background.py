@@ -1,4 +1,4 @@
-"""A save beside the run: a copy of the state in host memory, and a thread that writes it.
+"""A save in the background: a copy of the state in host memory, and a thread that writes it.
 
 The thread does the very same as a save that is waited for (`saving.py`), over a process group of its own, since the
 messages of two threads over one group would meet. It is a daemon: what it writes becomes a checkpoint in its last
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from megazero.checkpoint.format import Fragment, columns_of
-from megazero.checkpoint.saving import Saved
+from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.checkpoint.shares import Values, values
 from megazero.system.streams import HostCopies
 
@@ -49,7 +49,7 @@ class Outcome:
     """How a save ended: what was saved, or why not."""
 
     iteration: int
-    saved: Saved | None = None
+    saved: SavedCheckpoint | None = None
     error: Exception | None = None
 
 
@@ -60,7 +60,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
 
-    def start(self, iteration: int, write: Callable[[], Saved]) -> None:
+    def start(self, iteration: int, write: Callable[[], SavedCheckpoint]) -> None:
         """Begin to write; the one before must have been collected."""
         assert self._thread is None, "the outcome of the save before is still to be collected"
         self._thread = threading.Thread(target=self._run, args=(iteration, write), name="megazero-save", daemon=True)
@@ -83,7 +83,7 @@ class Background:
         """Whether a save is under way, or its outcome not collected."""
         return self._thread is not None
 
-    def _run(self, iteration: int, write: Callable[[], Saved]) -> None:
+    def _run(self, iteration: int, write: Callable[[], SavedCheckpoint]) -> None:
         _stand_back()
         try:
             outcome = Outcome(iteration, saved=write())

@@ -19,7 +19,7 @@ from megazero.checkpoint.filesystems import find_filesystems, host_name
 from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, Held, Manifest, columns_of
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
-from megazero.checkpoint.saving import Saved, Saving
+from megazero.checkpoint.save_phases import SavedCheckpoint, SavePhases
 from megazero.checkpoint.shares import Share, Values, shares, shares_of_values
 from megazero.config.schema import CheckpointConfig
 from megazero.mpu.collectives import all_reduce
@@ -117,8 +117,8 @@ class Checkpoints:
     state          what is saved and loaded
     all_fragments  for each rank what its `state.fragments()` cover, from layout arithmetic; called on rank 0 only
     token          the run's token (`fence.new_token`), the same on all ranks
-    aside          the group for saves beside the run (`grid.background_group`); None: `start` is not called
-    beside         what else goes into a checkpoint's folder (`Saving.beside`)
+    background     the group for saves in the background (`grid.background_group`); None: `start` is not called
+    write_extra    writes what else goes into a checkpoint's folder (`SavePhases.write_extra`)
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class Checkpoints:
         all_fragments: Callable[[], Sequence[Sequence[Held]]],
         grid: ProcessGrid,
         token: str,
-        aside: Group | None = None,
-        beside: Callable[[Path], None] | None = None,
+        background: Group | None = None,
+        write_extra: Callable[[Path], None] | None = None,
     ) -> None:
         self._cfg, self._run, self._state, self._all_fragments, self._grid = cfg, run, state, all_fragments, grid
         self._root = Path(cfg.save) if cfg.save else None
         self.fence = Fence(self._root / folders.TOKEN).join(token) if self._root else None
-        self._saving: Saving | None = None
-        self._beside = beside
-        self._aside, self._background, self._snapshot = aside, Background(), Snapshot(grid.device)
+        self._saving: SavePhases | None = None
+        self._write_extra = write_extra
+        self._background_group, self._background, self._snapshot = background, Background(), Snapshot(grid.device)
 
     def claim(self) -> None:
         """Take over the save folder: what an earlier run left unfinished goes, and what is left of that run stops.
@@ -158,31 +158,31 @@ class Checkpoints:
         self._together(take_over if filesystems.leads else None)
         cfg = self._cfg
         kept = cfg.keep_last, cfg.save_retain_interval
-        self._saving = Saving(
-            root, fence, filesystems, self._writers, self._run, asdict(grid.axes), *kept, self._beside
+        self._saving = SavePhases(
+            root, fence, filesystems, self._writers, self._run, asdict(grid.axes), *kept, self._write_extra
         )
 
     def reserve(self) -> int:
         """Have the host memory that `start` copies to; bytes of this rank."""
         return self._snapshot.reserve(self._written())
 
-    def save(self, iteration: int, progress: dict[str, Any]) -> Saved:
+    def save(self, iteration: int, progress: dict[str, Any]) -> SavedCheckpoint:
         """Write the state as iter_NNNNNNN of the save folder, let `latest` name it, delete what is too old.
 
-        Returns when it is on disk. Raises as `Saving.write` does.
+        Returns when it is on disk. Raises as `SavePhases.write` does.
         """
         saving = self._claimed()
         return saving.write(self._written(), iteration, progress, self._grid.world, self._grid.device)
 
     def start(self, iteration: int, progress: dict[str, Any]) -> None:
-        """The same beside the run: returns when the state is copied to host memory.
+        """The same in the background: returns when the state is copied to host memory.
 
         `wait` must have come between two of these.
         """
-        saving, aside = self._claimed(), self._aside
-        assert aside is not None, "made without a group for saves beside the run"
+        saving, group = self._claimed(), self._background_group
+        assert group is not None, "made without a group for saves in the background"
         values = self._snapshot.take(self._written())
-        self._background.start(iteration, lambda: saving.write(values, iteration, progress, aside, torch.device("cpu")))
+        self._background.start(iteration, lambda: saving.write(values, iteration, progress, group, torch.device("cpu")))
 
     @property
     def busy(self) -> bool:
@@ -190,14 +190,14 @@ class Checkpoints:
         return self._background.busy
 
     def poll(self) -> Outcome | None:
-        """The outcome of a save beside the run that has ended on this rank, once.
+        """The outcome of a save in the background that has ended on this rank, once.
 
         Communicates nothing; ranks may learn at different steps.
         """
         return self._background.poll()
 
     def wait(self) -> Outcome | None:
-        """Wait for the save beside the run, and give its outcome, once: failed on all ranks or on none."""
+        """Wait for the save in the background, and give its outcome, once: failed on all ranks or on none."""
         return self._background.wait()
 
     def find(self) -> Found | None:
@@ -258,7 +258,7 @@ class Checkpoints:
         all_reduce(amount, self._grid.world).wait()
         return Loaded(int(amount.item()), time.perf_counter() - began)
 
-    def _claimed(self) -> Saving:
+    def _claimed(self) -> SavePhases:
         if self._root is None:
             raise CheckpointError("there is no folder to save in: --save DIR")
         assert self._saving is not None, "claim comes before the first save"

@@ -1,5 +1,5 @@
-"""A checkpoint written by all ranks together, in phases: on the run's own thread, or on one beside it
-(`background.py`).
+"""A checkpoint written by all ranks together, in phases: on the run's own thread, or on one in the
+background (`background.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megazero.mpu.grid import Group
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is on disk. bytes: of all ranks' files together, known to rank 0 (elsewhere 0). seconds: its
-    writing took.
+class SavedCheckpoint:
+    """A checkpoint that is on disk. bytes: of all ranks' files together, known to rank 0 (elsewhere 0). seconds: how
+    long writing took.
     """
 
     path: Path
@@ -36,15 +36,15 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Saving:
+class SavePhases:
     """What all saves of a run have in common.
 
     writers          for each rank what it writes, from layout arithmetic; called on rank 0 only
     run, layout      for the record
     keep_last        complete checkpoints kept; 0 keeps all
     retain_interval  iterations that are multiples of this are kept in any case
-    beside           what rank 0 puts into a folder beside the manifest, where one folder holds the whole checkpoint; it
-    reads what is there
+    write_extra      called by rank 0 with a folder that holds the whole checkpoint, to add files beside the
+                     manifest; it may read what is there
     """
 
     root: Path
@@ -55,7 +55,7 @@ class Saving:
     layout: dict[str, int]
     keep_last: int
     retain_interval: int | None
-    beside: Callable[[Path], None] | None = None
+    write_extra: Callable[[Path], None] | None = None
 
     def write(
         self,
@@ -64,13 +64,13 @@ class Saving:
         progress: dict[str, Any],
         world: Group,
         device: torch.device,
-    ) -> Saved:
+    ) -> SavedCheckpoint:
         """Write what the ranks give as iter_NNNNNNN of the folder, let `latest` name it, delete what is too old. A
         collective of the world.
 
         fragments: what this rank writes. world, device: over which, and in whose memory, messages travel. Returns when
-        it is on disk, in every place. Raises FenceLost when another run has taken over, OSError when the disk does not
-        take it; then nothing with the name of a checkpoint has changed, or it is complete.
+        it is on disk, on every file system. Raises FenceLost when another run has taken over, OSError when the disk
+        does not take it; then nothing with the name of a checkpoint has changed, or it is complete.
         """
         began = time.perf_counter()
         token = self.fence.token
@@ -83,7 +83,7 @@ class Saving:
                 if self.filesystems.leads:
                     folders.discard(temporary, token)  # ours even when the fence is lost: the name carries the token
             raise
-        return Saved(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
+        return SavedCheckpoint(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
 
     def _write(
         self,
@@ -119,8 +119,8 @@ class Saving:
 
         def publish() -> None:
             put_manifest(temporary, content)
-            if self.beside is not None and rank == 0 and len(self.filesystems.all_leaders) == 1:
-                self.beside(temporary)
+            if self.write_extra is not None and rank == 0 and len(self.filesystems.all_leaders) == 1:
+                self.write_extra(temporary)
             folders.publish(self.root, temporary, iteration, self.fence)
 
         def prune() -> None:

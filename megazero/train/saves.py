@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from megazero.checkpoint.background import Outcome
 from megazero.checkpoint.fence import FenceLost
 from megazero.checkpoint.manager import Checkpoints
-from megazero.checkpoint.saving import Saved
+from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.units import transfer
 
@@ -137,5 +137,5 @@ class Saves:
         )
 
 
-def _words(saved: Saved) -> str:
+def _words(saved: SavedCheckpoint) -> str:
     return f"saved {saved.path}: {transfer(saved.bytes, saved.seconds)}"

@@ -55,16 +55,16 @@ def open_run(
     layout: Layout | None = None,
     grid: ProcessGrid | None = None,
     dtype: torch.dtype = torch.float32,
-    aside: Group | None = None,
+    background: Group | None = None,
     **config: object,
 ) -> tuple[Checkpoints, FakeState]:
-    """A run that saves and loads in `folder`; `claim` is left to the caller. aside: for saves beside the run (default:
-    of one process).
+    """A run that saves and loads in `folder`; `claim` is left to the caller. background: the group of saves in the
+    background (default: of one process).
     """
     layout, grid = layout or Layout(), grid or single_process_grid()
     state = FakeState(layout, grid.rank, dtype)
     cfg = replace(CheckpointConfig(save=str(folder), load=str(folder)), **config)  # type: ignore[arg-type]
-    return Checkpoints(cfg, record_of(Run()), state, layout.all_fragments, grid, token, aside or solo()), state
+    return Checkpoints(cfg, record_of(Run()), state, layout.all_fragments, grid, token, background or solo()), state
 
 
 def save_at(checkpoints: Checkpoints, state: FakeState, *iterations: int) -> None:

@@ -1,4 +1,4 @@
-"""Saves beside the run: what is saved is that of the moment, failures are told, and the last good checkpoint is left
+"""Saves in the background: what is saved is that of the moment, failures are told, and the last good checkpoint is left
 alone.
 """
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint import saving
+from megazero.checkpoint import save_phases
 from megazero.checkpoint.background import Snapshot
 from megazero.checkpoint.fence import FenceLost, new_token
 from megazero.checkpoint.format import columns_of
@@ -46,13 +46,13 @@ def overwrite(state: FakeState) -> None:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writes wait until it is opened."""
-    opened, original = threading.Event(), saving.write_fragments
+    opened, original = threading.Event(), save_phases.write_fragments
 
     def held_back(*args: object) -> None:
         assert opened.wait(60)
         original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving, "write_fragments", held_back)
+    monkeypatch.setattr(save_phases, "write_fragments", held_back)
     yield opened
     opened.set()
 
@@ -132,14 +132,14 @@ def test_a_full_disk_is_told_and_the_next_save_tries_again(tmp_path: Path) -> No
 
 def test_a_last_save_that_failed_beside_the_run_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, state, saves, told = run_in(tmp_path)
-    failures, original = [OSError(28, os.strerror(28), "somewhere")] * 2, saving.write_fragments
+    failures, original = [OSError(28, os.strerror(28), "somewhere")] * 2, save_phases.write_fragments
 
     def full(*args: object) -> None:
         if failures:
             raise failures.pop()
         original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving, "write_fragments", full)
+    monkeypatch.setattr(save_phases, "write_fragments", full)
     state.set(values_at(1))
     saves.save(At(1))
     saves.finish(At(1))
@@ -240,9 +240,11 @@ def beside_a_run(rank: int, folder: str, layout: Layout) -> tuple[list[str], flo
     """Four saves, the third of which fails on rank 2, while the main thread sums over the world without a pause."""
     grid = build_grid(layout.axes)
     token = new_token(grid.world, grid.device)
-    checkpoints, state = open_run(Path(folder), token, layout, grid, aside=background_group(grid.world), keep_last=2)
+    checkpoints, state = open_run(
+        Path(folder), token, layout, grid, background=background_group(grid.world), keep_last=2
+    )
     checkpoints.claim()
-    original, outcomes, total = saving.write_fragments, [], 0.0
+    original, outcomes, total = save_phases.write_fragments, [], 0.0
 
     def full(*args: object) -> None:
         raise OSError(28, os.strerror(28), "rank 2's disk")
@@ -250,7 +252,7 @@ def beside_a_run(rank: int, folder: str, layout: Layout) -> tuple[list[str], flo
     for iteration in range(1, 5):
         state.set(values_at(iteration))
         if rank == 2 and iteration == 3:
-            saving.write_fragments = full  # type: ignore[assignment]
+            save_phases.write_fragments = full  # type: ignore[assignment]
         checkpoints.start(iteration, {"iteration": iteration})
         overwrite(state)
         for _ in range(50):
@@ -258,7 +260,7 @@ def beside_a_run(rank: int, folder: str, layout: Layout) -> tuple[list[str], flo
             all_reduce(number, grid.world).wait()
             total += number.item()
         outcome = checkpoints.wait()
-        saving.write_fragments = original
+        save_phases.write_fragments = original
         assert outcome is not None and outcome.iteration == iteration
         outcomes.append("saved" if outcome.saved else str(outcome.error))
     return outcomes, total

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megazero.checkpoint import saving
+from megazero.checkpoint import save_phases
 from megazero.checkpoint.fence import Fence, FenceLost, new_token
 from megazero.mpu.grid import solo
 from tests.checkpoint.runs import names, open_run, resumed_at, save_at
@@ -60,7 +60,7 @@ def test_taken_over_in_the_middle_of_a_save(tmp_path, monkeypatch):
     old.claim()
     save_at(old, old_state, 1)
     new, new_state = open_run(tmp_path, "new")
-    original = saving.write_fragments
+    original = save_phases.write_fragments
 
     def taken_over_before(*args, **kwargs):
         new.claim()
@@ -72,7 +72,7 @@ def test_taken_over_in_the_middle_of_a_save(tmp_path, monkeypatch):
 
     for disturbed in (taken_over_before, taken_over_after):
         old.claim()
-        monkeypatch.setattr(saving, "write_fragments", disturbed)
+        monkeypatch.setattr(save_phases, "write_fragments", disturbed)
         with pytest.raises(FenceLost, match="run new"):
             save_at(old, old_state, 2)
         monkeypatch.undo()

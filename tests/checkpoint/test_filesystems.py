@@ -30,19 +30,19 @@ RUN = "runs/saved"
 def started(rank: int, disks: list[str], layout: Layout, keep_last: int = 3) -> Iterator[tuple[Checkpoints, FakeState]]:
     """The run of a rank that works in its folder."""
     before, grid = Path.cwd(), build_grid(layout.axes)
-    token, aside = new_token(grid.world, grid.device), background_group(grid.world)
+    token, background = new_token(grid.world, grid.device), background_group(grid.world)
     os.chdir(disks[rank])
     try:
-        yield open_run(Path(RUN), token, layout, grid, aside=aside, keep_last=keep_last)
+        yield open_run(Path(RUN), token, layout, grid, background=background, keep_last=keep_last)
     finally:
         os.chdir(before)
 
 
-def saves(rank: int, disks: list[str], layout: Layout, iterations: list[int], beside: bool) -> tuple[int, ...]:
+def saves(rank: int, disks: list[str], layout: Layout, iterations: list[int], in_background: bool) -> tuple[int, ...]:
     with started(rank, disks, layout, keep_last=2) as (checkpoints, state):
         checkpoints.claim()
         for iteration in iterations:
-            if beside:
+            if in_background:
                 state.set(values_at(iteration))
                 checkpoints.start(iteration, {"iteration": iteration})
                 outcome = checkpoints.wait()
@@ -76,9 +76,9 @@ def nodes(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", [False, True], ids=["waited", "async"])
-def test_every_node_has_a_manifest_and_its_own_files(nodes: list[str], beside: bool) -> None:
-    assert run_ranks(4, saves, nodes, LAYOUT, [1, 2, 3], beside) == [(0, 0, 2, 2)] * 4
+@pytest.mark.parametrize("in_background", [False, True], ids=["waited", "async"])
+def test_every_node_has_a_manifest_and_its_own_files(nodes: list[str], in_background: bool) -> None:
+    assert run_ranks(4, saves, nodes, LAYOUT, [1, 2, 3], in_background) == [(0, 0, 2, 2)] * 4
     one, two = Path(nodes[0]) / RUN, Path(nodes[2]) / RUN
     assert names(one) == names(two) == ["iter_0000002", "iter_0000003", "latest", "run_token"]
     files = [f"fragments-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
@@ -88,7 +88,7 @@ def test_every_node_has_a_manifest_and_its_own_files(nodes: list[str], beside: b
     assert manifest == read_manifest(two / "iter_0000003") and [file.name for file in manifest.files] == files
     assert manifest.layout["places"] == 2 and manifest.is_scattered
     assert run_ranks(4, loads, nodes, LAYOUT) == ["3"] * 4
-    if beside:
+    if in_background:
         return
     # Another layout, or ranks on other disks, need files of another node: an error that says which and what to do.
     for said in (*run_ranks(4, loads, [*nodes[2:], *nodes[:2]], LAYOUT), *run_ranks(2, loads, nodes[:2], Layout(dp=2))):

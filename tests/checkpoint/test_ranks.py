@@ -107,25 +107,25 @@ def test_every_rank_of_a_leftover_run_stops(tmp_path):
 
 def no_room(rank: int, folder: str, layout: Layout) -> str:
     """Rank 2's disk is full."""
-    from megazero.checkpoint import saving
+    from megazero.checkpoint import save_phases
 
     grid = build_grid(layout.axes)
     checkpoints, state = open_run(Path(folder), "one", layout, grid)
     checkpoints.claim()
     save_at(checkpoints, state, 1)
-    original = saving.write_fragments
+    original = save_phases.write_fragments
 
     def full(*args: object) -> None:
         raise OSError(28, os.strerror(28))
 
     if rank == 2:
-        saving.write_fragments = full  # type: ignore[assignment]
+        save_phases.write_fragments = full  # type: ignore[assignment]
     try:
         save_at(checkpoints, state, 2)
     except (OSError, CheckpointError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        saving.write_fragments = original
+        save_phases.write_fragments = original
     return "saved"
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megazero.checkpoint import blocks, folder, saving
+from megazero.checkpoint import blocks, folder, save_phases
 from megazero.launch import Environment, exit_status, leave
 from megazero.telemetry import watchdog
 from megazero.telemetry.console import outlive_the_console
@@ -151,7 +151,7 @@ POINTS: dict[str, Callable[[Halt], None]] = {
     "write": in_write,
     # every file is whole, and there is no manifest yet
     "manifest": lambda halt: before(
-        saving, "put_manifest", lambda path, _: folder.folder_name(halt.iteration) in path.name, halt
+        save_phases, "put_manifest", lambda path, _: folder.folder_name(halt.iteration) in path.name, halt
     ),
     # all is written, under the temporary name
     "rename": lambda halt: before(
