@@ -59,7 +59,8 @@ def measured(way: str, work: Workload, saves: int, every: int, folder: Path) -> 
     job = build_megazero(work, flags)
     parts: dict[str, list[float]] = defaultdict(list)
     told: list[str] = []
-    job.trainer.log.note = lambda text: told.append(text.replace(str(folder), "FOLDER"))  # type: ignore[method-assign]
+    assert job.trainer.saves is not None
+    job.trainer.saves._note = lambda text: told.append(text.replace(str(folder), "FOLDER"))
 
     def timed(name: str, owner: Any, method: str) -> None:
         inner = getattr(owner, method)

@@ -114,7 +114,7 @@ class Step:
     def report(self) -> dict[str, Any]:
         """MiB above the imports: {"parts": {what: MiB}, whose sum is the resident set, "tensors": {function: MiB}}."""
         now, in_use = resident(), heap_in_use()
-        state, kept = self.trainer.state.bytes(), kept_tensors()
+        state, kept = self.trainer.state.model.bytes(), kept_tensors()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as traced:
             self()
         with tempfile.NamedTemporaryFile(suffix=".json") as file:

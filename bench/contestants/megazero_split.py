@@ -57,8 +57,8 @@ def attach(clock: Clock, job: Job) -> None:
     """Put the clock around the parts of this job. Inside the engine what is no layer's forward is backward."""
     spots: list[tuple[Any, str, str]] = [
         (job.trainer.engine, "train", "backward"),
-        (job.optimizer, "step", "optimizer"),
-        (job.optimizer, "sum_of_squares", "optimizer"),
+        (job.state.optimizer, "step", "optimizer"),
+        (job.state.optimizer, "sum_of_squares", "optimizer"),
     ]
     spots += [(stage, "forward", "forward") for stage in job.stages]
     spots += [(kind, "wait", "communication") for kind in (Pending, *Pending.__subclasses__())]
@@ -101,7 +101,7 @@ class Step:
         """Seconds by part; bytes that each column of the model state holds on this rank."""
         self.clock.switch("other")
         seconds, self.clock.seconds = self.clock.seconds, dict.fromkeys(PARTS, 0.0)
-        return {"parts": seconds, "state_bytes": self.trainer.state.bytes()}
+        return {"parts": seconds, "state_bytes": self.trainer.state.model.bytes()}
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:

@@ -22,7 +22,7 @@ from megazero.telemetry.logline import LogLines
 from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
 from megazero.telemetry.steplog import StepLog
-from megazero.train.trainer import Position
+from megazero.train.state import Position
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megazero.checkpoint.background import Outcome
 from megazero.checkpoint.fence import FenceLost
@@ -12,6 +12,7 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.units import transfer
+from megazero.train.state import Position
 
 PAUSES = (0.0, 1.0, 5.0, 15.0)
 """Seconds before each try of a run's last save.
@@ -22,19 +23,13 @@ _ENDS_THE_RUN = (FenceLost, PeerError)
 """Failures after which another try cannot help: the folder is another job's, or a rank is gone."""
 
 
-class Position(Protocol):
-    """How far a run is, as far as this file cares."""
-
-    @property
-    def iteration(self) -> int: ...
-
-
 class Saves:
     """Saves at the moments that the loop names, on the run's thread or (`in_background`) beside it.
 
-    record  what is stored with the state; called when the state is, by all ranks
-    note    tells the person who reads along
-    pauses  seconds before each try of the last save
+    record    what is stored with the state; called when the state is, by all ranks
+    note      tells the person who reads along
+    saved_at  iteration whose state the folder holds as the run starts, if it holds that
+    pauses    seconds before each try of the last save
 
     A save that fails, on a full disk say, is told, and training goes on; what was there is as it was, and the next save
     tries again. The last save of a run is tried as often as there are pauses; if all fail, so does the run. Where
@@ -44,16 +39,17 @@ class Saves:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        record: Callable[[Any], dict[str, Any]],
+        record: Callable[[Position], dict[str, Any]],
         note: Callable[[str], None],
         *,
         in_background: bool,
+        saved_at: int | None = None,
         pauses: Sequence[float] = PAUSES,
     ) -> None:
         self._checkpoints, self._record, self._note, self._in_background = checkpoints, record, note, in_background
         self._pauses = pauses
-        self.saved_at = -1
-        """Iteration that is saved, or being saved."""
+        self.saved_at = saved_at
+        """Iteration that is saved, or being saved; None: none is."""
         self.superseded = False
         """Whether another job writes into the folder now. Ranks may learn it at different steps."""
         self._waited = 0.0
@@ -127,7 +123,7 @@ class Saves:
             self._note(f"the checkpoint of iteration {outcome.iteration} was not written: {outcome.error}")
         else:
             if self.saved_at == outcome.iteration:
-                self.saved_at = -1
+                self.saved_at = None
             self._warn(outcome, "training goes on, and the next save tries again")
 
     def _warn(self, outcome: Outcome, then: str) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.config.schema import Run
+from megazero.data.loader import TrainLoader
 from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
-from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.clip import clip_coefficient
-from megazero.optim.loss_scale import LossScaler
 from megazero.optim.progress import Progress
 from megazero.pipeline.build import compiled_ops
 from megazero.pipeline.engine import PipelineEngine
@@ -24,8 +22,9 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.system import device as devices
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
-from megazero.zero.optimizer import ShardedOptimizer
-from megazero.zero.state import ModelState
+from megazero.train.batches import Batches
+from megazero.train.saves import Saves
+from megazero.train.state import Position, TrainState
 
 GROWTH = 1.25
 """Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step, or
@@ -33,44 +32,12 @@ little is left.
 """
 
 
-class Batches(Protocol):
-    """This rank's micro-batches by their place in the run's order."""
-
-    def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]: ...
-
-    def prefetch(self, consumed_samples: int, global_batch: int) -> None: ...
-
-    def upload(self) -> None: ...
-
-
-@dataclass
-class Position:
-    """How far the run is. A step that is skipped (non-finite gradient) consumes its samples all the same."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-
-
-class Keeper(Protocol):
-    """Keeps the state of the run (`saves.Saves`)."""
-
-    superseded: bool
-    saved_at: int
-
-    def save(self, position: Position) -> None: ...
-
-    def look(self) -> None: ...
-
-    def finish(self, position: Position) -> None: ...
-
-
 @dataclass
 class Trainer:
     """What one rank needs to run the loop; `fit` runs it.
 
     saves      keeps the state of the run at the current position; None: nothing is kept
-    fp8        the state of FP8 products, if there are any
+    position   from which it goes on; replaced after each step
     deadline   `time.monotonic()` at which the run saves and stops
     signals    whether a signal has asked the run to stop; handlers are the entry point's
     """
@@ -78,18 +45,13 @@ class Trainer:
     run: Run
     grid: ProcessGrid
     engine: PipelineEngine | GraphedEngine
-    state: ModelState
-    optimizer: ShardedOptimizer
-    scaler: LossScaler
-    train_batches: Batches
-    valid_batches: Mapping[str, Batches]
-    test_batches: Mapping[str, Batches]
+    state: TrainState
+    batches: Batches
     log: StepLog
-    saves: Keeper | None
+    saves: Saves | None
     position: Position
-    deadline: float | None = None
-    fp8: Fp8 | None = None
-    signals: StopSignals = field(default_factory=StopSignals)
+    deadline: float | None
+    signals: StopSignals
     plan: Progress = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     steps_here: int = 0
@@ -126,29 +88,29 @@ class Trainer:
         began = time.perf_counter()
         now = self.plan.after(self.position.iteration, self.position.consumed_samples)
         size, positions = now.global_batch_size, now.global_batch_size * self.run.model.seq_length
-        batches = self.train_batches.micro_batches(now.consumed_before, size)
+        batches = self.batches.train.micro_batches(now.consumed_before, size)
         if not self.plan.finished(now.iteration, now.consumed_samples):
-            self.train_batches.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
-        scale = self.scaler.scale.clone()
-        if self.fp8 is not None:
-            self.fp8.begin()
-        loss_sum = self.engine.train(batches, scale / positions, self.state.reducer)
-        self.optimizer.finish_reduction()
+            self.batches.train.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
+        scale = self.state.scaler.scale.clone()
+        if self.state.fp8 is not None:
+            self.state.fp8.begin()
+        loss_sum = self.engine.train(batches, scale / positions, self.state.model.reducer)
+        self.state.optimizer.finish_reduction()
         late = self.deadline is not None and time.monotonic() >= self.deadline
         loss = loss_sum if self.reports_loss else 0.0
         squares, loss_sum, tokens, asked = self.reduce(
-            self.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late)
+            self.state.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late)
         )
         self.signals.begin()  # not earlier: until ranks have met here, each may leave by itself and loses nothing
         unscale = positions / (tokens * scale)
         norm = squares.sqrt() * unscale
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
-        self.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
-        self.scaler.update(bad)
-        if self.fp8 is not None:
-            self.fp8.end(bad)
+        self.state.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
+        self.state.scaler.update(bad)
+        if self.state.fp8 is not None:
+            self.state.fp8.end(bad)
         self.asked_to_stop = asked
-        self.train_batches.upload()
+        self.batches.train.upload()
         self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
         seconds = time.perf_counter() - began
         self.log.step(
@@ -258,10 +220,10 @@ class Trainer:
 
     def at_the_end(self) -> None:
         """Evaluate a finished run, on the test part where that is asked for; save whatever is not saved."""
-        if self.finished() and self.valid_batches:
+        if self.finished() and self.batches.valid:
             self.evaluate()
-        if self.finished() and self.test_batches:
-            self._evaluate(self.test_batches, self.run.trainer.test_iters)
+        if self.finished() and self.batches.test:
+            self._evaluate(self.batches.test, self.run.trainer.test_iters)
         self.save(last=True)
         self.log.flush()
 
@@ -270,7 +232,7 @@ class Trainer:
         if self.saves is None:
             return
         self.log.flush()
-        self.state.wait_parameters()
+        self.state.model.wait_parameters()
         if last:
             self.saves.finish(self.position)
         else:
@@ -278,9 +240,9 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss of every validation set over `--eval-iters` global batches, always the same ones. Logged."""
-        return self._evaluate(self.valid_batches, self.run.trainer.eval_iters)
+        return self._evaluate(self.batches.valid, self.run.trainer.eval_iters)
 
-    def _evaluate(self, sets: Mapping[str, Batches], iterations: int) -> dict[str, float]:
+    def _evaluate(self, sets: Mapping[str, TrainLoader], iterations: int) -> dict[str, float]:
         size = self.run.schedule.global_batch_size
         losses = {}
         for name, loader in sets.items():

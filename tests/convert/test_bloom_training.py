@@ -63,7 +63,7 @@ class Looking(Recorder):
         super().step(record)
         if record.iteration != STOP:
             return
-        for fragment in self.job.optimizer.fragments():
+        for fragment in self.job.state.optimizer.fragments():
             for column in ("weight", "exp_avg", "exp_avg_sq"):
                 whole = self.seen.setdefault(column, {}).setdefault(
                     fragment.place.name, torch.zeros(fragment.place.shape)

@@ -165,9 +165,9 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
     _spy_on_reduction(job, seen)
     _spy_on_saves(job, seen)
     job.fit()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     seen["threads"] = sum(thread.name.startswith("loader") for thread in set(threading.enumerate()) - before)
-    job.trainer.train_batches.close()  # type: ignore[attr-defined]
+    job.trainer.batches.train.close()
     job.report()
     first = recorder.records[0] if recorder.records else None
     seen["rates"], seen["scales"] = [r.lr for r in recorder.records], [r.loss_scale for r in recorder.records]
@@ -184,19 +184,21 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
 
 def _built(job: Job, grid: ProcessGrid) -> Seen:
     parameters = [(place_of(parameter), parameter) for parameter in nn.ModuleList(job.stages).parameters()]
-    moments = [column for name, column in job.state.columns.items() if name in (Column.EXP_AVG, Column.EXP_AVG_SQ)]
+    moments = [
+        column for name, column in job.state.model.columns.items() if name in (Column.EXP_AVG, Column.EXP_AVG_SQ)
+    ]
     return {
         "process": torch.are_deterministic_algorithms_enabled(),
         "carrier": grid.world.exchange is not None,
         "parameters": [
             (place.name, place.shape, tuple(p.shape), str(p.dtype), p.requires_grad) for place, p in parameters
         ],
-        "history": None if job.trainer.fp8 is None else len(job.trainer.fp8.history),
-        "buckets": [bucket.layout.numel for bucket in job.state.buckets],
-        "memory": job.state.bytes(),
+        "history": None if job.trainer.state.fp8 is None else len(job.trainer.state.fp8.history),
+        "buckets": [bucket.layout.numel for bucket in job.state.model.buckets],
+        "memory": job.state.model.bytes(),
         "schedule": job.probe_engine.schedule_of(4),
         "start": _digest(p for _, p in parameters),
-        "moments": _digest(column.held(index) for column in moments for index in range(len(job.state.buckets))),
+        "moments": _digest(column.held(index) for column in moments for index in range(len(job.state.model.buckets))),
     }
 
 
@@ -212,7 +214,7 @@ def _numbers(tensor: Tensor | None) -> Any:
 
 
 def _spy_on_batches(job: Job, seen: Seen) -> None:
-    loader: Any = job.trainer.train_batches
+    loader: Any = job.trainer.batches.train
     load, samples, masks = loader.micro_batches, list[Any](), list[Any]()
 
     def micro_batches(consumed: int, size: int) -> list[MicroBatch]:
@@ -247,7 +249,7 @@ def _spy_on_ops(seen: Seen, patch: pytest.MonkeyPatch) -> None:
 
 
 def _spy_on_reduction(job: Job, seen: Seen) -> None:
-    reducer: Any = job.state.reducer
+    reducer: Any = job.state.model.reducer
     launch, after, order = reducer._launch, reducer.after_backward, list[Any]()
 
     def launched(index: int) -> None:

@@ -72,7 +72,7 @@ def train(flags: list[str], grid: ProcessGrid | None = None) -> Outcome:
     """To the end."""
     job, recorder = job_on_card(flags, grid)
     job.fit()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     return Outcome(recorder.records, {piece.place.name: piece.values for piece in values_of(nn.ModuleList(job.stages))})
 
 

@@ -75,7 +75,7 @@ def train_on_card(rank: int, size: int, flags: list[str]) -> tuple[list[StepReco
     recorder = Recorder()
     job.trainer.log._sinks = (recorder,)
     job.fit()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     pieces = [Piece(piece.place, piece.values.cpu()) for piece in values_of(nn.ModuleList(job.stages))]
     return recorder.records, recorder.losses, pieces
 

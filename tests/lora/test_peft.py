@@ -209,7 +209,7 @@ def test_steps_equal_those_of_peft(family: str, corpus: Path, tmp_path: Path) ->
             their_base(base), beside(tmp_path / "start" / "saved"), is_trainable=True
         )
         share_one_a(model)
-        expected = peft_steps(model, lambda step: job.trainer.train_batches.micro_batches(step * 4, 4), 4)
+        expected = peft_steps(model, lambda step: job.trainer.batches.train.micro_batches(step * 4, 4), 4)
     job.fit()
     found = [(record.loss, record.grad_norm) for record in recorder.records]
     assert any(norm > 0.002 for _, norm in found), "clipping is to bind"

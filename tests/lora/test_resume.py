@@ -127,7 +127,7 @@ def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, s
     job, _ = job_on_rank(rank, size, flags)
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     trained = torch.tensor([p.numel() for stage in job.stages for p in stage.parameters() if p.requires_grad])
-    return job.state.bytes(), told.total, banner(job.run, job.grid, "words", "from here", []), trained
+    return job.state.model.bytes(), told.total, banner(job.run, job.grid, "words", "from here", []), trained
 
 
 @pytest.mark.slow
@@ -212,13 +212,13 @@ def test_finetune_takes_the_adapters_and_nothing_else(base: Path, corpus: Path, 
     second, recorder = job_on_rank(
         0, 1, [*flags, "--load", str(tmp_path / "saved"), "--finetune", "--train-iters", "1"]
     )
-    assert second.trainer.position.iteration == 0 and second.optimizer.step_count.item() == 0
+    assert second.trainer.position.iteration == 0 and second.state.optimizer.step_count.item() == 0
     pairs = [
         zip(*(stage.named_parameters() for stage in stages), strict=True)
         for stages in zip(first.stages, second.stages, strict=True)
     ]
     assert all(torch.equal(one, other) for pair in pairs for (_, one), (_, other) in pair)
-    assert all(float(fragment.exp_avg.abs().max()) == 0 for fragment in second.optimizer.fragments())
+    assert all(float(fragment.exp_avg.abs().max()) == 0 for fragment in second.state.optimizer.fragments())
     second.fit()
     assert [record.iteration for record in recorder.records] == [1]
 

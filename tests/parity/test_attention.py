@@ -81,7 +81,7 @@ def through_flex(
         patch.setattr(attention, "choose", chosen)
         job, recorder = job_on_rank(rank, size, flags)
         job.fit()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     weights: list[Piece] = values_of(nn.ModuleList(job.stages))
     return recorder.records, recorder.losses, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"], calls
 

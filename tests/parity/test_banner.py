@@ -32,7 +32,7 @@ NUMBERS = ["--train-iters", "1", "--global-batch-size", "8", "--micro-batch-size
 def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, int, int], tuple[int, int, int], str]:
     job, _ = job_on_rank(rank, size, flags)
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
-    held = job.state.bytes()
+    held = job.state.model.bytes()
     optimizer = sum(held.get(column.value, 0) for column in (Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ))
     text = banner(job.run, job.grid, "words", "from scratch", [("tp", 1, 2)])
     return (

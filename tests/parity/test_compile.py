@@ -121,9 +121,9 @@ def steps_on_rank(
     for _ in range(STEPS):
         job.trainer.train_step(stop=False)
         job.trainer.after_step()
-        moments.append({f"{i}": fragment.exp_avg.clone() for i, fragment in enumerate(job.optimizer.fragments())})
+        moments.append({f"{i}": fragment.exp_avg.clone() for i, fragment in enumerate(job.state.optimizer.fragments())})
     job.trainer.evaluate()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     weights = {name: p.detach().clone() for stage in job.stages for name, p in stage.named_parameters()}
     return recorder.records, moments, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megazero.data.loader import TrainLoader
 from megazero.model.batch import MicroBatch
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.place import Parameter
@@ -31,34 +32,31 @@ MODEL = [
 STEPS = 4
 
 
-class Spoiled:
-    """Batches whose masks leave very unequal numbers of predictions: sample 0 has one, sample 1 none,
-    the others all.
+def spoil(loader: TrainLoader) -> None:
+    """Its batches get masks that leave very unequal numbers of predictions: sample 0 has one, sample 1 none, the
+    others all.
     """
+    load = loader.micro_batches
 
-    def __init__(self, batches: object) -> None:
-        self.batches = batches
-
-    def micro_batches(self, consumed: int, size: int) -> list[MicroBatch]:
+    def micro_batches(consumed_samples: int, global_batch: int) -> list[MicroBatch]:
         made = []
-        for batch in self.batches.micro_batches(consumed, size):  # type: ignore[attr-defined]
+        for batch in load(consumed_samples, global_batch):
             mask = torch.ones_like(batch.labels, dtype=torch.bool)
-            for row, sample in enumerate((batch.samples - consumed).tolist()):
+            for row, sample in enumerate((batch.samples - consumed_samples).tolist()):
                 if sample < 2:
                     mask[row] = False
                     mask[row, : 1 - sample] = True
             made.append(MicroBatch(batch.tokens, batch.labels, mask, batch.samples, batch.documents))
         return made
 
-    def prefetch(self, consumed: int, size: int) -> None: ...
-    def upload(self) -> None: ...
+    loader.micro_batches = micro_batches  # type: ignore[method-assign]
 
 
 def train_masked(rank: int, size: int, flags: list[str]) -> tuple[list, dict, list[Piece]]:
     job, recorder = job_on_rank(rank, size, flags)
-    job.trainer.train_batches = Spoiled(job.trainer.train_batches)
+    spoil(job.trainer.batches.train)
     job.fit()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
 
 
@@ -121,13 +119,15 @@ def train_with_overflow(rank: int, size: int, flags: list[str], spoiled: int, va
                 p for p in reversed(list(job.stages[-1].parameters())) if isinstance(p, Parameter) and p.dim() == 2
             )
             target, matrix.gradient_target = matrix.gradient_target, SpoiledTarget(matrix.gradient_target, value)
-        before = _state(job.optimizer)
+        before = _state(job.state.optimizer)
         job.trainer.train_step(stop=False)
         if step == 1 and rank == spoiled:
             matrix.gradient_target = target
-        job.state.wait_parameters()
-        changed = any(not torch.equal(a, b) for a, b in zip(before, _state(job.optimizer), strict=True))
-        seen.append({"changed": changed, "scale": float(job.scaler.scale), "steps": float(job.optimizer.step_count)})
+        job.state.model.wait_parameters()
+        changed = any(not torch.equal(a, b) for a, b in zip(before, _state(job.state.optimizer), strict=True))
+        seen.append(
+            {"changed": changed, "scale": float(job.state.scaler.scale), "steps": float(job.state.optimizer.step_count)}
+        )
     seen.append(
         {
             "skipped": [record.skipped for record in recorder.records],

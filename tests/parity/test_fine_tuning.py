@@ -193,7 +193,7 @@ class Muted:
 
 def muted_on_rank(rank: int, size: int, flags: list[str]) -> list[tuple[float, float]]:
     job, recorder = job_on_rank(rank, size, flags)
-    loader = job.trainer.train_batches
+    loader = job.trainer.batches.train
     assert isinstance(loader, TrainLoader)
     loader.dataset = Muted(loader.dataset)
     job.fit()

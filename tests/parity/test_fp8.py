@@ -163,9 +163,9 @@ def train_on_rank(
         for _ in range(STEPS):
             job.trainer.train_step(stop=False)
             job.trainer.after_step()
-            assert job.trainer.fp8 is not None
-            scales.append(job.trainer.fp8.scales.clone())
-    job.state.wait_parameters()
+            assert job.trainer.state.fp8 is not None
+            scales.append(job.trainer.state.fp8.scales.clone())
+    job.state.model.wait_parameters()
     return recorder.records, values_of(nn.ModuleList(job.stages)), scales, cast
 
 
@@ -275,7 +275,7 @@ class Spoiled:
             self.job.trainer.train_step(stop=False)
             if number == self.step:
                 weight.data.copy_(kept)
-            fp8 = self.job.trainer.fp8
+            fp8 = self.job.trainer.state.fp8
             found.append({"history": fp8.history.clone(), "scales": fp8.scales.clone()})
         return found
 
@@ -325,7 +325,7 @@ def test_seven_micro_batches_are_one_entry(corpus: Path, tmp_path: Path) -> None
         ]
         job, _ = job_on_rank(0, 1, [*flags, *SCALINGS["delayed"]])
         job.trainer.train_step(stop=False)
-        fp8 = job.trainer.fp8
+        fp8 = job.trainer.state.fp8
         assert fp8 is not None
         before = fp8.history.clone(), fp8.scales.clone(), fp8.amax.clone()
         job.trainer.evaluate()
@@ -356,7 +356,7 @@ def test_products_that_do_not_fit_stay_and_the_banner_says_which(
     said = " ".join(capsys.readouterr().out.split())
     assert "mlp.up (72 x 64 on a rank: not multiples of 16); mlp.down (64 x 72" in said
     assert "gradients of weights (24 tokens of a micro-batch" in said and "current scaling" in said
-    assert job.trainer.fp8 is not None and set(job.trainer.fp8.rows) == {
+    assert job.trainer.state.fp8 is not None and set(job.trainer.state.fp8.rows) == {
         f"blocks.{i}.attention.{n}" for i in range(4) for n in ("qkv", "output")
     }
     job.trainer.train_step(stop=False)

@@ -143,7 +143,7 @@ def train_theirs(case: Case, model: Any, batches_of: Callable[[int], list[MicroB
 
 def train_ours(job: Job, recorder: Recorder) -> list[tuple[float, float]]:
     job.fit()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     return [(record.loss, record.grad_norm) for record in recorder.records]
 
 
@@ -155,7 +155,7 @@ def test_five_steps_equal_transformers(case: Case, corpus: Path, tmp_path: Path)
         shake(theirs)
     load_transformers_state(job.stages[0], case.family, theirs.state_dict())
     with in_float64():
-        expected = train_theirs(case, theirs, lambda step: job.trainer.train_batches.micro_batches(step * BATCH, BATCH))
+        expected = train_theirs(case, theirs, lambda step: job.trainer.batches.train.micro_batches(step * BATCH, BATCH))
     found = train_ours(job, recorder)
 
     assert torch.tensor(found, dtype=torch.float64).isfinite().all() and len(found) == STEPS

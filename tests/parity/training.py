@@ -72,7 +72,7 @@ def train_on_rank(
         patch.setenv("MEGAZERO_FUSED", fused)
         job, recorder = job_on_rank(rank, size, flags)
         job.fit()
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
 
 

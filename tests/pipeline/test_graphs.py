@@ -100,12 +100,12 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
         held = [getattr(module, "fp8", None) for stage in job.stages for module in stage.modules()]
         layers = [layer for layer in held if isinstance(layer, Fp8Layer)]
         assert bool(layers) == ("--fp8" in flags)
-        replays = Replays(job.state, lambda: graphed._loss_sum, layers)
+        replays = Replays(job.state.model, lambda: graphed._loss_sum, layers)
         graphed = job.trainer.engine = GraphedEngine(engine, replays, travels=size > 1)  # type: ignore[arg-type]
         log = replays.log
     job.fit()
     assert not graphs or not graphed._graphs, "graphs outlive the job"
-    job.state.wait_parameters()
+    job.state.model.wait_parameters()
     return recorder.records, values_of(nn.ModuleList(job.stages)), log
 
 
@@ -240,9 +240,9 @@ def test_micro_batches_of_one_run_have_the_same_tensors(corpus: Path, tmp_path: 
         *data_flags(corpus, tmp_path / "cache"),
     ]
     job, _ = job_on_rank(0, 1, flags)
-    engine = GraphedEngine(job.trainer.engine, Replays(job.state, lambda: engine._loss_sum), travels=False)  # type: ignore[arg-type]
-    (batch,) = job.trainer.train_batches.micro_batches(0, 1)
+    engine = GraphedEngine(job.trainer.engine, Replays(job.state.model, lambda: engine._loss_sum), travels=False)  # type: ignore[arg-type]
+    (batch,) = job.trainer.batches.train.micro_batches(0, 1)
     engine._prepare(batch, torch.ones((), dtype=torch.float64))
     masked = MicroBatch(batch.tokens, batch.labels, torch.ones_like(batch.labels, dtype=torch.bool), batch.samples)
     with pytest.raises(AssertionError, match="loss_mask"):
-        engine._replay(masked, job.state.reducer, adds=False)
+        engine._replay(masked, job.state.model.reducer, adds=False)

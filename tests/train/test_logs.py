@@ -12,7 +12,7 @@ from megazero.mpu.grid import single_process_grid
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.record import StepRecord
 from megazero.train.logs import sinks_of, step_log
-from megazero.train.trainer import Position
+from megazero.train.state import Position
 from tests.telemetry.test_steplog import step
 
 

@@ -5,23 +5,18 @@ before stays whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megazero.mpu.shared_memory import PeerError
 from megazero.train.saves import PAUSES, Saves
+from megazero.train.state import Position
 from tests.checkpoint.runs import names, open_run, resumed_at, values_at
 from tests.disks import fill, small_disk
 
 ROOM = 300_000
 """Bytes of the disk: three checkpoints and a half of the fake state."""
-
-
-@dataclass
-class At:
-    iteration: int
 
 
 @pytest.fixture
@@ -30,9 +25,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def in_state(state: object, iteration: int) -> At:
+def in_state(state: object, iteration: int) -> Position:
     state.set(values_at(iteration))  # type: ignore[attr-defined]
-    return At(iteration)
+    return Position(iteration)
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["plain", "async"])
@@ -73,7 +68,7 @@ def test_a_full_disk_is_told_and_tried_again(in_background: bool, disk: Path) ->
     )
 
     saves._note = lambda text: ballast.unlink(missing_ok=True)  # room is made after the first try
-    saves.finish(At(4))
+    saves.finish(Position(4))
     assert resumed_at(disk / "saved") == 4
 
 

@@ -192,7 +192,9 @@ def test_what_waits_is_found() -> None:
 
 
 def job_on_meta(flags: list[str], corpus: Path, cache: Path, patch: pytest.MonkeyPatch) -> Job:
-    patch.setattr("megazero.train.job.new_token", lambda *_: "of nobody")  # read back from the device, once a run
+    patch.setattr(
+        "megazero.train.checkpoints.new_token", lambda *_: "of nobody"
+    )  # read back from the device, once a run
     run = parse_run([*MODEL, *NUMBERS, *flags, *data_flags(corpus, cache)[:-2]], 1)
     prepared = prepare(run, 1, silent)
     return build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "meta"))

@@ -1,15 +1,13 @@
-"""What a job tells at its end."""
+"""What a run tells at its end."""
 
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from megazero.config.schema import Run, TrainerConfig
-from megazero.train.job import Job
+from megazero.train.report import report
 
 SAID = "def \x1b]0;owned\x07\x9b31m(a):\n\treturn\x08 a"
 
@@ -22,9 +20,5 @@ def test_a_sample_moves_nothing_at_a_terminal(
 ) -> None:
     """What a model says of control characters would be obeyed there; a file gets it as it is."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    log, run = SimpleNamespace(close=lambda: None), Run(trainer=TrainerConfig(sample_prompt="def \x1b"))
-    ended: Any = SimpleNamespace(
-        run=run, grid=SimpleNamespace(rank=0), trainer=SimpleNamespace(log=log), sample=lambda: SAID
-    )
-    Job.report(ended)
+    report(Run(trainer=TrainerConfig(sample_prompt="def \x1b")), SAID)
     assert capsys.readouterr().out.startswith(f"\nThe model continues 'def \\x1b':\n\n{shown}\n")

@@ -1,0 +1,60 @@
+"""The folder of a run's checkpoints, claimed for it: what each rank writes there, and what else goes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.fence import new_token
+from megazero.checkpoint.manager import Checkpoints, Found
+from megazero.checkpoint.resume_changes import record_of
+from megazero.config.schema import Run
+from megazero.convert.model_files import model_files
+from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
+from megazero.plan.places import places_of
+from megazero.train.adapters import peft_files
+from megazero.train.logs import refused
+from megazero.zero.layout import owned_pieces
+from megazero.zero.optimizer import ShardedOptimizer
+
+
+def claim_checkpoints(run: Run, grid: ProcessGrid, optimizer: ShardedOptimizer, found: Found | None) -> Checkpoints:
+    """What this run loads and where it saves, the folder taken over from an earlier job. Called by all ranks.
+
+    found: what it resumes from, whose model files go on. Raises ConfigError where the folder takes no files.
+    """
+    token = new_token(grid.world, grid.device)
+    aside = background_group(grid.world) if run.checkpoint.async_save else None
+    beside = (peft_files(run), model_files(run, found)) if grid.rank == 0 and run.checkpoint.save else ()
+    checkpoints = Checkpoints(
+        run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, _each(beside)
+    )
+    with refused(f"--save {run.checkpoint.save}"):
+        checkpoints.claim()
+    return checkpoints
+
+
+def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], None] | None:
+    """One that runs all that are there; None where none is."""
+    there = [write for write in writers if write is not None]
+
+    def write_all(folder: Path) -> None:
+        for write in there:
+            write(folder)
+
+    return write_all if there else None
+
+
+def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequence[Any]]]:
+    """What every rank's fragments cover, by arithmetic; ranks with equal pp and tp indices hold the same parameters."""
+
+    @cache
+    def places(pp_index: int, tp_index: int) -> Any:
+        return places_of(run, pp_index, tp_index)
+
+    def held_by(at: Coordinates) -> list[Any]:
+        return [piece for _, piece in owned_pieces(places(at.pp, at.tp), grid.axes, at, run.parallel.bucket_size)]
+
+    return lambda: [held_by(grid.axes.coordinates(rank)) for rank in range(grid.axes.world_size)]

@@ -1,0 +1,41 @@
+"""What a run tells before its first step, on rank 0: the banner, and the resolved run beside its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazero.checkpoint.fence import Fence
+from megazero.config.dump import RUN_FILE, dump
+from megazero.config.parse import Asked
+from megazero.config.schema import Run
+from megazero.mpu.grid import ProcessGrid
+from megazero.system.durable import replace_file
+from megazero.train.banner import banner
+from megazero.train.prepare import Prepared
+from megazero.train.presence import in_the_way
+from megazero.train.resume import Start
+
+
+def announce_kernels(grid: ProcessGrid) -> None:
+    """Say what the wait before the first step is for: with a compiler and a new card it can be a minute."""
+    if grid.rank == 0 and grid.device.type == "cuda":
+        words = "kernels for this card are loaded and tried; what is not compiled yet is now, which can take a minute"
+        print(f"megazero: {words}", flush=True)
+
+
+def introduce(
+    run: Run, grid: ProcessGrid, prepared: Prepared, start: Start, fence: Fence | None, asked: Asked | None
+) -> None:
+    """Print the banner; write the resolved run beside the checkpoints, where `--config` can take it from.
+
+    fence: of the folder of checkpoints, if there is one. asked: what the user said; None: a program made the run.
+    """
+    if grid.rank != 0:
+        return
+    changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
+    said, notes = (None, ()) if asked is None else (asked.departures(), asked.notes)
+    notes = (*notes, *in_the_way(run.checkpoint, start.position.iteration))
+    print(banner(run, grid, prepared.text, start.text, changes, said, notes), end="\n\n", flush=True)
+    if run.checkpoint.save and fence is not None and fence.token is not None:
+        fence.check()
+        replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)

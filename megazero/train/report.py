@@ -1,0 +1,53 @@
+"""What a run tells at its end: how its model continues a prompt, and where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megazero.config.schema import Run
+from megazero.data.tokenizer import ListedTokenizer
+from megazero.inference.generate import generate
+from megazero.inference.pipeline import Pipeline
+from megazero.inference.sampling import Sampling
+from megazero.inference.terminal import harmless
+from megazero.model.stage import Stage
+from megazero.mpu.grid import ProcessGrid
+from megazero.pipeline.division import chunks_of
+from megazero.train.banner_parts import pairs
+
+
+def sample(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: ListedTokenizer | None) -> str | None:
+    """How the model continues the prompt of --sample-prompt, with the prompt; None without a tokenizer or a prompt.
+
+    Called by all ranks, whose parameters have been gathered.
+    """
+    prompt = run.trainer.sample_prompt
+    if prompt is None or tokenizer is None:
+        return None
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        return None
+    eod_id = run.data.eod_id
+    (new,) = generate(
+        Pipeline.of(stages, grid, chunks_of(run)),
+        [ids],
+        run.trainer.sample_tokens,
+        Sampling(temperature=0.7, top_k=20),
+        ends=lambda _, token: token == eod_id,
+        vocabulary=tokenizer.vocab_size,
+    )
+    return tokenizer.decode([*ids, *new])
+
+
+def report(run: Run, text: str | None) -> None:
+    """Print the sample, if there is one, and where everything lies. Called by rank 0."""
+    if text is not None:
+        print(f"\nThe model continues {run.trainer.sample_prompt!r}:\n\n{harmless(text)}\n", flush=True)
+    places = {
+        "checkpoints": run.checkpoint.save,
+        "metrics": run.trainer.metrics_file,
+        "tensorboard": run.trainer.tensorboard_dir,
+        "tokenizer": run.data.tokenizer_path,
+        "data": " ".join(run.data.data_path or run.data.instruction_data),
+    }
+    print(pairs([(name, place) for name, place in places.items() if place]), flush=True)

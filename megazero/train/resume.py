@@ -1,0 +1,72 @@
+"""Where a run starts from: a checkpoint of its own, the weights of another model, or numbers drawn from the seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.checkpoint.manager import Checkpoints
+from megazero.config.schema import Run
+from megazero.mpu.grid import ProcessGrid
+from megazero.pipeline.engine import PipelineEngine
+from megazero.telemetry.units import transfer
+from megazero.train.adapters import load_base
+from megazero.train.init_from import load_weights
+from megazero.train.probe import check_probe
+from megazero.train.state import Position, TrainState
+
+
+@dataclass(frozen=True)
+class Start:
+    """A state that has been filled.
+
+    position  how far the run is
+    text      what it starts from, in words
+    saved     whether the folder of --save holds this very state
+    """
+
+    position: Position
+    text: str
+    saved: bool = False
+
+
+def resume(
+    run: Run, state: TrainState, checkpoints: Checkpoints, probe_engine: PipelineEngine, grid: ProcessGrid
+) -> Start:
+    """Fill the state from what `--load` names, else from the run's beginning. Called by all ranks."""
+    load, init_from = run.checkpoint.load, run.checkpoint.init_from
+    found = checkpoints.find()
+    beneath = _load_base(run, state, grid)
+    if found is None:
+        text = _begin(run, state, grid)
+        return Start(Position(), text + (f" (no complete checkpoint in {load})" if load else ""))
+    loaded = checkpoints.load(found)
+    read = f"{transfer(loaded.bytes, loaded.seconds)} read"
+    probed = check_probe(found.progress.get("probe"), run, probe_engine, grid)
+    if run.checkpoint.finetune:
+        words = [f"weights of {found.path} (--finetune: everything else anew)", read, *beneath]
+        return Start(Position(), "; ".join(words))
+    position = Position.read(found.progress)
+    if not run.checkpoint.no_load_optim:
+        state.restore(found.progress)
+    unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
+    words = [f"{found.path}, iteration {position.iteration}", read, *([probed] if probed else []), *unused]
+    return Start(position, "; ".join(words), saved=load == run.checkpoint.save)
+
+
+def _load_base(run: Run, state: TrainState, grid: ProcessGrid) -> list[str]:
+    """Fill the frozen weights beneath adapters, which no checkpoint of the run holds; where they are from, in words,
+    if there are any.
+    """
+    base = run.checkpoint.init_from
+    if run.lora.lora_rank is None or base is None:
+        return []
+    return [f"adapters on the weights of {base} ({load_base(base, state.model.frozen, grid)})"]
+
+
+def _begin(run: Run, state: TrainState, grid: ProcessGrid) -> str:
+    """Fill the weights of a run's first step: drawn, or those of `--init-from`; in words."""
+    init_from = run.checkpoint.init_from
+    if init_from is not None and run.lora.lora_rank is None:
+        return load_weights(init_from, state.optimizer, grid)
+    state.model.initialise(run.data.seed)
+    return "from scratch" if run.lora.lora_rank is None else f"new adapters on the weights of {init_from}"
