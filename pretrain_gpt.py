@@ -1,39 +1,12 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT-, BLOOM- or LLaMA-shaped model: `torchrun --nproc-per-node N pretrain_gpt.py --tp T --pp P ...`."""
+"""Pretrain a GPT-, BLOOM- or LLaMA-shaped model: `torchrun --nproc-per-node N pretrain_gpt.py --tp T --pp P ...`.
+
+The same as `megazero pretrain`.
+"""
 
 import sys
 
-from megazero.train.start import start_process
+from megazero.cli.pretrain import main
 
 if __name__ == "__main__":
-    signals = start_process(sys.argv)
-
-from megazero.config.parse import ask
-from megazero.data.progress import silent, to_stderr
-from megazero.launch import Environment, exit_status, launch, leave
-from megazero.telemetry.watchdog import StopSignals
-from megazero.train.init_from import model_level
-from megazero.train.job import build_job
-from megazero.train.prepare import prepare
-from megazero.train.presence import absences
-from megazero.train.verdict import answer
-
-
-def main(arguments: list[str], environment: Environment, signals: StopSignals | None = None) -> None:
-    """Parse, build, run. signals: what asks the run to stop; None: nothing does."""
-    asked = ask(arguments, environment.world_size, model_level, absences)
-    if asked.command.starts_nothing:
-        told = answer(asked, environment.world_size)
-        if environment.rank == 0:
-            print(told)
-        return
-    prepared = prepare(asked.run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
-    with launch(prepared.run.parallel, environment) as grid:
-        job = build_job(prepared, grid, signals, asked)
-        job.fit()
-        job.report()
-
-
-if __name__ == "__main__":
-    here = Environment.read()
-    leave(exit_status(lambda: main(sys.argv[1:], here, signals), here))
+    sys.exit(main(sys.argv[1:]))

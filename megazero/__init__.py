@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 __all__ = ["load"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.convert.registry import format_table, not_there
+from megazero.convert.names import FORMATS, not_there
 
 
 def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: str = "CHECKPOINT") -> None:
@@ -26,9 +26,7 @@ def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: st
         metavar="CHECKPOINT",
         help="the same: a checkpoint may be named either way",
     )
-    flags.add_argument(
-        "--from", dest="format", choices=tuple(format_table()), help="its format, where it is not to be recognised"
-    )
+    flags.add_argument("--from", dest="format", choices=FORMATS, help="its format, where it is not to be recognised")
 
 
 def named_checkpoints(args: argparse.Namespace) -> list[Path]:

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from megazero.config.options import run_options
 from megazero.config.schema import ParallelConfig
-from megazero.convert.loading import Opened
 from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    from megazero.convert.loading import Opened
+
+PRECISIONS = run_options()["precision"].choices
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
@@ -20,9 +26,7 @@ def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_layout_flags(flags: argparse.ArgumentParser) -> None:
     ranks = flags.add_argument_group("ranks")
-    ranks.add_argument(
-        "--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="to compute in (default: the checkpoint's)"
-    )
+    ranks.add_argument("--precision", choices=PRECISIONS, help="to compute in (default: the checkpoint's)")
     ranks.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     ranks.add_argument("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
     ranks.add_argument(

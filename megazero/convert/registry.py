@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,31 +14,16 @@ from megazero.convert.lora.merged import adapted_source
 from megazero.convert.lora.registered import FORMAT as PEFT
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DEEPSPEED
+from megazero.convert.names import not_there
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
 from megazero.system.reading import BOUNDS, Unreadable
-
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def format_table() -> Mapping[str, Format]:
     """By name. In the order in which a folder is looked at."""
     found: list[Format] = [MEGATRON, MEGATRON_DEEPSPEED, native.FORMAT, PEFT, HF, *UNIVERSAL]
     return {known.name: known for known in found}
-
-
-def not_there(path: Path) -> str:
-    """What to say of a checkpoint that is no file and no folder: whose first folder is none here may be a model's name
-    on the Hub.
-    """
-    name = str(path)
-    if not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.exists()):
-        return f"{path}: there is no such checkpoint"
-    folder = f"models/{path.name}"
-    return (
-        f"{path}: there is no such checkpoint here; if it is a model of Hugging Face's Hub: hf download {name} "
-        f"--local-dir {folder}, and then {folder}"
-    )
 
 
 def recognise(path: Path) -> str:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.config.schema import DataConfig
+
 NOT_FINITE = "the model's logits are not finite: in this precision its numbers overflow, or its weights are damaged"
 
 
@@ -27,7 +29,7 @@ class Sampling:
     arXiv:1904.09751)
     repetition_penalty  logits of tokens that the row holds are divided by it where positive, else multiplied (CTRL:
                         Keskar et al. 2019, arXiv:1909.05858); 1: as they are
-    seed                of the draws
+    seed                of the draws; without one, a run's own default
 
     Raises ValueError for what is none of these.
     """
@@ -36,7 +38,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    seed: int = 1234
+    seed: int = DataConfig.seed
 
     def __post_init__(self) -> None:
         problems = []

@@ -18,12 +18,12 @@ to any program.
 
 
 def start_process(arguments: Sequence[str]) -> StopSignals:
-    """To be called with `sys.argv` before anything is opened: the help where it is asked for, settings of the
+    """To be called with the flags before anything is opened: the help where it is asked for, settings of the
     allocator, stdout and stderr that may be lost, and the signals that stop a run.
 
     Until the first step signals end the process at once.
     """
-    _answer(help_asked(arguments[1:]))
+    _answer(help_asked(arguments))
     restart_with_settings()
     outlive_the_console()
     signals = StopSignals(early=_end)

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-import pretrain_gpt
 from megazero.checkpoint import blocks, folder, save_phases
+from megazero.cli.training import train
 from megazero.launch import Environment, exit_status, leave
 from megazero.telemetry import watchdog
 from megazero.telemetry.console import outlive_the_console
@@ -176,7 +176,7 @@ def program(halts: Sequence[Halt], flags: Sequence[str]) -> None:
     for halt in halts:
         if halt.rank == here.rank:
             POINTS[halt.point](halt)
-    leave(exit_status(lambda: pretrain_gpt.main(list(flags), here), here))
+    leave(exit_status(lambda: train(list(flags), here), here))
 
 
 def forked(ranks: int, flags: Sequence[object], output: Path, halts: Sequence[Halt] = ()) -> BaseProcess:

@@ -19,7 +19,7 @@ from fused_ops.linear import add_weight_gradient
 from fused_ops.native import library
 from fused_ops.native.binding import Library
 from fused_ops.native.library import suffix
-from megazero import doctor
+from megazero.cli.examination import examine
 from tests.fused_ops.levels import drawn
 from tests.fused_ops.processors import PROCESSORS, kernels_of, on_processor
 from tests.fused_ops.test_attention import Case
@@ -115,7 +115,7 @@ def test_what_is_refused_is_not_used_and_the_reason_is_told(tmp_path: Path, monk
     assert found.body is not Body.KERNEL and "no C++ kernel: its numbers are off by" in found.reason
     described = registry.describe("cpu", dtype=torch.bfloat16)
     assert {op for op, body in described.items() if body == registry.REFERENCE} == {"attention", "weight_gradient"}
-    told = {finding.what: finding for finding in doctor.examine()}
+    told = {finding.what: finding for finding in examine()}
     assert told["block products"].found == "f32 in rows, bf16 in pairs of rows, fp16 in pairs of rows"
     assert "refused: its numbers are off by" in told["weight_gradient in bf16"].advice and "attention in fp16" in told
     trial.find_offer.cache_clear()

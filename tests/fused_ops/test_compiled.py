@@ -135,6 +135,6 @@ def test_a_compiler_whose_code_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_the_compiler_is_not_imported_without_the_flag() -> None:
     """It takes a second and 70 MB in every rank."""
-    program = "import sys, pretrain_gpt; raise SystemExit('torch._dynamo' in sys.modules)"
+    program = "import sys, megazero.cli.training; raise SystemExit('torch._dynamo' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0

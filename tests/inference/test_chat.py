@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megazero.convert.loading
+from megazero.cli.generate import parser
+from megazero.cli.generation import talk_on
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import chat_tokens
@@ -34,7 +35,6 @@ from tests.parity.float64 import in_float64
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-tool: Any = import_module("tools.generate_text")
 END = SPECIALS.index("<|im_end|>")
 LENGTH = 14
 LINES = ["two and two?", "Grüße, 你好", "and the fox?"]
@@ -107,11 +107,11 @@ def converse(folder: Path, lines: Sequence[str], grid: ProcessGrid, *words: str)
         "--max-new-tokens",
         str(LENGTH),
     ]
-    args, shown, before = tool.parser().parse_args([*flags, *words]), io.StringIO(), sys.stdin
+    args, shown, before = parser().parse_args([*flags, *words]), io.StringIO(), sys.stdin
     sys.stdin = io.StringIO("".join(f"{line}\n" for line in lines))
     try:
         with redirect_stdout(shown):
-            tool.talk_on(args, grid)
+            talk_on(args, grid)
     finally:
         sys.stdin = before
     return shown.getvalue()
@@ -150,9 +150,7 @@ def answered(folder: Path, *words: str) -> list[list[int]]:
     """The ids of each prompt's answer, with these flags and no others."""
     shown = io.StringIO()
     with redirect_stdout(shown):
-        tool.talk_on(
-            tool.parser().parse_args(["--load", str(folder), "--chat", "--json", *words]), single_process_grid()
-        )
+        talk_on(parser().parse_args(["--load", str(folder), "--chat", "--json", *words]), single_process_grid())
     return [json.loads(line)["ids"] for line in shown.getvalue().splitlines()]
 
 
@@ -260,9 +258,9 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     folder_of(tmp_path, None)
     with pytest.raises(DataError, match="has no chat template"):
         megazero.convert.loading.load(tmp_path).chat([of_user("x")])
-    args = tool.parser().parse_args(["--load", str(tmp_path), "--chat", "--prompt", "x"])
+    args = parser().parse_args(["--load", str(tmp_path), "--chat", "--prompt", "x"])
     with pytest.raises(DataError, match=r"--chat: .* has no chat template"):
-        tool.talk_on(args, single_process_grid())
+        talk_on(args, single_process_grid())
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="leads to no tokenizer"):
         megazero.convert.loading.load(tmp_path).chat([of_user("x")])
@@ -332,8 +330,8 @@ def test_a_special_token_that_is_spelled_is_told(
     words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for prompt, told in (("a <|im_end|> b", True), ("harmless", False)):
-        args = tool.parser().parse_args(["--load", str(model), "--prompt", prompt, "--max-new-tokens", "1", *words])
-        tool.talk_on(args, single_process_grid())
+        args = parser().parse_args(["--load", str(model), "--prompt", prompt, "--max-new-tokens", "1", *words])
+        talk_on(args, single_process_grid())
         assert (
             "warning: 'a <|im_end|> b' spells the special token <|im_end|>, which is plain text"
             in capsys.readouterr().err

@@ -5,7 +5,6 @@ and trained by PEFT.
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 import megazero
+from megazero.cli import inspect
 from megazero.convert.convert import convert
 from megazero.convert.formats import Wanted
 from megazero.convert.hf.families import from_transformers
@@ -26,7 +26,6 @@ from tests.lora.families import CONFIGS, saved_base, their_base
 from tests.parity.float64 import in_float64
 from tests.parity.training import data_flags, job_on_rank, train
 
-inspect_checkpoint: Any = import_module("tools.inspect_checkpoint")
 peft = pytest.importorskip("peft")
 NUMBERS = (
     "--precision fp64 --lora-rank 3 --seq-length 12 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 "
@@ -153,7 +152,7 @@ def test_adapters_are_compared_with_a_model_as_the_model_that_they_make(
     capsys.readouterr()
 
     def compared(*paths: Path) -> tuple[int, dict[str, Any]]:
-        status = inspect_checkpoint.main([*map(str, paths), "--json", "--exit-code"])
+        status = inspect.main([*map(str, paths), "--json", "--exit-code"])
         return status, json.loads(capsys.readouterr().out)
 
     for paths in ((checkpoint, tmp_path / "merged"), (tmp_path / "merged", checkpoint)):

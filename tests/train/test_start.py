@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megazero.cli.training import train
 from megazero.config.parse import ConfigError, ask, parse_run
 from megazero.data.progress import silent
 from megazero.launch import Environment
 from megazero.mpu.grid import axes_of, build_grid
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
-from pretrain_gpt import main
 from tests.ranks import run_ranks
 
 MODEL = [
@@ -87,7 +87,7 @@ def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
         [*flags, "--save", str(place), "--save-interval", "1"],
         f"--save {place} holds checkpoints up to iter_0000003",
     )
-    main([*first, "--log-interval", "9"], Environment(0, 0, 1, 1))
+    train([*first, "--log-interval", "9"], Environment(0, 0, 1, 1))
     assert "holds checkpoints" not in capsys.readouterr().out
 
     def told(*more: str) -> str:
@@ -118,7 +118,7 @@ def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
 def answered(words: list[str], capsys: pytest.CaptureFixture[str], world: int = 1) -> str:
     """What all ranks print when they are only to look."""
     for rank in reversed(range(world)):
-        main(words, Environment(rank, rank, world, world))
+        train(words, Environment(rank, rank, world, world))
     return capsys.readouterr().out
 
 
@@ -172,7 +172,7 @@ def test_the_verdict_looks_at_what_is_there(
         "/dev/null",
     ]
     with pytest.raises(ConfigError) as caught:
-        main(wrong, Environment(0, 0, 1, 1))
+        train(wrong, Environment(0, 0, 1, 1))
     assert len(caught.value.problems) == 3
     assert answered([*wrong, "--skip-files", "--load", "c"], capsys).startswith("OK")
     with pytest.raises(ConfigError, match="--skip-files goes with --validate-only"):
@@ -184,7 +184,7 @@ def test_machines_of_other_ranks_are_not_judged_by_this_one(
 ) -> None:
     monkeypatch.setattr("megazero.system.device.cuda_available", lambda: False)
     with pytest.raises(ConfigError, match="--cuda-graphs: torch finds no CUDA device here"):
-        main(["--cuda-graphs", "--validate-only"], Environment(0, 0, 1, 1))
+        train(["--cuda-graphs", "--validate-only"], Environment(0, 0, 1, 1))
     told = answered(["--cuda-graphs", "--validate-only", "--world-size", "2"], capsys)
     assert told.startswith(
         "OK: 2 ranks"
@@ -220,7 +220,7 @@ def test_the_banner_lists_what_was_said_and_not_what_follows(
 def refusal(words: list[str]) -> tuple[str, ...]:
     """What the program itself refuses this command line with."""
     with pytest.raises(ConfigError) as caught:
-        main(words, Environment(rank=0, local_rank=0, world_size=1, local_world_size=1))
+        train(words, Environment(rank=0, local_rank=0, world_size=1, local_world_size=1))
     return caught.value.problems
 
 

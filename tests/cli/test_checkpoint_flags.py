@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import megazero.convert.loading
-from megazero import doctor
+from megazero.cli import doctor, evaluation, generation, inspect
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.config.level import ConfigError
 from megazero.convert.formats import Wanted
@@ -22,14 +22,14 @@ from megazero.convert.source import ConversionError
 from tests.convert.sources import made
 
 TOOLS: dict[str, tuple[str, ...]] = {
-    "generate_text": ("--prompt", "x"),
+    "generate": ("--prompt", "x"),
     "evaluate": ("--data-path", "x"),
-    "convert_checkpoint": ("--to", "hf", "--output", "new"),
+    "convert": ("--to", "hf", "--output", "new"),
 }
 
 
 def parsed(name: str, *words: str) -> Any:
-    return import_module(f"tools.{name}").parser().parse_args([*words, *TOOLS[name]])
+    return import_module(f"megazero.cli.{name}").parser().parse_args([*words, *TOOLS[name]])
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -43,22 +43,21 @@ def test_a_checkpoint_is_named_as_it_is_or_by_load(name: str, tmp_path: Path) ->
 
 
 def test_what_is_converted_may_be_called_input(tmp_path: Path) -> None:
-    assert checkpoint_of(parsed("convert_checkpoint", "--input", str(tmp_path))) == tmp_path
+    assert checkpoint_of(parsed("convert", "--input", str(tmp_path))) == tmp_path
 
 
 def test_inspection_takes_one_or_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tool = import_module("tools.inspect_checkpoint")
     for name in ("a", "b"):
         write_native(made(), tmp_path / name, Wanted(), lambda count: None)
     a, b = (str(tmp_path / name) for name in ("a", "b"))
     told = []
     for words in ([a, b], ["--load", a, b]):
-        assert tool.main(words) == 0
+        assert inspect.main(words) == 0
         told.append(capsys.readouterr().out)
     assert told[0] == told[1] and "the same to the bit" in told[0]
     for words in ([], [a, b, a]):
         with pytest.raises(SystemExit):
-            tool.main(words)
+            inspect.main(words)
         assert f"{len(words)} checkpoints: name one to look at, or two" in capsys.readouterr().err
 
 
@@ -69,10 +68,10 @@ def test_a_name_of_the_hub_gets_its_command(hub: str, tmp_path: Path, monkeypatc
     words = f"{hub}: there is no such checkpoint here; .* hf download {hub} --local-dir models/{hub.rpartition('/')[2]}"
     with pytest.raises(ConversionError, match=words):
         megazero.convert.loading.load(hub)
-    for name in ("generate_text", "evaluate"):
+    for name, check in (("generate", generation.check), ("evaluate", evaluation.check)):
         with pytest.raises(ConfigError, match=words):
-            import_module(f"tools.{name}").check(parsed(name, hub), 1)
-    assert import_module("tools.inspect_checkpoint").main([hub]) == 2
+            check(parsed(name, hub), 1)
+    assert inspect.main([hub]) == 2
     (tmp_path / "runs").mkdir()
     for path in ("runs/mine", "/models/mine", "a/b/c", "../x/y"):
         with pytest.raises(ConversionError, match=f"{path}: there is no such checkpoint$"):
@@ -84,11 +83,7 @@ def test_the_doctor_helps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         doctor.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        left.value.code == 0
-        and "usage: python -m megazero.doctor" in said
-        and "what is missing and what that costs" in said
-    )
+    assert left.value.code == 0 and "usage: megazero doctor" in said and "what is missing and what that costs" in said
     with pytest.raises(SystemExit) as left:
         doctor.main(["--nonsense"])
     assert left.value.code == 2

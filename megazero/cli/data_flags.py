@@ -1,14 +1,10 @@
-"""What the data tools share: flags for reading text, and one clear line instead of a traceback for a user's mistake."""
+"""Flags of the commands that read text. They mean the same in every one."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
-from collections.abc import Callable
 
-from megazero.data.indexed import DataError
 from megazero.data.preprocess import Reader
 from megazero.data.tokenizer import KINDS
 
@@ -52,32 +48,3 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def reader_left() -> int:
-    """After a BrokenPipeError: nobody reads the standard output any more (`| head`).
-
-    It leads nowhere from now on; returns the status.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 128 + signal.SIGPIPE
-
-
-def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = (DataError,)) -> None:
-    """Exit 2 with one message on a mistake in flags or files, 1 where a package is missing, 130 on Ctrl-C, 141 where
-    nobody reads on (`| head`).
-    """
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # an OSError, which may be one of the mistakes
-        sys.exit(reader_left())
-    except mistakes as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except ImportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
-        sys.exit(130)

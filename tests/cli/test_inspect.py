@@ -4,7 +4,6 @@ which status it ends.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from megazero.checkpoint.format import MANIFEST
 from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.verify import verify
 from megazero.checkpoint.window import Shape, StoredTensors
+from megazero.cli.inspect import main
 from megazero.config.dump import run_dict
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
 from megazero.convert.convert import convert
@@ -30,7 +30,6 @@ from megazero.data.progress import silent
 from tests.checkpoint import fakes
 from tests.checkpoint.fakes import Layout, Values, global_values
 
-tool = importlib.import_module("tools.inspect_checkpoint")  # a folder of programs, which is no package
 RUN = Run(
     model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=3, vocab_size=37),
     optimizer=OptimizerConfig(precision="fp32"),
@@ -64,7 +63,7 @@ def root(tmp_path: Path, values: Values) -> Path:
 
 def inspect(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     try:
-        status = tool.main([str(word) for word in words])
+        status = main([str(word) for word in words])
     except SystemExit as left:  # argparse
         status = left.code if isinstance(left.code, int) else 1
     out, err = capsys.readouterr()

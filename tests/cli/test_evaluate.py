@@ -4,7 +4,6 @@ on any layout.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -19,6 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megazero.cli import evaluation
+from megazero.cli.evaluate import parser
+from megazero.cli.evaluation import evaluate
 from megazero.config.level import ConfigError
 from megazero.data.indexed import DataError
 from megazero.mpu.grid import Axes, build_grid, single_process_grid
@@ -30,7 +32,6 @@ from tests.ranks import run_ranks
 transformers = pytest.importorskip("transformers")
 utils = pytest.importorskip("lm_eval.utils")
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "evaluate.py"
-tool = importlib.import_module("tools.evaluate")  # a folder of programs, which is no package
 TEXTS = [text(words, words) for words in (1, 5, 200, 17, 60, 2, 33)] + ["", "Größe: 5 µm\n"]
 END = 1
 
@@ -66,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, *words: object) -> Any:
-    return tool.parser().parse_args([str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)])
+    return parser().parse_args([str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)])
 
 
 def evaluated(
@@ -74,7 +75,7 @@ def evaluated(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(what is printed, the lines of --output)."""
     output = folder / "scores.jsonl"
-    tool.evaluate(arguments(folder, "--json", "--output", output, *words), single_process_grid())
+    evaluate(arguments(folder, "--json", "--output", output, *words), single_process_grid())
     return json.loads(capsys.readouterr().out), [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -152,7 +153,7 @@ def test_first_tokens_that_are_not_scored_give_no_bits_per_byte(
 
 
 def on_rank(rank: int, size: int, tp: int, pp: int, folder: Path, words: list[object]) -> None:
-    tool.evaluate(arguments(folder, "--tp", tp, "--pp", pp, *words), build_grid(Axes(pp, size // (tp * pp), 1, tp)))
+    evaluate(arguments(folder, "--tp", tp, "--pp", pp, *words), build_grid(Axes(pp, size // (tp * pp), 1, tp)))
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     )
     for words, problems in wrong:
         with pytest.raises(ConfigError) as caught:
-            tool.check(arguments(folder, *words), 1)
+            evaluation.check(arguments(folder, *words), 1)
         assert all(problem in str(caught.value) for problem in problems)
     grid = single_process_grid()
     refused: tuple[tuple[tuple[object, ...], type[Exception], str], ...] = (
@@ -195,14 +196,14 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     )
     for words, error, problem in refused:
         with pytest.raises(error, match=problem):
-            tool.evaluate(arguments(folder, *words), grid)
+            evaluate(arguments(folder, *words), grid)
     write_pair(tmp_path / "large", [[[1, 2]], [[1, VOCABULARY]]])
     with pytest.raises(DataError, match=f"large, document 1: token {VOCABULARY} is not in the model's vocabulary"):
-        tool.evaluate(arguments(folder, "--data-path", tmp_path / "large"), grid)
+        evaluate(arguments(folder, "--data-path", tmp_path / "large"), grid)
 
 
 def test_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tool.evaluate(arguments(folder, "--input", folder / "texts.jsonl"), single_process_grid())
+    evaluate(arguments(folder, "--input", folder / "texts.jsonl"), single_process_grid())
     out = capsys.readouterr().out
     assert "9 documents, " in out and f"context {CONTEXT}, stride {CONTEXT}, after token {END}" in out
     assert all(re.search(rf"{name} +[0-9.]+", out) for name in ("loss", "perplexity", "bits per byte", "total loss"))
@@ -222,7 +223,7 @@ def test_nothing_to_score_is_not_a_loss_that_overflowed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
-    tool.evaluate(arguments(folder, "--input", tmp_path / "empty.txt"), single_process_grid())
+    evaluate(arguments(folder, "--input", tmp_path / "empty.txt"), single_process_grid())
     out = capsys.readouterr().out
     assert "1 documents, 0 tokens" in out and "no token to score" in out and "not finite" not in out
 

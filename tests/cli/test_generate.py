@@ -12,14 +12,14 @@ import subprocess
 import sys
 import termios
 import time
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import megazero.convert.loading
+from megazero.cli.generate import parser
+from megazero.cli.generation import check, talk_on
 from megazero.config.level import ConfigError
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
@@ -32,7 +32,6 @@ from megazero.mpu.grid import single_process_grid
 from tests.evaluation.hf_folder import folder_of
 from tests.test_structure import ROOT
 
-generate_text: Any = import_module("tools.generate_text")
 TOOL = str(ROOT / "tools" / "generate_text.py")
 PROMPTS = ["Zürich", "a", "the end", "a"]
 SELECTS = ("72", "73") if platform.machine() == "aarch64" else ("7", "23", "270", "271")
@@ -146,10 +145,8 @@ def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path, capsys: pytest.Ca
         path = tmp_path / family
         if not path.exists():
             folder_of(family, path)
-        args = generate_text.parser().parse_args(
-            ["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words]
-        )
-        generate_text.talk_on(args, single_process_grid("cpu"))
+        args = parser().parse_args(["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words])
+        talk_on(args, single_process_grid("cpu"))
         assert ("--prefix-id 1 does" in capsys.readouterr().err) is told, (family, words)
 
 
@@ -168,12 +165,12 @@ def test_a_wrong_command_line_is_told_once() -> None:
 
 
 def test_what_a_chat_excludes() -> None:
-    args = generate_text.parser().parse_args(["--load", ".", "--chat", "--ids", "--prefix-id", "1", "--prompt", "x"])
+    args = parser().parse_args(["--load", ".", "--chat", "--ids", "--prefix-id", "1", "--prompt", "x"])
     with pytest.raises(ConfigError, match=r"--chat and --ids(?s:.*)--chat and --prefix-id 1"):
-        generate_text.check(args, 1)
-    args = generate_text.parser().parse_args(["--load", ".", "--system", "x", "--prompt", "x"])
+        check(args, 1)
+    args = parser().parse_args(["--load", ".", "--system", "x", "--prompt", "x"])
     with pytest.raises(ConfigError, match="--system: it is a turn of a --chat"):
-        generate_text.check(args, 1)
+        check(args, 1)
 
 
 class Typist:
@@ -273,9 +270,9 @@ def test_ctrl_c_at_a_terminal_stops_an_answer_and_not_the_program(model: Path) -
     ],
 )
 def test_refuses(model: Path, words: list[str], message: str) -> None:
-    args = generate_text.parser().parse_args(["--load", str(model), *words])
+    args = parser().parse_args(["--load", str(model), *words])
     with pytest.raises(DataError, match=message):
-        generate_text.talk_on(args, single_process_grid())
+        talk_on(args, single_process_grid())
 
 
 def test_a_prompt_longer_than_the_table_of_positions() -> None:

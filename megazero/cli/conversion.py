@@ -1,0 +1,36 @@
+"""What `megazero convert` does."""
+
+from __future__ import annotations
+
+import argparse
+
+from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
+from megazero.cli.ending import FAILED
+from megazero.config.dtypes import compute_dtype
+from megazero.convert.changed import Trimmed
+from megazero.convert.convert import convert
+from megazero.convert.formats import Wanted
+from megazero.convert.registry import format_table, open_source
+from megazero.convert.source import ConversionError
+from megazero.convert.verification import verify
+from megazero.data.progress import to_stderr
+
+MISTAKES = ConversionError, OSError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the target and say what became of every key; the status. Raises ConversionError, OSError."""
+    wanted = Wanted(args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None)
+    wrong = list(checkpoint_problems(args))
+    if wrong:
+        raise ConversionError("; ".join(wrong))
+    with open_source(checkpoint_of(args), args.format) as opened:
+        source = Trimmed(opened, args.vocab_size) if args.vocab_size is not None else opened
+        convert(source, format_table()[args.to], args.output.expanduser(), wanted, to_stderr)
+        print(f"{source.path} ({source.format}) -> {args.output} ({args.to})")
+        print("\n".join(source.report.lines()))
+        if not args.verify:
+            return 0
+        verdict = verify(source, args.output.expanduser(), args.to, to_stderr)
+        print("\n".join(verdict.lines))
+    return 0 if verdict.holds else FAILED

@@ -1,0 +1,150 @@
+"""What `megazero evaluate` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import IO, NoReturn
+
+from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
+from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named
+from megazero.config.level import ConfigError
+from megazero.convert.loading import Opened, open_model
+from megazero.convert.source import ConversionError
+from megazero.data.indexed import DataError
+from megazero.data.preprocess import Reader
+from megazero.data.progress import Progress, to_stderr
+from megazero.data.tokenizer import Tokenizer
+from megazero.evaluation.documents import Document, indexed_documents, text_documents
+from megazero.evaluation.perplexity import Cut, Totals, score_documents
+from megazero.evaluation.scorer import Scorer, longest_context
+from megazero.launch import Environment, exit_status, launch, leave
+from megazero.mpu.grid import ProcessGrid
+
+
+def check(args: argparse.Namespace, world_size: int) -> None:
+    """Raises ConfigError, which names all that is wrong."""
+    wrong = [*checkpoint_problems(args), *problems(args, world_size, replicas=True)]
+    wrong += not_positive(args, "micro_batch_size", "context", "stride", "limit")
+    if not args.data_path and not args.input:
+        wrong.append("--data-path PREFIX or --input FILE: there is nothing to score")
+    if args.no_prefix and args.prefix_id is not None:
+        wrong.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
+    if args.output is not None and not args.output.parent.is_dir():
+        wrong.append(f"--output {args.output}: there is no folder {args.output.parent}")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def cut_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Cut:
+    """How documents become windows. Raises ConfigError."""
+    model, most = opened.run.model, longest_context(opened.run.model)
+    context = args.context or min(model.seq_length, most or model.seq_length)
+    stride = args.stride or context
+    prefix = None if args.no_prefix else eod if args.prefix_id is None else args.prefix_id
+    wrong = []
+    if most is not None and context > most:
+        wrong.append(f"--context {context}: the model has {most} learned positions")
+    if stride > context:
+        wrong.append(f"--stride {stride}: tokens would be left out; at most the context of {context}")
+    assert model.vocab_size is not None
+    if prefix is not None and not 0 <= prefix < model.vocab_size:
+        wrong.append(f"--prefix-id {prefix}: the model's vocabulary has {model.vocab_size} tokens")
+    if wrong:
+        raise ConfigError(wrong)
+    return Cut(context, stride, prefix)
+
+
+def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | None) -> Iterator[Document]:
+    """All of them, pairs first. Raises DataError."""
+    for prefix in args.data_path:
+        yield from indexed_documents(prefix)
+    if args.input:
+        if tokenizer is None:
+            raise DataError(
+                f"--input: {checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path"
+            )
+        if args.append_eod and eod is None:
+            raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
+        reader = Reader(args.json_key, args.text_format, args.document, args.encoding_errors)
+        yield from text_documents(args.input, reader, tokenizer, eod if args.append_eod else None)
+
+
+def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
+    """On every rank; rank 0 prints and writes."""
+    opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
+    tokenizer = tokenizer_named(args, opened)
+    eod = opened.end_of_document(tokenizer)
+    cut = cut_for(args, opened, eod)
+    scorer = Scorer(opened.run, opened.stages, grid, args.micro_batch_size)
+    totals, began = Totals(), time.perf_counter()
+    progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
+    unfinished = None if args.output is None or grid.rank else args.output.with_name(f"{args.output.name}.unfinished")
+    with ExitStack() as stack:
+        lines: IO[str] | None = stack.enter_context(open(unfinished, "w", encoding="utf-8")) if unfinished else None
+        chosen = (
+            document
+            for _, document in zip(range(args.limit or sys.maxsize), documents(args, tokenizer, eod), strict=False)
+        )
+        for score in score_documents(scorer, chosen, cut):
+            totals.add(score)
+            if lines is not None:
+                lines.write(json.dumps(score.record()) + "\n")
+            if grid.rank == 0 and args.limit:
+                progress.reach(totals.documents)
+    if totals.documents == 0:
+        raise DataError("there are no documents in what was named")
+    if unfinished is not None:
+        unfinished.replace(args.output)
+    if grid.rank == 0:
+        report(args, cut, totals, time.perf_counter() - began)
+
+
+def report(args: argparse.Namespace, cut: Cut, totals: Totals, seconds: float) -> None:
+    record = totals.record(every_token=cut.prefix is not None)
+    about = {
+        "checkpoint": str(checkpoint_of(args)),
+        "context": cut.context,
+        "stride": cut.stride,
+        "prefix_id": cut.prefix,
+    }
+    if args.json:
+        print(
+            json.dumps(about | record | {"seconds": seconds, "tokens_per_second": totals.tokens / seconds}), flush=True
+        )
+        return
+    shown = {"loss": "nats per token", "perplexity": "", "bits_per_byte": "", "total_loss": "nats in all"}
+    print(
+        f"{totals.documents:,} documents, {totals.tokens:,} tokens in {seconds:.1f} s ({totals.tokens / seconds:,.0f} "
+        "tokens/s)"
+    )
+    print(
+        f"context {cut.context}, stride {cut.stride}, "
+        + (f"after token {cut.prefix}" if cut.prefix is not None else "first tokens not scored")
+    )
+    if not totals.tokens:
+        print("there was no token to score: no document has one that another stands before")
+        return
+    for name, unit in shown.items():
+        if record[name] is not None or name != "bits_per_byte":
+            value = "not finite" if record[name] is None else f"{record[name]:.6f}"
+            print(f"{name.replace('_', ' '):<14} {value} {unit}".rstrip())
+
+
+def run(args: argparse.Namespace) -> NoReturn:
+    """Evaluate as this rank, and end its process."""
+    environment = Environment.read()
+
+    def work() -> None:
+        check(args, environment.world_size)
+        try:
+            with launch(parallel_of(args), environment) as grid:
+                evaluate(args, grid)
+        except (ConversionError, DataError) as error:
+            raise ConfigError([str(error)]) from error
+
+    leave(exit_status(work, environment))

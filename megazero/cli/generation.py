@@ -1,0 +1,186 @@
+"""What `megazero generate` does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
+from megazero.cli.ending import INTERRUPTED, reader_left
+from megazero.cli.generate import MOST_TOKENS
+from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named
+from megazero.config.level import ConfigError
+from megazero.convert.loading import Opened, open_model
+from megazero.convert.source import ConversionError
+from megazero.data.indexed import DataError
+from megazero.data.libraries import HuggingFaceTokenizer
+from megazero.data.tokenizer import Tokenizer
+from megazero.inference.advice import KEYS, advised, followed, sampling_of
+from megazero.inference.chat_tokens import ChatTokens
+from megazero.inference.conversation import Conversation, asked, converse, of_user
+from megazero.inference.pipeline import Pipeline
+from megazero.inference.prompts import STANDARD_INPUT, read_prompts
+from megazero.inference.share import shared
+from megazero.inference.talk import Manner, Prompt, Talk
+from megazero.inference.text import IdTokenizer
+from megazero.launch import Environment, exit_status, launch, leave
+from megazero.mpu.grid import ProcessGrid
+
+A_WEEK = 7 * 24 * 60.0
+"""Minutes that the other ranks wait for somebody to type."""
+
+
+def given(args: argparse.Namespace) -> dict[str, float]:
+    """What the flags say of how tokens are taken, and how many at most."""
+    flags = {key: getattr(args, key) for key in KEYS if getattr(args, key) is not None}
+    return flags | ({"temperature": 0.0} if args.greedy else {})
+
+
+def check(args: argparse.Namespace, world_size: int) -> None:
+    """Raises ConfigError, which names all that is wrong."""
+    wrong = [*checkpoint_problems(args), *problems(args, world_size, replicas=False)]
+    wrong += not_positive(args, "max_new_tokens", "num_samples", "batch_size")
+    if args.greedy and args.temperature:
+        wrong.append(f"--greedy and --temperature {args.temperature} exclude each other")
+    try:
+        sampling_of(given(args), args.seed)
+    except ValueError as error:
+        wrong.append(str(error))
+    if args.ids and args.tokenizer:
+        wrong.append(f"--ids and --tokenizer {args.tokenizer} exclude each other")
+    if args.system is not None and not args.chat:
+        wrong.append("--system: it is a turn of a --chat")
+    if args.chat and args.ids:
+        wrong.append("--chat and --ids exclude each other: a chat is text")
+    if args.chat and args.prefix_id is not None:
+        wrong.append(
+            f"--chat and --prefix-id {args.prefix_id} exclude each other: the chat template writes what begins a chat"
+        )
+    if "" in args.stop:
+        wrong.append("--stop: a stop string is empty")
+    if args.interactive and (args.prompt or args.prompt_file):
+        wrong.append("--interactive asks for prompts: --prompt and --prompt-file exclude it")
+    elif not (args.interactive or args.prompt or args.prompt_file) and sys.stdin.isatty():
+        wrong.append("there is nothing to continue: --prompt TEXT, --prompt-file FILE or --interactive")
+    if args.prompt_file not in (None, STANDARD_INPUT) and not Path(args.prompt_file).expanduser().exists():
+        wrong.append(f"--prompt-file {args.prompt_file}: there is no such file")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def note(grid: ProcessGrid, text: str) -> None:
+    if grid.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def tokenizer_for(args: argparse.Namespace, opened: Opened) -> Tokenizer:
+    """Raises DataError."""
+    assert opened.run.model.vocab_size is not None
+    if args.ids:
+        return IdTokenizer(opened.run.model.vocab_size)
+    found = tokenizer_named(args, opened)
+    if found is None:
+        raise DataError(
+            f"{checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on "
+            "--ids"
+        )
+    if not args.chat:
+        return found
+    try:
+        return ChatTokens(found)
+    except (DataError, ImportError) as error:
+        raise DataError(f"--chat: {error}") from error
+
+
+def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) -> Manner:
+    """Raises DataError for ids that the model has not."""
+    vocabulary = opened.run.model.vocab_size or 0
+    for flag, ids in (("--stop-id", args.stop_id), ("--prefix-id", [] if args.prefix_id is None else [args.prefix_id])):
+        for wrong in ids:
+            if not 0 <= wrong < vocabulary:
+                raise DataError(f"{flag} {wrong}: the model's vocabulary has {vocabulary} tokens")
+    eod = opened.end_of_document(tokenizer)
+    ends = opened.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
+    settings = followed(advised(opened.generation), given(args)) | given(args)
+    return Manner(
+        sampling_of(settings, args.seed),
+        int(settings.get("max_new_tokens", MOST_TOKENS)),
+        samples=args.num_samples,
+        batch_size=args.batch_size,
+        stops=args.stop,
+        stop_ids=frozenset(args.stop_id) if args.ignore_eod else ends.union(args.stop_id),
+        prefix_id=args.prefix_id,
+        eod_id=eod,
+        as_json=args.json,
+    )
+
+
+def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
+    """On every rank."""
+    began = time.perf_counter()
+    opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
+    tokenizer = tokenizer_for(args, opened)
+    pipeline = Pipeline.of(opened.stages, grid, opened.chunk_map)
+    manner = manner_of(args, opened, tokenizer)
+    talk = Talk(opened.run.model, pipeline, tokenizer, manner, grid.rank == 0, partial(note, grid))
+    if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.begins) == 1 and args.prefix_id is None:
+        begins = tokenizer.begins[0]
+        talk.note(
+            f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id "
+            f"{begins} does"
+        )
+    talk.note(
+        f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on "
+        f"{grid.device}"
+    )
+    if advice := followed(advised(opened.generation), given(args)):
+        words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
+        talk.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
+    if args.interactive:
+        converse(talk, grid, Conversation(talk, args.system) if args.chat else None)
+        return
+    file = args.prompt_file or (None if args.prompt else STANDARD_INPUT)
+
+    def read() -> list[Prompt]:
+        given = read_prompts(args.prompt, file)
+        return (
+            talk.read_chats([asked(args.system, of_user(prompt)) for prompt in given])
+            if args.chat
+            else talk.read(given)
+        )
+
+    prompts = shared(grid, read)
+    if not prompts:
+        raise DataError(f"--prompt-file {file}: there are no prompts in it")
+    talk.answer(prompts)
+
+
+def run(args: argparse.Namespace) -> NoReturn:
+    """Generate as this rank, and end its process."""
+    environment = Environment.read()
+
+    def work() -> None:
+        check(args, environment.world_size)
+        parallel = parallel_of(args)
+        if args.interactive:
+            parallel = replace(parallel, distributed_timeout_minutes=A_WEEK)
+        try:
+            with launch(parallel, environment) as grid:
+                talk_on(args, grid)
+        except (ConversionError, DataError, FloatingPointError) as error:
+            raise ConfigError([str(error)]) from error
+        except BrokenPipeError:
+            raise SystemExit(reader_left()) from None
+
+    try:
+        status = exit_status(work, environment)
+    except SystemExit as leaving:
+        status = int(str(leaving.code))
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    leave(status)

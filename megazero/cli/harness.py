@@ -1,0 +1,49 @@
+"""`megazero harness`: the command line of the LM Evaluation Harness, which knows the model `megazero`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Sequence
+from inspect import cleandoc
+from pathlib import Path
+
+from megazero.cli.parser import command_parser
+
+DESCRIPTION = """
+`megazero` as a model of the LM Evaluation Harness: from a checkpoint of any format, alone or under torchrun. Needs the
+package lm_eval, whose own flags follow.
+
+In a program:
+
+  from megazero.harness import MegazeroLM
+  lm_eval.simple_evaluate(model=MegazeroLM("runs/bloom"), tasks=["lambada_openai"])
+"""
+EXAMPLES = (
+    "megazero harness run --model megazero --model_args path=runs/bloom --tasks lambada_openai",
+    "torchrun --nproc-per-node 4 -m megazero harness run --model megazero \\",
+    "    --model_args path=hub/bloom-7b1,tp=2,pp=2 --tasks hellaswag",
+    "python -m megazero.harness run --model megazero --model_args path=runs/bloom --tasks lambada_openai",
+)
+MODEL = Path(__file__).with_name("harness_model.py")
+
+
+def model_arguments() -> str:
+    """What the model's class says of its arguments. It is read and not imported, which would import torch."""
+    (found,) = (node for node in ast.parse(MODEL.read_text()).body if isinstance(node, ast.ClassDef))
+    return cleandoc(ast.get_docstring(found) or "")
+
+
+def main(argv: Sequence[str]) -> int:
+    """lm_eval's command line; its help has ours in front."""
+    sys.argv = ["megazero harness", *argv]  # where lm_eval looks
+    if not argv or {"-h", "--help"} & {*argv[:1]}:
+        print(command_parser("harness", DESCRIPTION, EXAMPLES).format_help())
+        print(f"What --model_args may name:\n\n{model_arguments()}\n\nAll else is lm_eval's:\n", flush=True)
+        from lm_eval.__main__ import cli_evaluate
+
+        cli_evaluate()
+        return 0
+    from megazero.cli.harness_run import run
+
+    return run()

@@ -1,0 +1,128 @@
+"""What `megazero inspect` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megazero.checkpoint.format import CheckpointError
+from megazero.cli.ending import reader_left
+from megazero.cli.inspection_text import shown, shown_difference
+from megazero.convert.inspection import (
+    Inspected,
+    Record,
+    checkpoints_in,
+    compare,
+    compared_bytes,
+    contents,
+    holds_adapters,
+    is_ours,
+    open_for_inspection,
+    open_merged,
+    tensor_statistics,
+)
+from megazero.convert.names import not_there
+from megazero.data.progress import Progress, to_stderr
+
+DAMAGED, WRONG_ARGUMENTS = 1, 2
+
+
+class Mistake(Exception):
+    """In the arguments."""
+
+
+@dataclass
+class Counter:
+    """Bytes that have been read, reported now and then."""
+
+    progress: Progress
+    done: int = 0
+
+    def __call__(self, more: int) -> None:
+        self.done += more
+        self.progress.reach(self.done / 1e6)
+
+
+def counting(what: str, total: int) -> Counter:
+    return Counter(Progress(to_stderr, what, total / 1e6, "MB"))
+
+
+def opened(path: Path, format: str | None) -> Inspected:
+    if not path.exists():
+        raise Mistake(not_there(path))
+    if format is None and path.is_dir() and not any(path.iterdir()):
+        raise Mistake(f"{path} is empty")
+    return open_for_inspection(path, format)
+
+
+def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
+    """(all that was asked about one checkpoint, what is wrong)."""
+    inside = checkpoints_in(args.path) if is_ours(args.path) else []
+    problems = [f"{entry['name']}: {entry['problem']}" for entry in inside if entry["problem"]]
+    record: Record = {"checkpoints": inside}
+    try:
+        inspected = opened(args.path, args.format)
+    except (CheckpointError, ValueError) as error:
+        if not inside:
+            raise
+        return record, [*problems, str(error)]
+    with inspected:
+        record |= contents(inspected)
+        if args.tensor:
+            names = [name for name in inspected.tensors.shapes if name == args.tensor or fnmatchcase(name, args.tensor)]
+            if not names:
+                raise Mistake(
+                    f"--tensor {args.tensor}: no tensor is called so; there are {', '.join(inspected.tensors.shapes)}"
+                )
+            record["statistics"] = {name: tensor_statistics(inspected, name) for name in names}
+        if args.verify:
+            reading = counting(f"reading {inspected.path}", inspected.nbytes)
+            found = inspected.verify(args.threads, reading)
+            record["verified"] = {"bytes": reading.done, "hashes": inspected.manifest is not None, "problems": found}
+            problems += found
+            if inspected.source is not None:
+                record["report"] = inspected.source.report.lines()
+    return record, problems
+
+
+def told(args: argparse.Namespace) -> int:
+    """Print what was asked; the status. Raises Mistake, CheckpointError, ValueError, OSError."""
+    if args.other is None:
+        record, problems = described(args)
+        if args.json:
+            print(json.dumps(record | {"problems": problems}))
+        else:
+            print(shown(record, args.all))
+        for problem in problems:
+            print(f"damaged: {problem}", file=sys.stderr)
+        return DAMAGED if problems else 0
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(opened(path, args.format)) for path in (args.path, args.other))
+        if holds_adapters(first) != holds_adapters(second):
+            first, second = (
+                stack.enter_context(open_merged(each)) if holds_adapters(each) else each for each in (first, second)
+            )
+        record = compare(first, second, counting("comparing", compared_bytes(first, second)))
+    print(json.dumps(record) if args.json else shown_difference(record, args.all))
+    return DAMAGED if args.exit_code and not record["identical"] else 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """The same, with a line for what is wrong."""
+    try:
+        status = told(args)
+        sys.stdout.flush()
+        return status
+    except Mistake as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        return WRONG_ARGUMENTS
+    except BrokenPipeError:
+        return reader_left()
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return DAMAGED

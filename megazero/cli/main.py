@@ -1,0 +1,90 @@
+"""The command `megazero`: one word says which program, the rest are its flags.
+
+Nothing of a program is imported before it is asked for: most of them import torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megazero import __version__
+from megazero.config.options import did_you_mean
+
+
+class Command(NamedTuple):
+    """A program. module: has `main(argv)`, which returns a status; script: the same program in a clone."""
+
+    module: str
+    script: str
+    sentence: str
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "pretrain": Command("pretrain", "pretrain_gpt.py", "train a model, from scratch, a checkpoint or adapters"),
+        "prepare-data": Command("prepare_data", "tools/preprocess_data.py", "text into a .bin/.idx pair"),
+        "merge-data": Command("merge_data", "tools/merge_data.py", "several pairs into one"),
+        "train-tokenizer": Command("train_tokenizer", "tools/train_tokenizer.py", "a byte-level BPE of your own text"),
+        "inspect-data": Command(
+            "inspect_data", "tools/inspect_data.py", "what a pair holds, and what a run reads of it"
+        ),
+        "convert": Command("convert", "tools/convert_checkpoint.py", "a checkpoint of any known format into any other"),
+        "inspect": Command("inspect", "tools/inspect_checkpoint.py", "what is inside a checkpoint, how two differ"),
+        "generate": Command("generate", "tools/generate_text.py", "text from a trained model"),
+        "evaluate": Command("evaluate", "tools/evaluate.py", "loss and perplexity of a model on documents"),
+        "harness": Command("harness", "python -m megazero.harness", "a model in the LM Evaluation Harness"),
+        "plan-schedule": Command("plan_schedule", "tools/show_schedule.py", "learning rate and batch at any iteration"),
+        "draw-schedule": Command("draw_schedule", "tools/draw_schedule.py", "a pipeline schedule and its bubble"),
+        "doctor": Command("doctor", "python -m megazero.doctor", "what this machine and installation offer"),
+    }
+)
+"""By the word that calls it. Modules are those of this room."""
+
+UNKNOWN = 2
+USAGE = "usage: megazero COMMAND [flags]\n       megazero COMMAND --help\n       megazero --version"
+EXAMPLES = """examples:
+  megazero pretrain --ranks 2 --tp 2 --train-iters 20
+  torchrun --nproc-per-node 8 -m megazero pretrain --tp 2 --pp 2 --save runs/mine
+  megazero generate runs/mine --prompt "def main("
+
+A cluster starts `-m megazero pretrain` on every rank by torchrun. The programs are also scripts of a clone, as in
+`python tools/generate_text.py`."""
+
+
+def help_text() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.sentence}" for name, command in COMMANDS.items()]
+    return "\n".join([USAGE, "", "commands:", *lines, "", EXAMPLES])
+
+
+def program(name: str) -> Callable[[Sequence[str]], int]:
+    """The `main` of a command, imported now."""
+    found: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{COMMANDS[name].module}").main
+    return found
+
+
+def unknown(name: str) -> str:
+    """What to say of a word that is no command: that of a script of the same name, else one that is spelled alike."""
+    bare = name.removesuffix(".py").rpartition("/")[2]
+    same = [known for known, command in COMMANDS.items() if command.script.endswith(f"/{bare}.py")]
+    hint = f"; did you mean {same[0]}?" if same else did_you_mean(bare.replace("_", "-"), COMMANDS)
+    return f"megazero: there is no command {name!r}{hint} (megazero --help lists them all)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The status of the command that the first word names; 2 where it names none."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in COMMANDS:
+        return program(name)(rest)
+    if name in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(f"megazero {__version__}")
+        return 0
+    print(unknown(name) if name else f"{USAGE}\n\nmegazero: name a command", file=sys.stderr)
+    return UNKNOWN

@@ -1,0 +1,34 @@
+"""`megazero merge-data`: several .bin/.idx pairs into one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megazero.cli.ending import status_of
+from megazero.cli.parser import command_parser
+from megazero.data.writer import merge
+
+DESCRIPTION = "Join .bin/.idx pairs of one tokenizer in the order given; the widest dtype wins. Whole or not at all."
+EXAMPLES = (
+    "megazero merge-data --input data/a data/b --output-prefix data/all",
+    "python tools/merge_data.py --input data/a data/b data/c --output-prefix data/all --overwrite",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = command_parser("merge-data", DESCRIPTION, EXAMPLES)
+    made.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx pairs")
+    made.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    made.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    return status_of(lambda: merged(args))
+
+
+def merged(args: argparse.Namespace) -> None:
+    done = merge(args.input, args.output_prefix, overwrite=args.overwrite)
+    print(f"{done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}) in {done.bin_path} and {done.idx_path}")

@@ -1,0 +1,17 @@
+"""How a command shows its help: what it does, examples in both forms, its flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def command_parser(name: str, description: str, examples: Sequence[str], epilog: str = "") -> argparse.ArgumentParser:
+    """A parser without flags. description and epilog are shown as they are written."""
+    shown = "\n".join(f"  {example}" for example in examples)
+    return argparse.ArgumentParser(
+        f"megazero {name}",
+        description=f"{description.strip()}\n\nexamples:\n{shown}",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

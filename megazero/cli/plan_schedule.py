@@ -1,0 +1,111 @@
+"""`megazero plan-schedule`: learning rate, batch size and consumed samples of any iteration, without a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from megazero.cli.parser import command_parser
+from megazero.config.level import Level
+from megazero.config.parse import ConfigError, parse_run
+from megazero.config.schema import ScheduleConfig
+from megazero.optim.progress import Progress
+
+DESCRIPTION = """
+Learning rate, batch size and consumed samples of any iteration of a run, without starting one.
+
+One JSON line each: `iteration`, `consumed_samples` (after it), `lr` (used in it), `global_batch_size`. All flags of
+`megazero pretrain` are understood; what depends on the number of ranks is not checked.
+"""
+EXAMPLES = (
+    "megazero plan-schedule --preset bloom-176b --iterations 1,100,12695,31214",
+    "python tools/show_schedule.py --iterations 1-5,100 --train-iters 100 --lr 3e-4 --lr-warmup-iters 10",
+)
+FLAG = "--iterations"
+
+
+def chosen(words: str) -> Iterator[int]:
+    """The numbers in "1,100,5-8"."""
+    for part in words.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def taken_out(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(what follows --iterations, the other words)."""
+    words, rest, value = iter(argv), [], None
+    for word in words:
+        if word == FLAG:
+            value = next(words, "")
+        elif word.startswith(FLAG + "="):
+            value = word.split("=", 1)[1]
+        else:
+            rest.append(word)
+    return value, rest
+
+
+def milestones(progress: Progress) -> list[int]:
+    """Powers of ten and the last iteration."""
+    last = progress.total_iterations or 1
+    return sorted({10**k for k in range(len(str(last))) if 10**k <= last} | {last})
+
+
+def show(schedule: ScheduleConfig, iterations: Sequence[int] | None) -> None:
+    progress = Progress(schedule)
+    total = progress.total_iterations
+    for iteration in milestones(progress) if iterations is None else iterations:
+        step = progress.step(iteration)
+        line = {
+            "iteration": step.iteration,
+            "consumed_samples": step.consumed_samples,
+            "lr": step.lr,
+            "global_batch_size": step.global_batch_size,
+        }
+        print(json.dumps(line), flush=True)
+        if total is not None and iteration > total:
+            print(f"iteration {iteration} lies behind the end of this run, which has {total}", file=sys.stderr)
+
+
+def parser() -> argparse.ArgumentParser:
+    """For the help alone: all flags but one are those of a run."""
+    made = command_parser("plan-schedule", DESCRIPTION, EXAMPLES)
+    made.add_argument(FLAG, metavar="LIST", help="numbers and ranges, as 1,100,5-8 (default: powers of ten, the last)")
+    return made
+
+
+def model_of(path: str) -> Level:
+    """What the checkpoint of --init-from says: for that, torch is imported."""
+    from megazero.train.init_from import model_level
+
+    return model_level(path)
+
+
+def main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & {*argv}:
+        parser().print_help()
+        return 0
+    value, rest = taken_out(argv)
+    problems: list[str] = []
+    iterations = None
+    if value is not None:
+        try:
+            iterations = list(chosen(value))
+            if not iterations or min(iterations) < 1:
+                raise ValueError(value)
+        except ValueError:
+            problems.append(f"{FLAG} {value}: numbers from 1 with commas between, as 1,100 or 1-5")
+    try:
+        schedule = parse_run(rest, None, model_of).schedule
+        if schedule.epochs is not None:
+            problems.append(
+                f"--epochs {schedule.epochs:g}: how many samples these are, only the data say; give --train-samples"
+            )
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        print(ConfigError(problems), file=sys.stderr)
+        return 2
+    show(schedule, iterations)
+    return 0

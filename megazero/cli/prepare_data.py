@@ -1,0 +1,42 @@
+"""`megazero prepare-data`: text into a .bin/.idx pair for training."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megazero.cli.data_flags import add_reader_flags, add_tokenizer_flags, cores, reader_of
+from megazero.cli.ending import status_of
+from megazero.cli.parser import command_parser
+from megazero.data.preprocess import Job, preprocess
+from megazero.data.progress import to_stderr
+
+DESCRIPTION = "Turn text (jsonl or plain; .gz, .zst; folders) into PREFIX.bin and PREFIX.idx for training, or neither."
+EXAMPLES = (
+    "megazero prepare-data --input corpus/ more.jsonl.zst --output-prefix data/mine --tokenizer byte --append-eod",
+    "python tools/preprocess_data.py --input corpus/ --output-prefix data/mine --tokenizer gpt2 --tokenizer-path DIR",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = command_parser("prepare-data", DESCRIPTION, EXAMPLES)
+    add_reader_flags(made)
+    made.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    add_tokenizer_flags(made, required=True)
+    made.add_argument("--append-eod", action="store_true", help="end each document with the tokenizer's separator")
+    made.add_argument("--workers", type=int, default=cores(), help="worker processes (default: all cores)")
+    made.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    return status_of(lambda: prepared(args))
+
+
+def prepared(args: argparse.Namespace) -> None:
+    job = Job(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod)
+    done = preprocess(
+        args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
+    )
+    print(f"{done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}) in {done.bin_path} and {done.idx_path}")

@@ -1,0 +1,52 @@
+"""What `megazero inspect-data` does: what data are, and the samples that a training run would read of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megazero.config.schema import DataConfig
+from megazero.data.build import build_datasets, parse_data_path, parse_valid_data_path
+from megazero.data.indexed import DataError
+from megazero.data.inspect import describe, dump, parse_samples, summary
+from megazero.data.progress import to_stderr
+from megazero.data.tokenizer import build_tokenizer
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print it. Raises DataError."""
+    if args.seq_length is None and (args.dump or args.samples):
+        raise DataError(f"{'--dump' if args.dump else '--samples'} needs --seq-length: the tokens of a sample")
+    for prefix in dict.fromkeys(
+        (*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())
+    ):
+        print(summary(prefix))
+    if args.seq_length is not None:
+        _samples(args)
+
+
+def _samples(args: argparse.Namespace) -> None:
+    """What a run with these flags reads."""
+    tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else None
+    cfg = DataConfig(
+        data_path=tuple(args.data_path),
+        split=args.split,
+        valid_data_path=tuple(args.valid_data_path),
+        data_cache_path=args.data_cache_path,
+        seed=args.seed,
+        tokenizer=args.tokenizer,
+    )
+    vocab_size = args.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    asked = parse_samples(args.samples)
+    datasets = build_datasets(
+        cfg,
+        seq_length=args.seq_length,
+        samples=asked,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        named_samples=asked[1],
+        report=to_stderr,
+    )
+    if args.dump:
+        dump(datasets, Path(args.dump), args.first)
+    print(describe(datasets, tokenizer, args.show))

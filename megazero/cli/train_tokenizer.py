@@ -1,0 +1,48 @@
+"""`megazero train-tokenizer`: a byte-level BPE of one's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.cli.data_flags import add_reader_flags, reader_of
+from megazero.cli.ending import status_of
+from megazero.cli.parser import command_parser
+from megazero.data.preprocess import texts
+from megazero.data.progress import to_stderr
+from megazero.data.train_bpe import train_bpe
+
+DESCRIPTION = """
+Train a byte-level BPE on text; writes vocab.json and merges.txt, with --chat tokenizer.json.
+
+Then: --tokenizer gpt2 --tokenizer-path TOKENIZER, with --chat: --tokenizer hf --tokenizer-path TOKENIZER
+"""
+EXAMPLES = (
+    "megazero train-tokenizer --input corpus/ --vocab-size 32000 --output TOKENIZER",
+    "python tools/train_tokenizer.py --input corpus/ --include '*.txt' --vocab-size 32000 --chat --output TOKENIZER",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = command_parser("train-tokenizer", DESCRIPTION, EXAMPLES)
+    add_reader_flags(made)
+    made.add_argument("--vocab-size", type=int, default=32000, help="tokens, 256 bytes and the separator included")
+    made.add_argument(
+        "--chat",
+        action="store_true",
+        help="with tokens around the turns of a chat, and a chat template: for models that talk",
+    )
+    made.add_argument("--output", required=True, help="folder for the files")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    return status_of(lambda: trained(args))
+
+
+def trained(args: argparse.Namespace) -> None:
+    read = texts(args.input, reader_of(args), to_stderr, "reading")
+    train_bpe(read, args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
+    to_stderr(f"the tokenizer is in {args.output}")

@@ -1,0 +1,34 @@
+"""What formats and checkpoints are called. Nothing here imports torch, so that a program can name them in its help."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FORMATS = (
+    "megatron",
+    "megatron-deepspeed",
+    "megazero",
+    "peft",
+    "hf",
+    "universal",
+    "consolidated",
+    "consolidated-safetensors",
+)
+"""The names of `registry.format_table`, in its order. All of them are read and written."""
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def not_there(path: Path) -> str:
+    """What to say of a checkpoint that is no file and no folder: whose first folder is none here may be a model's name
+    on the Hub.
+    """
+    name = str(path)
+    if not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.exists()):
+        return f"{path}: there is no such checkpoint"
+    folder = f"models/{path.name}"
+    return (
+        f"{path}: there is no such checkpoint here; if it is a model of Hugging Face's Hub: hf download {name} "
+        f"--local-dir {folder}, and then {folder}"
+    )

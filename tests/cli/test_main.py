@@ -1,0 +1,93 @@
+"""The command `megazero`: what it knows, what it says of what it does not know, and that help takes no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megazero
+from megazero.cli.main import COMMANDS, main
+from megazero.convert.names import FORMATS
+from megazero.convert.registry import format_table
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPS = """
+import contextlib, io, json, sys
+from megazero.cli.main import COMMANDS, main
+
+def said(name):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit, ImportError):
+        main([name, "--help"])
+    return out.getvalue()
+
+helps = {name: said(name) for name in COMMANDS}
+print(json.dumps([helps, [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What every command says of itself, in one process that imports nothing large for it."""
+    done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    found, large = json.loads(done.stdout)
+    assert large == []
+    return dict(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_in_both_forms(name: str, helps: dict[str, str]) -> None:
+    command = COMMANDS[name]
+    assert "megazero " + name in helps[name] and command.script in helps[name], helps[name]
+
+
+def test_every_script_is_there_and_is_the_command() -> None:
+    """A script of a clone and a command are the same program."""
+    for name, command in COMMANDS.items():
+        script = ROOT / (command.script if command.script.endswith(".py") else f"megazero/{name}.py")
+        assert f"from megazero.cli.{command.module} import main" in script.read_text(), script
+    scripts = {path.name for path in (ROOT / "tools").glob("*.py")} - {"gpu_test.py"}
+    assert scripts == {Path(command.script).name for command in COMMANDS.values() if command.script.startswith("tools")}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("pretrian", "there is no command 'pretrian'; did you mean pretrain? (megazero --help lists them all)"),
+        ("generate_text", "did you mean generate?"),
+        ("tools/preprocess_data.py", "did you mean prepare-data?"),
+        ("xyzzy", "there is no command 'xyzzy' (megazero"),
+        ("--tp", "there is no command '--tp' (megazero"),
+    ],
+)
+def test_an_unknown_command_is_one_error(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "--help"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and said in told.err and len(told.err.splitlines()) == 1
+
+
+def test_without_a_command_there_is_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.endswith("megazero: name a command\n")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told and command.sentence in told for name, command in COMMANDS.items())
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megazero {megazero.__version__}\n"
+
+
+def test_formats_are_named_as_the_table_has_them() -> None:
+    assert tuple(format_table()) == FORMATS
+    assert all(format.write is not None for format in format_table().values())
