@@ -69,18 +69,18 @@ fuzz: $(VENV)/.installed-test
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VENV)/bin/python),$(PYTHON)),$(PYTHON))
 
 gpu-test:
-	@$(GPU_PYTHON) tools/gpu_test.py $(TEST)
+	@$(GPU_PYTHON) -m tools.gpu_test $(TEST)
 
 gpu-bench:
-	@$(GPU_PYTHON) bench/gpu.py $(BENCH)
+	@$(GPU_PYTHON) -m bench.gpu $(BENCH)
 
 # DeepSpeed takes part where it is installed: its own pip package would otherwise be built here for one table.
 bench: $(VENV)/.installed-bench
-	$(VENV)/bin/python bench/ops.py $(BENCH)
-	$(VENV)/bin/python bench/train.py $(BENCH)
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 bench/exchange.py $(BENCH)
-	$(VENV)/bin/python bench/peers.py $(BENCH)
-	$(VENV)/bin/python bench/generate.py $(BENCH)
+	$(VENV)/bin/python -m bench.ops $(BENCH)
+	$(VENV)/bin/python -m bench.train $(BENCH)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 -m bench.exchange $(BENCH)
+	$(VENV)/bin/python -m bench.peers $(BENCH)
+	$(VENV)/bin/python -m bench.generate $(BENCH)
 
 lint: $(or $(wildcard $(VENV)/.installed-test),$(VENV)/.installed-lint)
 	$(VENV)/bin/ruff check .

@@ -8,15 +8,24 @@ kernels that need torch's headers are compiled at first use against the torch th
 
 import os
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))
 
-from fused_ops.native.compile import CompileError, build, cpu_target, cuda_target, levels_of_this_machine_type  # noqa: E402
+
+def compiling() -> ModuleType:
+    """fused_ops/native/compile.py alone: its package, or an installed one of the same name, is not imported."""
+    spec = spec_from_file_location("megazero_compile", ROOT / "fused_ops/native/compile.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 class BuildKernels(build_ext):
@@ -29,19 +38,20 @@ class BuildKernels(build_ext):
         editable = self.inplace or getattr(self, "editable_mode", False)
         self.folder = (ROOT if editable else Path(self.build_lib).resolve()) / "fused_ops" / "_kernels"
         self.made: list[Path] = []
+        native = compiling()
         cards = [
-            cuda_target(capability)
+            native.cuda_target(capability)
             for capability in os.environ.get("MEGAZERO_CUDA", "").replace(".", "").split(",")
             if capability
         ]
-        levels = [cpu_target(level) for level in levels_of_this_machine_type()]
+        levels = [native.cpu_target(level) for level in native.levels_of_this_machine_type()]
         for targets, without in (
             (levels, "CPU kernels, a step on a CPU takes about twice as long"),
             (cards, "CUDA kernels"),
         ):
             try:
-                self.made += build(targets, self.folder, Path(self.build_temp).resolve() / "kernels")
-            except CompileError as error:
+                self.made += native.build(targets, self.folder, Path(self.build_temp).resolve() / "kernels")
+            except native.CompileError as error:
                 print(f"megazero: installed without compiled {without}: {error}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:

@@ -1,8 +1,8 @@
 """What a checkpoint costs a run: steps that save, steps beside which one is written, and all others, with --async-save
 and without.
 
-    python bench/async_save.py                # 200M parameters in bf16; some ten minutes on two cores
-    python bench/async_save.py --quick        # a tiny model: does it start?
+    python -m bench.async_save                # 200M parameters in bf16; some ten minutes on two cores
+    python -m bench.async_save --quick        # a tiny model: does it start?
 
 The time of a step is that from its beginning to the next one's: the step itself, and what a save makes it wait. Both
 ways run in processes of their own, one after the other, on a disk of --folder (default: where temporary files lie).
@@ -23,8 +23,6 @@ from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import results
 from bench.workload import TUNED, Workload
@@ -102,7 +100,8 @@ def in_process(way: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         words = [
             sys.executable,
-            __file__,
+            "-m",
+            "bench.async_save",
             "--child",
             way,
             "--folder",

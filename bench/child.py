@@ -1,6 +1,6 @@
 """The process of one rank of a contestant: does what the harness asks over a pipe, and sleeps otherwise.
 
-    python bench/child.py COMMANDS REPLIES WORKLOAD ENTRY          (two file descriptors, two JSON texts)
+    python -m bench.child COMMANDS REPLIES WORKLOAD ENTRY          (two file descriptors, two JSON texts)
 
 A command is one line of JSON, and so is its reply. Standard output and error go where the harness put them.
 """
@@ -19,8 +19,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TextIO
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.workload import Entry, Workload, entry_from, workload_from
 

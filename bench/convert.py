@@ -1,10 +1,10 @@
 """Memory and rate of conversions at the tensor shapes of a large model, of which a few layers stand for all.
 
-    python bench/convert.py      # one layer of BLOOM-176B's shapes: 12 GB, largest tensor 7.2 GB, as much in --folder
-    python bench/convert.py --shape 1b1 --layers 4
+    python -m bench.convert      # one layer of BLOOM-176B's shapes: 12 GB, largest tensor 7.2 GB, as much in --folder
+    python -m bench.convert --shape 1b1 --layers 4
 
 A Hugging Face checkpoint of these shapes is made without taking room (its files have holes), and goes from format to
-format with `tools/convert_checkpoint.py`. For each step: seconds, bytes read per second, and the largest anonymous
+format with `megazero convert`. For each step: seconds, bytes read per second, and the largest anonymous
 memory (mappings of files not counted) beside the bytes of the largest tensor. The bound that conversions are held to is
 3 times the largest tensor + 500 MB.
 """
@@ -19,8 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.anonymous import run
 from bench.results import RESULTS, table, write
@@ -102,7 +100,7 @@ def main() -> None:
         largest = hollow(place / "hf", hidden, heads, options.layers)
         for source, target, flags in CHAIN:
             output = place / f"to-{target}"
-            command = [sys.executable, "tools/convert_checkpoint.py", "--input", str(place / source), "--from", source]
+            command = [sys.executable, "-m", "megazero", "convert", str(place / source), "--from", source]
             ran = run([*command, "--to", target, "--output", str(output), *flags], ROOT)
             if ran.status:
                 sys.exit(f"{source} -> {target} ended with {ran.status}:\n{ran.output}")

@@ -1,6 +1,6 @@
 """Collectives between ranks of one host: through the memory they share, beside the backend's own way.
 
-    torchrun --nproc-per-node 2 bench/exchange.py
+    torchrun --nproc-per-node 2 -m bench.exchange
 
 Milliseconds are medians over turns A B A B of the slowest rank; GB/s are bytes of the tensor over them.
 """
@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,8 @@
 """Tokens per second of greedy generation beside transformers.generate: same model, dtype, threads and prompts, in
 turns.
 
-    python bench/generate.py                 # GPT-2's smallest shape and one of a few million parameters, fp32 and bf16
-    python bench/generate.py --quick         # tiny: does everything run?
+    python -m bench.generate                 # GPT-2's smallest shape and one of a few million parameters, fp32 and bf16
+    python -m bench.generate --quick         # tiny: does everything run?
 
 Each side has its own cache of keys and values. A turn is one call for `--new` tokens behind prompts of `--prompt`
 tokens, prompts included; the ratio is the median over the rounds of theirs over ours, neighbours in time. The tokens of
@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

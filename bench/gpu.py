@@ -1,9 +1,9 @@
 """Ops and training steps on an NVIDIA GPU, beside torch, torch.compile and transformers: `make gpu-bench`.
 
-    python bench/gpu.py                       # everything, in less than eight minutes
-    python bench/gpu.py --parts ops           # ops or training alone
-    python bench/gpu.py --only GPT            # contestants and ops whose name contains this
-    python bench/gpu.py --rehearse            # tiny sizes on the CPU: does everything run? Its numbers mean nothing
+    python -m bench.gpu                       # everything, in less than eight minutes
+    python -m bench.gpu --parts ops           # ops or training alone
+    python -m bench.gpu --only GPT            # contestants and ops whose name contains this
+    python -m bench.gpu --rehearse            # tiny sizes on the CPU: does everything run? Its numbers mean nothing
 
 Nothing is installed or fetched. Whatever is measured is measured in another process, which may fail or hang without
 harm to the rest, and the results are written after each part: DATE-gpu.json with every repetition, and a table with a
@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import card
 
@@ -122,7 +120,7 @@ def measure_ops(report: Report, only: str, rehearse: bool, deadline: float) -> N
     device = ["--device", "cpu", "--tiny"] if rehearse else ["--device", "cuda"]
     while waiting and time.monotonic() < deadline:
         begun, left = None, deadline - time.monotonic()
-        command = [sys.executable, "bench/gpu_ops.py", json.dumps(waiting), *device, "--seconds", f"{left:.0f}"]
+        command = [sys.executable, "-m", "bench.gpu_ops", json.dumps(waiting), *device, "--seconds", f"{left:.0f}"]
         for line in lines_of(command, lambda: min(ITEM_SECONDS, deadline + 10 - time.monotonic())):
             if "begin" in line:
                 begun = tuple(line["begin"])

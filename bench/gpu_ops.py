@@ -1,6 +1,6 @@
 """Ops on a card, forward and backward apart: a program that prints one line of JSON for each thing it has measured.
 
-    python bench/gpu_ops.py ITEMS [--device cuda] [--tiny] [--seconds 130]
+    python -m bench.gpu_ops ITEMS [--device cuda] [--tiny] [--seconds 130]
 
 ITEMS: a list of [case, dtype, contestant] as JSON, in the order in which they are measured; contestants are ours, torch
 and compiled, and ["facts", "", ""] measures what the card can do. The caller (`bench/gpu.py`) starts the program again
@@ -16,15 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor

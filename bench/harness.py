@@ -71,7 +71,8 @@ class Contestant:
         replies_in, replies_out = os.pipe()
         arguments = [str(commands_in), str(replies_out), to_json(self.work), to_json(self.entry)]
         process = subprocess.Popen(
-            [sys.executable, str(self.root / "bench" / "child.py"), *arguments],
+            [sys.executable, "-m", "bench.child", *arguments],
+            cwd=self.root,  # first on the path of such a module, before what is installed
             env=environment,
             pass_fds=(commands_in, replies_out),
             stdin=subprocess.DEVNULL,

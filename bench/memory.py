@@ -1,9 +1,9 @@
 """What holds the memory of a training step of megazero: every MiB of the peak that `bench/peers.py` compares, by its
 owner.
 
-    python bench/memory.py                     # W1 and W2
-    python bench/memory.py --layouts ZeRO-1,tp # other tables of peers.py; the rank that holds most
-    python bench/memory.py --quick             # a tiny model: does it start?
+    python -m bench.memory                     # W1 and W2
+    python -m bench.memory --layouts ZeRO-1,tp # other tables of peers.py; the rank that holds most
+    python -m bench.memory --quick             # a tiny model: does it start?
 
 Memory is resident and above the imports. What a step allocates is listed by the function that asked for it, as it stood
 when that was most. Needs Linux and glibc.
@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import results
 from bench.field import TABLES, Table

@@ -1,8 +1,8 @@
 """Every op of fused_ops against torch's and against what this machine allows.
 
-    python bench/ops.py                      # every op
-    python bench/ops.py --only attention     # some
-    python bench/ops.py --quick              # tiny tensors: does everything run?
+    python -m bench.ops                      # every op
+    python -m bench.ops --only attention     # some
+    python -m bench.ops --quick              # tiny tensors: does everything run?
 
 Forward and backward together where an op has both; ours and torch's in turns. The limit of an op is the larger of two
 times: the bytes it has to read and write at the rate of memory, and its products at the rate of the best large matrix
@@ -14,13 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
 """How much of a backend's communication in a step runs under computation, read from a trace of the profiler.
 
-    torchrun --nproc-per-node 2 bench/overlap.py                        # ZeRO-1 at W1
-    torchrun --nproc-per-node 2 bench/overlap.py --tp 2                 # any layout of megazero's own flags
-    torchrun --nproc-per-node 2 bench/overlap.py --no-overlap           # for comparison
+    torchrun --nproc-per-node 2 -m bench.overlap                        # ZeRO-1 at W1
+    torchrun --nproc-per-node 2 -m bench.overlap --tp 2                 # any layout of megazero's own flags
+    torchrun --nproc-per-node 2 -m bench.overlap --no-overlap           # for comparison
 
 Prints, for each kind of message, the milliseconds it was under way on rank 0 and the share of them in which that rank
 computed. The trace goes to --trace, to be looked at in chrome://tracing or Perfetto.

@@ -1,8 +1,8 @@
 """megazero beside its peers: same model, batch, precision and threads, in turns on the same machine.
 
-    python bench/peers.py                       # every table
-    python bench/peers.py --tables W1,ZeRO-1    # some
-    python bench/peers.py --quick               # a tiny model: does everything start?
+    python -m bench.peers                       # every table
+    python -m bench.peers --tables W1,ZeRO-1    # some
+    python -m bench.peers --quick               # a tiny model: does everything start?
 
 Results go to bench/results/ (JSON with every sample, a Markdown table, a plot).
 """
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import results
 from bench.field import TABLES, Table

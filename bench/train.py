@@ -1,9 +1,9 @@
 """Where a training step of megazero spends its time, in one process and on every two-rank layout.
 
-    python bench/train.py                     # every layout
-    python bench/train.py --layouts W1,tp     # some
-    python bench/train.py --before ../old     # in turns with another checkout: the gain of a change, by layout
-    python bench/train.py --quick             # a tiny model: does everything start?
+    python -m bench.train                     # every layout
+    python -m bench.train --layouts W1,tp     # some
+    python -m bench.train --before ../old     # in turns with another checkout: the gain of a change, by layout
+    python -m bench.train --quick             # a tiny model: does everything start?
 
 Time is the median over turns of a rank's mean step; with several ranks, of the rank that spends most outside
 communication.
@@ -14,12 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import results
 from bench.contestants.megazero_split import PARTS

@@ -173,6 +173,31 @@ def test_no_global_statement() -> None:
     assert not wrong, wrong
 
 
+CHANGES = ("insert", "append", "extend", "remove", "pop", "clear")
+
+
+def changes_the_path(tree: ast.Module) -> list[int]:
+    """Lines that change sys.path, by a method of the list or by assigning to it or a part of it."""
+    found = []
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign) else targets
+        places = [target.value if isinstance(target, ast.Subscript) else target for target in targets]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            places = [node.func.value]
+        found += [place.lineno for place in places if dotted(place) == "sys.path"]
+    return found
+
+
+def test_nobody_changes_where_modules_are_found() -> None:
+    """What runs is what is installed, or what PYTHONPATH or `-m` name: the same for a module and its imports."""
+    ways = "sys.path.insert(0, x)\nsys.path += x\nsys.path[:0] = x\ndel sys.path[0]\nsys.path[0].strip()"
+    assert sorted(changes_the_path(ast.parse(ways))) == [1, 2, 3, 4]
+    paths = [*OURS.values(), *modules("tests", "docs").values(), ROOT / "setup.py"]
+    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in changes_the_path(parsed(path))]
+    assert not wrong, wrong
+
+
 def touches_cuda(path: Path) -> list[int]:
     """Lines whose code (not comments or strings) names torch.cuda or imports it."""
     lines = []

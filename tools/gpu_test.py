@@ -1,8 +1,8 @@
 """All that needs an NVIDIA GPU to be tested, on the card and with the torch that are there: `make gpu-test`.
 
-    python tools/gpu_test.py                # everything, in at most eight minutes
-    python tools/gpu_test.py --only ranks   # stages whose name contains this
-    python tools/gpu_test.py --logs DIR     # keep what each stage printed
+    python -m tools.gpu_test                # everything, in at most eight minutes
+    python -m tools.gpu_test --only ranks   # stages whose name contains this
+    python -m tools.gpu_test --logs DIR     # keep what each stage printed
 
 Stages that need the card for themselves run alone, the others beside each other. What is most likely to be wrong comes
 first, and what fails is printed when it fails. Status 0: everything passed; 1: something failed, or there is no card.
@@ -22,8 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import card
 
@@ -63,14 +61,14 @@ def sanitized(program: str, tool: str) -> Stage:
     Without torch's cache each tensor is an allocation, whose ends are known.
     """
     options = ("--error-exitcode", str(FOUND), "--report-api-errors", "no")
-    command = (program, "--tool", tool, *options, sys.executable, "tests/gpu/sanitize.py")
+    command = (program, "--tool", tool, *options, sys.executable, "-m", "tests.gpu.sanitize")
     return Stage(tool, command, 100, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, sanitizer=True)
 
 
 def phases() -> Iterator[tuple[Stage, ...]]:
     """Stages of one phase run beside each other."""
     apart = ("tests/gpu/test_training.py", "tests/gpu/test_parity.py", "tests/gpu/test_attention.py")
-    yield (Stage("every kernel once", (sys.executable, "tests/gpu/sanitize.py"), 150),)
+    yield (Stage("every kernel once", (sys.executable, "-m", "tests.gpu.sanitize"), 150),)
     yield (
         pytest_stage("kernels", 240, "tests/fused_ops", workers=4),
         pytest_stage("ranks", 300, apart[0], workers=3),

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megazero.cli.checkpoint_flags import add_checkpoint_flags
-from megazero.cli.model_flags import add_layout_flags, add_tokenizer_flags
+from megazero.cli.model_flags import MOST_TOKENS, add_layout_flags, add_tokenizer_flags
 from megazero.cli.parser import command_parser
 from megazero.config.schema import DataConfig
 
@@ -35,8 +35,6 @@ EXAMPLES = (
     "torchrun --nproc-per-node 4 -m megazero generate bloom-7b1 --tp 2 --pp 2 --prompt-file prompts.txt --greedy",
     'echo "3 1 4 1 5" | python tools/generate_text.py --load runs/ids --ids --max-new-tokens 20',
 )
-MOST_TOKENS = 128
-"""Of a continuation, where nobody says how long it may be."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from megazero.convert.loading import Opened
 
 PRECISIONS = run_options()["precision"].choices
+MOST_TOKENS = 128
+"""Of a continuation, where nobody says how long it may be."""
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:

@@ -15,3 +15,16 @@ def command_parser(name: str, description: str, examples: Sequence[str], epilog:
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def taken_out(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """(what follows a flag, the other words); of a repeated flag the last counts."""
+    words, rest, value = iter(argv), [], None
+    for word in words:
+        if word == flag:
+            value = next(words, "")
+        elif word.startswith(flag + "="):
+            value = word.split("=", 1)[1]
+        else:
+            rest.append(word)
+    return value, rest

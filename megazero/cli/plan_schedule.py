@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, taken_out
 from megazero.config.level import Level
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
@@ -31,19 +31,6 @@ def chosen(words: str) -> Iterator[int]:
     for part in words.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
-
-
-def taken_out(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(what follows --iterations, the other words)."""
-    words, rest, value = iter(argv), [], None
-    for word in words:
-        if word == FLAG:
-            value = next(words, "")
-        elif word.startswith(FLAG + "="):
-            value = word.split("=", 1)[1]
-        else:
-            rest.append(word)
-    return value, rest
 
 
 def milestones(progress: Progress) -> list[int]:
@@ -86,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         parser().print_help()
         return 0
-    value, rest = taken_out(argv)
+    value, rest = taken_out(argv, FLAG)
     problems: list[str] = []
     iterations = None
     if value is not None:

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 
+from megazero.cli.parser import taken_out
+from megazero.config.flags import read_command_line
 from megazero.train.start import start_process
+
+RANKS = "--ranks"
+BY_A_LAUNCHER = frozenset({"RANK", "WORLD_SIZE"})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Never returns where a run starts: its process ends with its status."""
+    """Returns where ranks were started; the process of a rank ends with its status."""
+    count = ranks_to_start(argv, os.environ)
+    if count is not None:
+        argv, given = taken_out(argv, RANKS)[1], argv
+        if count > 1:
+            from megazero.cli.ranks import start_ranks
+
+            return start_ranks(count, [*this_command(sys.orig_argv, given), *argv])
     signals = start_process(argv)
     from megazero.cli.training import run
 
-    run(argv, signals)
+    return run(argv, signals)
+
+
+def ranks_to_start(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """The number behind --ranks, where there is something to start. What is wrong with it is told with all else that is
+    wrong.
+    """
+    command = read_command_line(argv).command
+    if command.ranks is None or command.ranks < 1 or BY_A_LAUNCHER & environment.keys():
+        return None
+    return None if command.help or command.help_all or command.starts_nothing else command.ranks
+
+
+def this_command(started: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """How this program was started, up to its flags: each rank is started likewise, from the same installation."""
+    at = len(started) - len(argv)
+    if at > 0 and [*started[at:]] == [*argv]:
+        return [sys.executable, *started[1:at]]
+    return [sys.executable, "-m", "megazero", "pretrain"]

@@ -43,6 +43,8 @@ class Command:
     "Print the resolved run as YAML for --config, start nothing."
     world_size: int | None = option(None, metavar="N", derived="torchrun's, else 1", common=True)
     "Number of ranks for --validate-only and --print-config."
+    ranks: int | None = option(None, metavar="N", derived="a launcher's, else 1", common=True)
+    "Start N ranks on this host, end with their status."
     help: bool = option(False, "-h", common=True)
     "Show the flags that most runs need, and exit."
     help_all: bool = option(False, common=True)
@@ -52,6 +54,10 @@ class Command:
     def starts_nothing(self) -> bool:
         """Whether the run is only looked at."""
         return self.validate_only or self.print_config
+
+    def ranks_to_check(self, here: int | None) -> int | None:
+        """The number of ranks that a run is looked at for; `here`: where no flag says one."""
+        return next((number for number in (self.world_size, self.ranks) if number is not None), here)
 
     @property
     def looks_at_files(self) -> bool:

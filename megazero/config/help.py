@@ -17,15 +17,21 @@ from megazero.config.presets import presets
 class Program:
     """How the program that trains is called.
 
-    one   on one rank: "python pretrain_gpt.py"
-    many  on several: "torchrun --nproc-per-node {ranks} pretrain_gpt.py"
+    one   on one rank
+    many  on several of this host, whose number is {ranks}
+    more  on several of many hosts, or as a script
     """
 
     one: str
     many: str
+    more: tuple[str, ...] = ()
 
 
-SCRIPT = Program("python pretrain_gpt.py", "torchrun --nproc-per-node {ranks} pretrain_gpt.py")
+COMMAND = Program(
+    "megazero pretrain",
+    "megazero pretrain --ranks {ranks}",
+    ("torchrun --nproc-per-node N -m megazero pretrain", "torchrun --nproc-per-node N pretrain_gpt.py"),
+)
 
 EXAMPLES = (
     ("a small model on this machine, on data that every machine has", 1, "--train-iters 20"),
@@ -64,7 +70,7 @@ _RULES = (
 )
 
 
-def help_asked(argv: Sequence[str], program: Program = SCRIPT) -> str | None:
+def help_asked(argv: Sequence[str], program: Program = COMMAND) -> str | None:
     """What to print for a command line with `--help` or `--help-all`; None for one without. Imports no torch."""
     command = read_command_line(argv).command
     if not (command.help or command.help_all):
@@ -72,10 +78,11 @@ def help_asked(argv: Sequence[str], program: Program = SCRIPT) -> str | None:
     return help_text(program, everything=command.help_all)
 
 
-def help_text(program: Program = SCRIPT, *, everything: bool = False) -> str:
+def help_text(program: Program = COMMAND, *, everything: bool = False) -> str:
     """The flags that most runs need, or with `everything` all of them; one group for each section of a run."""
     width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
-    lines = [f"usage: {program.one} [flags]", f"       {program.many.format(ranks='N')} [flags]", ""]
+    ways = (program.one, program.many.format(ranks="N"), *program.more)
+    lines = [f"{'       ' if number else 'usage: '}{way} [flags]" for number, way in enumerate(ways)] + [""]
     lines += _filled(_ABOUT if everything else f"{_ABOUT} {_MORE}", width)
     for name, cls in {"what to run": Command, **sections()}.items():
         options = options_of(cls, name)

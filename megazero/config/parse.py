@@ -8,7 +8,7 @@ collected and raised as one ConfigError.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,9 @@ def ask(
     problems = list(line.level.problems)
     if line.command.skip_files and not line.command.validate_only:
         problems.append("--skip-files goes with --validate-only: a run needs what it names")
-    if line.command.world_size is not None:
-        if line.command.starts_nothing:
-            world_size = line.command.world_size
-        else:
-            problems.append(
-                f"--world-size {line.command.world_size} goes with --validate-only; torchrun sets the number of ranks "
-                "otherwise"
-            )
+    problems += _wrong_ranks(line.command, world_size)
+    if line.command.starts_nothing:
+        world_size = line.command.ranks_to_check(world_size)
     levels = _levels(line.level, line.command)
     said = frozenset(name for level in levels for name in level.settings)
     notes = _deepspeed_defaults(levels)
@@ -125,6 +120,19 @@ def ask(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
     return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given)), *rarely_saved(run)), said)
+
+
+def _wrong_ranks(given: Command, world_size: int | None) -> Iterator[str]:
+    """What is wrong with --ranks and --world-size. A run that comes here has its ranks."""
+    if given.ranks is not None and given.ranks < 1:
+        yield f"--ranks {given.ranks}: must be at least 1"
+    elif given.ranks is not None and not given.starts_nothing and world_size is not None:
+        started = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        yield f"--ranks {given.ranks} starts ranks where there is no launcher; one has started {started} already"
+    if given.world_size is not None and not given.starts_nothing:
+        yield f"--world-size {given.world_size} goes with --validate-only; torchrun sets the number of ranks otherwise"
+    if None not in (given.ranks, given.world_size) and given.ranks != given.world_size:
+        yield f"--ranks {given.ranks} and --world-size {given.world_size} say different numbers of ranks"
 
 
 def _deepspeed_defaults(levels: list[Level]) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from megazero.config.help import help_asked
 from megazero.system.allocator import restart_with_settings
 from megazero.telemetry.console import outlive_the_console
-from megazero.telemetry.watchdog import StopSignals
+from megazero.telemetry.watchdog import STOPPING, StopSignals
 
 CHECKS = frozenset({"--validate-only", "--print-config"})
 """With one of these nothing is trained; a check that was broken off has found nothing right, so signals do what they do
@@ -27,7 +28,10 @@ def start_process(arguments: Sequence[str]) -> StopSignals:
     restart_with_settings()
     outlive_the_console()
     signals = StopSignals(early=_end)
-    return signals if CHECKS & {*arguments} else signals.__enter__()
+    if not CHECKS & {*arguments}:
+        signals.__enter__()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # who started us may have blocked them until they are heard
+    return signals
 
 
 def _answer(told: str | None) -> None:

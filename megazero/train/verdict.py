@@ -19,13 +19,13 @@ from megazero.train.requirements import unfit
 
 
 def answer(asked: Asked, ranks_here: int) -> str:
-    """The text for standard output. ranks_here: how many there are, which --world-size overrides.
+    """The text for standard output. ranks_here: how many there are, which --world-size and --ranks override.
 
     Raises ConfigError, as a start would.
     """
     told = [dump(asked.run).rstrip()] if asked.command.print_config else []
     if asked.command.validate_only:
-        told.append(_verdict(asked, asked.command.world_size or ranks_here))
+        told.append(_verdict(asked, asked.command.world_size or asked.command.ranks or ranks_here))
     return "\n\n".join(told)
 
 

@@ -28,8 +28,8 @@ TINY = Workload("tiny", layers=1, hidden=16, heads=2, sequence=8, vocabulary=64,
 def run_quick(script: str, folder: Path, *words: str, ranks: int = 0) -> dict[str, Any]:
     """What the script wrote. ranks: of torchrun, which not every script starts by itself."""
     launcher = [sys.executable, *(["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else [])]
-    command = [*launcher, str(ROOT / "bench" / script), "--quick", "--results", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = [*launcher, "-m", f"bench.{script}", "--quick", "--results", str(folder), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.json")
     assert path.with_suffix(".md").read_text().startswith("|") or "\n|" in path.with_suffix(".md").read_text()
@@ -40,7 +40,7 @@ def run_quick(script: str, folder: Path, *words: str, ranks: int = 0) -> dict[st
 
 def peers(tmp_path: Path) -> None:
     """One table with one rival: turns of both, a ratio, memory above the imports."""
-    found = run_quick("peers.py", tmp_path, "--tables", "W1", "--only", "plain")
+    found = run_quick("peers", tmp_path, "--tables", "W1", "--only", "plain")
     (rival,) = found["tables"]["W1"]["rivals"]
     assert "skipped" not in rival, rival
     assert rival["ratio"] > 0 and len(rival["seconds"]["megazero"]) == len(rival["seconds"]["rival"]) == 1
@@ -49,7 +49,7 @@ def peers(tmp_path: Path) -> None:
 
 def train(tmp_path: Path) -> None:
     """The parts of a pipeline whose ranks wait for each other, and the same checkout's turns beside it."""
-    found = run_quick("train.py", tmp_path, "--layouts", "pp", "--before", str(ROOT))
+    found = run_quick("train", tmp_path, "--layouts", "pp", "--before", str(ROOT))
     layout = found["layouts"]["pp"]
     assert "skipped" not in layout, layout
     assert len(layout["parts_by_rank"]) == 2
@@ -68,7 +68,7 @@ def memory(tmp_path: Path) -> None:
     """The account adds up to the peak that the kernel tells of the process, on one process and on two that share
     memory.
     """
-    found = run_quick("memory.py", tmp_path, "--layouts", "W1,tp")
+    found = run_quick("memory", tmp_path, "--layouts", "W1,tp")
     for name in ("W1", "tp"):
         layout = found["layouts"][name]
         parts, tensors = layout["parts"], layout["tensors"]
@@ -84,18 +84,18 @@ def memory(tmp_path: Path) -> None:
 
 
 def ops(tmp_path: Path) -> None:
-    found = run_quick("ops.py", tmp_path, "--only", "gelu")
+    found = run_quick("ops", tmp_path, "--only", "gelu")
     assert [row["name"] for row in found["ops"]] == [name for name in CASES if "gelu" in name]
     assert all(row["ours"] and row["theirs"] for row in found["ops"])
 
 
 def exchange(tmp_path: Path) -> None:
-    found = run_quick("exchange.py", tmp_path, ranks=2)
+    found = run_quick("exchange", tmp_path, ranks=2)
     assert all(row["shared_memory"][0] > 0 and row["gloo"][0] > 0 for row in found["collectives"])
 
 
 def async_save(tmp_path: Path) -> None:
-    found = run_quick("async_save.py", tmp_path, "--saves", "2", "--every", "2", "--folder", str(tmp_path))
+    found = run_quick("async_save", tmp_path, "--saves", "2", "--every", "2", "--folder", str(tmp_path))
     for way, part in (("async", "copy"), ("sync", "write")):
         one = found["ways"][way]
         assert len(one["seconds"]["saving"]) == 1 and len(one["parts"][part]) == 2 and one["bytes"] > 100_000
@@ -104,7 +104,7 @@ def async_save(tmp_path: Path) -> None:
 
 def generate(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    found = run_quick("generate.py", tmp_path)
+    found = run_quick("generate", tmp_path)
     rows = found["generation"]
     assert [(row["dtype"], row["batch"]) for row in rows] == [
         (dtype, batch) for dtype in ("fp32", "bf16") for batch in (1, 8)

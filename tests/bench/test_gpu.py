@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rehearse(*words: str) -> str:
-    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--rehearse", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, "-m", "bench.gpu", "--rehearse", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

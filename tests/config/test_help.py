@@ -55,7 +55,16 @@ def test_help_shows_what_most_runs_need() -> None:
     told, common = entries(text), [known for known in run_options().values() if known.common]
     assert len(common) == 20 and {known.flag for known in common} < set(told)
     assert set(told) - {known.flag for known in common} == {
-        *("--preset", "--config", "--validate-only", "--print-config", "--world-size", "--help", "--help-all")
+        *(
+            "--preset",
+            "--config",
+            "--validate-only",
+            "--print-config",
+            "--world-size",
+            "--ranks",
+            "--help",
+            "--help-all",
+        )
     }
     plain = " ".join(text.split())
     assert all(" ".join((cls.__doc__ or "").split()) in plain for cls in sections().values()), "a sentence for a group"
@@ -104,7 +113,7 @@ def test_help_needs_no_torch_and_one_rank_tells_it() -> None:
         assert done.stderr == "0 False"
         return done.stdout
 
-    assert told("-h", 0).startswith("usage: python pretrain_gpt.py [flags]") and told("--help-all", 1) == ""
+    assert told("-h", 0).startswith("usage: megazero pretrain [flags]") and told("--help-all", 1) == ""
 
 
 def test_help_asked_of_the_parser_ends_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Every CUDA kernel once or twice on odd shapes, without a look at the results: a short program for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
-    python tests/gpu/sanitize.py --emulated            # the same kernels on the CPU
+    compute-sanitizer --tool memcheck python -m tests.gpu.sanitize
+    python -m tests.gpu.sanitize --emulated            # the same kernels on the CPU
 
 Inputs are made on the host, so that hardly any kernel is not ours. Rows are of one warp, of several and of a whole
 block; some lengths are no multiple of a pack, and some tensors begin beside an aligned place.
@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
