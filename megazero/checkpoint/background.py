@@ -18,7 +18,6 @@ import torch
 
 from megazero.checkpoint.format import Fragment, columns_of
 from megazero.checkpoint.save_phases import SavedCheckpoint
-from megazero.checkpoint.shares import Values, values
 from megazero.system.streams import HostCopies
 
 NICE = 10
@@ -37,11 +36,14 @@ class Snapshot:
         """
         return self._copies.reserve([tensor for fragment in fragments for tensor in columns_of(fragment).values()])
 
-    def take(self, fragments: Sequence[Values]) -> list[Values]:
+    def take(self, fragments: Sequence[Fragment]) -> list[Fragment]:
         """Copies of the fragments. Returns when they are made."""
         tensors = [tensor for fragment in fragments for tensor in columns_of(fragment).values()]
         copies = iter(self._copies.take(tensors))
-        return [values(fragment, {column: next(copies) for column in columns_of(fragment)}) for fragment in fragments]
+        return [
+            Fragment(one.place, one.start, one.stop, **{column: next(copies) for column in columns_of(one)})
+            for one in fragments
+        ]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import COLUMNS, MANIFEST, VERSION, Damaged, Manifest, StoredFile, StoredTensor, seal
-from megazero.checkpoint.reshard import Span
+from megazero.checkpoint.reshard import FlatRange
 from megazero.system.names import is_bare
 from megazero.system.reading import BOUNDS, parse_json, raised_as, shown
 
@@ -144,7 +144,7 @@ def _tensor(name: str, record: Any, files: int) -> StoredTensor:
     )
 
 
-def _fragment(name: str, shape: list[int], record: Any, files: int) -> tuple[int, Span]:
+def _fragment(name: str, shape: list[int], record: Any, files: int) -> tuple[int, FlatRange]:
     """File and range of a fragment, which lies inside its box and the box inside the tensor."""
     if isinstance(record, list) and len(record) == 4:
         file, box, start, stop = record
@@ -156,5 +156,5 @@ def _fragment(name: str, shape: list[int], record: Any, files: int) -> tuple[int
         if ranges and all(type(n) is int for n in (file, start, stop, *(end for pair in box for end in pair))):
             inside = all(0 <= low <= high <= extent for (low, high), extent in zip(box, shape, strict=True))
             if inside and 0 <= file < files and 0 <= start <= stop <= math.prod(high - low for low, high in box):
-                return file, Span(tuple((low, high) for low, high in box), start, stop)
+                return file, FlatRange(tuple((low, high) for low, high in box), start, stop)
     raise Damaged(f"{MANIFEST}: {name} {shape} has a fragment {shown(record)}")

@@ -17,12 +17,12 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from megazero.checkpoint.reshard import Span
-from megazero.mpu.place import Place
+from megazero.checkpoint.reshard import FlatRange
+from megazero.zero.fragment import Fragment, FragmentSpec
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -38,53 +38,21 @@ class Damaged(CheckpointError):
     """A checkpoint that was complete no longer is: the message names the file."""
 
 
-class Fragment(Protocol):
-    """What a rank holds of one parameter: elements [start, stop) of its box, one contiguous 1-D tensor per column.
-
-    The tensors are views of the rank's storage: they are written from on save and into on load. A column that the
-    optimizer does not have is None.
-    """
-
-    @property
-    def place(self) -> Place: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def exp_avg(self) -> Tensor | None: ...
-    @property
-    def exp_avg_sq(self) -> Tensor | None: ...
-
-
-class Held(Protocol):
-    """Where a fragment lies, without its values: what layout arithmetic knows of other ranks."""
-
-    @property
-    def place(self) -> Place: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-
-
 def columns_of(fragment: Fragment) -> dict[str, Tensor]:
     """The columns that a fragment has, by name."""
-    found = ((column, getattr(fragment, column, None)) for column in COLUMNS)
+    found = ((column, getattr(fragment, column)) for column in COLUMNS)
     return {column: tensor for column, tensor in found if tensor is not None}
 
 
-def span_of(held: Held) -> Span:
-    """Box and flat range of a fragment."""
-    return Span(held.place.box, held.start, held.stop)
+def range_of(fragment: FragmentSpec) -> FlatRange:
+    """Where a fragment lies in its global tensor."""
+    return FlatRange(fragment.place.box, fragment.start, fragment.stop)
 
 
-def key_of(name: str, column: str, span: Span) -> str:
+def key_of(name: str, column: str, flat: FlatRange) -> str:
     """The tensor's name in a fragment file: "blocks.3.mlp.up.weight|exp_avg|0:40,0:24|120:360"."""
-    box = ",".join(f"{start}:{stop}" for start, stop in span.box)
-    return f"{name}|{column}|{box}|{span.start}:{span.stop}"
+    box = ",".join(f"{start}:{stop}" for start, stop in flat.box)
+    return f"{name}|{column}|{box}|{flat.start}:{flat.stop}"
 
 
 def file_name(index: int, count: int) -> str:
@@ -94,11 +62,11 @@ def file_name(index: int, count: int) -> str:
 
 @dataclass
 class StoredTensor:
-    """A global tensor: its shape, the dtype of each column ("F32"), and its fragments as (index into files, span)."""
+    """A global tensor: shape, dtype of each column ("F32"), and fragments as (index into files, flat range)."""
 
     shape: tuple[int, ...]
     columns: dict[str, str]
-    fragments: list[tuple[int, Span]] = field(default_factory=list)
+    fragments: list[tuple[int, FlatRange]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -141,7 +109,7 @@ class Manifest:
     def missing_elements(self) -> dict[str, int]:
         """Elements that no fragment holds, by tensor; negative where fragments overlap."""
         gaps = {
-            name: math.prod(t.shape) - sum(span.numel for _, span in t.fragments) for name, t in self.tensors.items()
+            name: math.prod(t.shape) - sum(flat.numel for _, flat in t.fragments) for name, t in self.tensors.items()
         }
         return {name: gap for name, gap in gaps.items() if gap}
 
@@ -165,7 +133,7 @@ def _content(manifest: Manifest) -> str:
 
 
 def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
-    fragments = [[file, span.box, span.start, span.stop] for file, span in tensor.fragments]
+    fragments = [[file, flat.box, flat.start, flat.stop] for file, flat in tensor.fragments]
     return {"shape": tensor.shape, "columns": tensor.columns, "fragments": fragments}
 
 

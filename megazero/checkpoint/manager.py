@@ -16,11 +16,11 @@ from megazero.checkpoint.agreement import agree, share
 from megazero.checkpoint.background import Background, Outcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
-from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, Held, Manifest, columns_of
+from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, FragmentSpec, Manifest, columns_of
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
 from megazero.checkpoint.save_phases import SavedCheckpoint, SavePhases
-from megazero.checkpoint.shares import Share, Values, shares, shares_of_values
+from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.config.schema import CheckpointConfig
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group, ProcessGrid
@@ -126,7 +126,7 @@ class Checkpoints:
         cfg: CheckpointConfig,
         run: dict[str, Any],
         state: State,
-        all_fragments: Callable[[], Sequence[Sequence[Held]]],
+        all_fragments: Callable[[], Sequence[Sequence[FragmentSpec]]],
         grid: ProcessGrid,
         token: str,
         background: Group | None = None,
@@ -264,14 +264,15 @@ class Checkpoints:
         assert self._saving is not None, "claim comes before the first save"
         return self._saving
 
-    def _written(self) -> list[Values]:
+    def _written(self) -> list[Fragment]:
         """What this rank writes, as views of the state."""
-        return shares_of_values(list(self._state.fragments()), self._grid.at.tp, self._grid.axes.tp)
+        return views_to_write(list(self._state.fragments()), self._grid.at.tp, self._grid.axes.tp)
 
-    def _writers(self) -> list[list[Share]]:
+    def _writers(self) -> list[list[FragmentSpec]]:
         """What each rank writes."""
         axes = self._grid.axes
-        return [shares(every, axes.coordinates(rank).tp, axes.tp) for rank, every in enumerate(self._all_fragments())]
+        tp = [axes.coordinates(rank).tp for rank in range(axes.world_size)]
+        return [fragments_to_write(held, index, axes.tp) for index, held in zip(tp, self._all_fragments(), strict=True)]
 
     def _all_have(self, path: Path) -> bool:
         """Whether this folder is there on every rank. Travels: one int64."""

@@ -13,9 +13,9 @@ from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import read_fragments
-from megazero.checkpoint.shares import Values
 from megazero.checkpoint.window import Shape
 from megazero.mpu.place import Box, Kind, Place
+from megazero.zero.fragment import Fragment
 
 
 class Checkpoint:
@@ -61,7 +61,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no {column} of {name}, only {', '.join(shape.columns)}")
         extents = tuple(stop - start for start, stop in box)
         values = torch.empty(extents, dtype=shape.columns[column])
-        part = Values(
+        part = Fragment(
             Place(name, shape.shape, box, extents, Kind.MATRIX), 0, values.numel(), **{column: values.view(-1)}
         )
         with OpenFiles(self.path, self._manifest) as files:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megazero.checkpoint.blocks import BlockFile
 from megazero.checkpoint.decoding import decode
-from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, Held, Manifest, columns_of, key_of, span_of
+from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, FragmentSpec, Manifest, columns_of, key_of, range_of
 from megazero.checkpoint.open_files import OpenFiles, check_header
-from megazero.checkpoint.reshard import Overlap, Span, overlaps
+from megazero.checkpoint.reshard import FlatRange, Overlap, overlaps
 from megazero.system.reading import BOUNDS, Unreadable, read_bytes
 
 THREADS = 2
@@ -55,7 +55,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def check_inventory(manifest: Manifest, model: Iterable[Held], columns: Sequence[str]) -> None:
+def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: Sequence[str]) -> None:
     """Check that the checkpoint holds exactly the tensors of the model, in its shapes, with these columns.
 
     model: everything that all ranks hold. Raises ValueError, one that names every difference.
@@ -127,19 +127,19 @@ def _read_all(reads: Iterator[_Read], pool: ThreadPoolExecutor) -> int:
     return total
 
 
-_Plan = dict[int, dict[tuple[str, Span], list[Fragment]]]
-"""By number of the file: the fragments in it that are needed, by name and span, and for which targets."""
+_Plan = dict[int, dict[tuple[str, FlatRange], list[Fragment]]]
+"""By number of the file: the fragments in it that are needed, by name and flat range, and for which targets."""
 
 
 def _plan(manifest: Manifest, targets: Iterable[Fragment]) -> _Plan:
     plan: _Plan = {}
     for target in targets:
-        name, wanted = target.place.name, span_of(target)
+        name, wanted = target.place.name, range_of(target)
         found = 0
-        for number, span in manifest.tensors[name].fragments:
-            shared = sum(overlap.numel for overlap in overlaps(span, wanted))
+        for number, flat in manifest.tensors[name].fragments:
+            shared = sum(overlap.numel for overlap in overlaps(flat, wanted))
             if shared:
-                plan.setdefault(number, {}).setdefault((name, span), []).append(target)
+                plan.setdefault(number, {}).setdefault((name, flat), []).append(target)
                 found += shared
         if found != wanted.numel:
             raise Damaged(f"{MANIFEST} lists {found} of the {wanted.numel} elements of {name} {wanted}")
@@ -159,17 +159,17 @@ class _Read:
 def _reads(files: OpenFiles, plan: _Plan, columns: Sequence[str]) -> Iterator[_Read]:
     """All blocks that are needed, file after file."""
     for number in sorted(plan):
-        for (name, span), targets in plan[number].items():
+        for (name, flat), targets in plan[number].items():
             for column in columns:
-                yield from _blocks(files[number], name, column, span, targets)
+                yield from _blocks(files[number], name, column, flat, targets)
 
 
-def _blocks(file: BlockFile, name: str, column: str, span: Span, targets: Sequence[Fragment]) -> Iterator[_Read]:
-    key = key_of(name, column, span)
+def _blocks(file: BlockFile, name: str, column: str, flat: FlatRange, targets: Sequence[Fragment]) -> Iterator[_Read]:
+    key = key_of(name, column, flat)
     for block, (first, last) in enumerate(file.block_ranges(key)):
-        piece = Span(span.box, span.start + first, span.start + last)
+        piece = FlatRange(flat.box, flat.start + first, flat.start + last)
         copies = [
-            (columns_of(target)[column], overlap) for target in targets for overlap in overlaps(piece, span_of(target))
+            (columns_of(target)[column], overlap) for target in targets for overlap in overlaps(piece, range_of(target))
         ]
         if copies:
             yield _Read(file, key, block, copies)

@@ -19,7 +19,7 @@ from megazero.checkpoint import folder as folders
 from megazero.checkpoint.agreement import share, together
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import Filesystems
-from megazero.checkpoint.format import CheckpointError, Fragment, Held, file_name
+from megazero.checkpoint.format import CheckpointError, Fragment, FragmentSpec, file_name
 from megazero.checkpoint.writer import Header, headers_of, make_manifest, put_manifest, write_fragments
 from megazero.mpu.grid import Group
 
@@ -50,7 +50,7 @@ class SavePhases:
     root: Path
     fence: Fence
     filesystems: Filesystems
-    writers: Callable[[], Sequence[Sequence[Held]]]
+    writers: Callable[[], Sequence[Sequence[FragmentSpec]]]
     run: dict[str, Any]
     layout: dict[str, int]
     keep_last: int

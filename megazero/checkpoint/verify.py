@@ -74,8 +74,8 @@ def _expected_keys(manifest: Manifest) -> list[set[str]]:
     """What each file must hold."""
     expected: list[set[str]] = [set() for _ in manifest.files]
     for name, stored in manifest.tensors.items():
-        for number, span in stored.fragments:
-            expected[number].update(key_of(name, column, span) for column in stored.columns)
+        for number, flat in stored.fragments:
+            expected[number].update(key_of(name, column, flat) for column in stored.columns)
     return expected
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import Damaged, Manifest, key_of
 from megazero.checkpoint.open_files import OpenFiles
-from megazero.checkpoint.reshard import Span, overlaps
+from megazero.checkpoint.reshard import FlatRange, overlaps
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class StoredTensors:
 
     def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
         shape = self.shapes[name]
-        wanted = Span(tuple((0, extent) for extent in shape.shape), start, stop)
+        wanted = FlatRange(tuple((0, extent) for extent in shape.shape), start, stop)
         values = torch.empty(stop - start, dtype=shape.columns[column])
         found = 0
-        for number, span in self.manifest.tensors[name].fragments:
-            if not overlaps(span, wanted):
+        for number, flat in self.manifest.tensors[name].fragments:
+            if not overlaps(flat, wanted):
                 continue
-            key = key_of(name, column, span)
+            key = key_of(name, column, flat)
             for block, (first, last) in enumerate(self.files[number].block_ranges(key)):
-                piece = Span(span.box, span.start + first, span.start + last)
+                piece = FlatRange(flat.box, flat.start + first, flat.start + last)
                 shared = overlaps(piece, wanted)
                 if shared:
                     source = self._block(number, key, block)

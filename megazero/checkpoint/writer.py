@@ -13,14 +13,14 @@ from megazero.checkpoint.format import (
     MANIFEST,
     CheckpointError,
     Fragment,
-    Held,
+    FragmentSpec,
     Manifest,
     StoredFile,
     StoredTensor,
     columns_of,
     file_name,
     key_of,
-    span_of,
+    range_of,
 )
 from megazero.system.durable import sync_folder
 
@@ -34,7 +34,7 @@ def write_fragments(
     Nothing is communicated. Memory: one block. Raises OSError.
     """
     tensors = [
-        (key_of(fragment.place.name, column, span_of(fragment)), tensor)
+        (key_of(fragment.place.name, column, range_of(fragment)), tensor)
         for fragment in fragments
         for column, tensor in columns_of(fragment).items()
     ]
@@ -62,7 +62,7 @@ def headers_of(folder: Path, names: Iterable[str]) -> dict[str, Header]:
 
 
 def make_manifest(
-    writers: Sequence[Sequence[Held]],
+    writers: Sequence[Sequence[FragmentSpec]],
     headers: Mapping[str, Header],
     *,
     run: dict[str, Any],
@@ -101,7 +101,7 @@ def put_manifest(folder: Path, content: bytes) -> None:
 
 def write_manifest(
     folder: Path,
-    writers: Sequence[Sequence[Held]],
+    writers: Sequence[Sequence[FragmentSpec]],
     *,
     run: dict[str, Any],
     progress: dict[str, Any],
@@ -112,29 +112,29 @@ def write_manifest(
     put_manifest(folder, make_manifest(writers, headers, run=run, progress=progress, layout=layout).encode())
 
 
-def file_names(writers: Sequence[Sequence[Held]]) -> list[str]:
+def file_names(writers: Sequence[Sequence[FragmentSpec]]) -> list[str]:
     """The files of these writers: one for each that has something to write."""
     return [file_name(index, len(writers)) for index, held in enumerate(writers) if held]
 
 
-def _add_file(manifest: Manifest, name: str, header: Header, fragments: Sequence[Held]) -> None:
+def _add_file(manifest: Manifest, name: str, header: Header, fragments: Sequence[FragmentSpec]) -> None:
     found: dict[tuple[str, str], dict[str, str]] = {}
     for key, dtype in header.dtypes.items():
-        tensor, column, box, flat = key.split("|")
-        found.setdefault((tensor, f"{box}|{flat}"), {})[column] = dtype
+        tensor, column, where = key.split("|", 2)
+        found.setdefault((tensor, where), {})[column] = dtype
     number = len(manifest.files)
     manifest.files.append(StoredFile(name, header.size, header.sha256))
     for held in fragments:
-        span, tensor = span_of(held), held.place.name
-        columns = found.pop((tensor, key_of("", "", span).lstrip("|")), None)
+        flat, tensor = range_of(held), held.place.name
+        columns = found.pop((tensor, key_of("", "", flat).lstrip("|")), None)
         if columns is None:
-            raise CheckpointError(f"{name} lacks {tensor} {span}, which by the layout it must hold")
+            raise CheckpointError(f"{name} lacks {tensor} {flat}, which by the layout it must hold")
         stored = manifest.tensors.setdefault(tensor, StoredTensor(held.place.shape, columns))
         if stored.shape != held.place.shape or stored.columns != columns:
             raise CheckpointError(
                 f"{tensor} is {held.place.shape} {columns} in {name} and {stored.shape} {stored.columns} in an earlier "
                 "file"
             )
-        stored.fragments.append((number, span))
+        stored.fragments.append((number, flat))
     if found:
         raise CheckpointError(f"{name} holds what the layout does not know of: {sorted(found)}")

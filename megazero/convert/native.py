@@ -18,11 +18,10 @@ from torch import Tensor
 
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.blocks import DTYPES, Later
-from megazero.checkpoint.format import MANIFEST, CheckpointError, Held, Manifest
+from megazero.checkpoint.format import MANIFEST, CheckpointError, FragmentSpec, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
 from megazero.checkpoint.resume_changes import record_of, run_from
-from megazero.checkpoint.shares import Values
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
@@ -31,6 +30,7 @@ from megazero.convert.formats import Advance, Format, Wanted
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Box, Place
 from megazero.system.reading import about
+from megazero.zero.fragment import Fragment
 
 FILE_BYTES = 4 << 30
 """A fragment file is closed once it holds so much."""
@@ -67,7 +67,7 @@ class NativeSource(Source):
         """Of the files only those blocks that hold some of it."""
         shape = tuple(stop - start for start, stop in box)
         values = torch.empty(math.prod(shape), dtype=self.entries[name].columns[column])
-        part = Values(replace(self._places[name], box=box, local_shape=shape), 0, values.numel(), **{column: values})
+        part = Fragment(replace(self._places[name], box=box, local_shape=shape), 0, values.numel(), **{column: values})
         try:
             read_fragments(self._files, [part], [column])
         except CheckpointError as error:
@@ -130,7 +130,7 @@ def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance)
     files = list(_files(source, wanted, advance))
     for index, fragments in enumerate(files):
         write_fragments(inside, index, len(files), fragments)
-    writers: list[list[Held]] = [list(fragments) for fragments in files]
+    writers: list[list[FragmentSpec]] = [list(fragments) for fragments in files]
     run = _as_recorded(source.run, wanted.dtype)
     write_manifest(
         inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1}
@@ -139,10 +139,10 @@ def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
 
-def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[Values]]:
+def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[Fragment]]:
     """What goes into each file, in the model's order."""
     everything = places(source.model)
-    group: list[Values] = []
+    group: list[Fragment] = []
     size = 0
     for name, entry in source.entries.items():
         dtypes = {
@@ -152,7 +152,7 @@ def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[Va
             column: Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance))
             for column, dtype in dtypes.items()
         }
-        group.append(Values(everything[name], 0, entry.numel, **columns))
+        group.append(Fragment(everything[name], 0, entry.numel, **columns))
         size += sum(entry.nbytes(column) for column in source.columns)
         if size >= FILE_BYTES:
             yield group

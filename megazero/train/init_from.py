@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.agreement import agree, share, together
-from megazero.checkpoint.format import span_of
-from megazero.checkpoint.reshard import rectangles
+from megazero.checkpoint.format import range_of
+from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
 from megazero.config.level import Level
 from megazero.config.shape import shape_settings
@@ -25,7 +25,8 @@ from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.place import Box, Place
 from megazero.system.reading import about
-from megazero.zero.optimizer import Fragment, ShardedOptimizer
+from megazero.zero.fragment import Fragment
+from megazero.zero.optimizer import ShardedOptimizer
 
 """What has a row per token."""
 SHOWN = 3
@@ -161,7 +162,7 @@ def _misfit(source: Source, place: Place) -> str | None:
 @torch.no_grad()
 def _copy(source: Source, fragment: Fragment) -> None:
     """What the fragment covers, by one read of the rows that it reaches into."""
-    parts, (_, *columns) = rectangles(span_of(fragment)), fragment.place.box
+    parts, (_, *columns) = sub_boxes(range_of(fragment)), fragment.place.box
     first, last = min(part.box[0][0] for part in parts), max(part.box[0][1] for part in parts)
     rows = _rows(source, fragment.place.name, ((first, last), *columns))
     origins = (first, *(start for start, _ in columns))

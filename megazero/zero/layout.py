@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megazero.mpu.grid import Axes, Coordinates
 from megazero.mpu.place import Kind, Place, StateGroup
+from megazero.zero.fragment import FragmentSpec
 
 UNSHARED = dict.fromkeys(StateGroup, 1)
 """Group sizes of memory that every rank holds whole: frozen parameters."""
@@ -30,17 +31,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a parameter's flat local tensor, which lie at `offset` of the bucket."""
+class BucketFragment(FragmentSpec):
+    """A fragment that lies at `offset` of its bucket."""
 
-    place: Place
-    start: int
-    stop: int
     offset: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -68,14 +62,14 @@ class BucketLayout:
         part = self.numel // size
         return index * part, (index + 1) * part
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def fragments(self, start: int, stop: int) -> Iterator[BucketFragment]:
         """What of each parameter lies in [start, stop) of the bucket, without vocabulary padding and
         the unused tail.
         """
         for entry in self.entries:
             first, last = max(start, entry.offset), min(stop, entry.offset + entry.place.stored_numel)
             if first < last:
-                yield Piece(entry.place, first - entry.offset, last - entry.offset, first)
+                yield BucketFragment(entry.place, first - entry.offset, last - entry.offset, first)
 
 
 def pack(
@@ -162,15 +156,15 @@ def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
     return {group: len(axes.state_ranks(group, at)) for group in StateGroup}
 
 
-def owned_pieces(
+def owned_fragments(
     chunks: Sequence[Sequence[Sequence[Place]]], axes: Axes, at: Coordinates, bucket_size: int
-) -> Iterator[tuple[int, Piece]]:
-    """(bucket number, piece) for all that the rank at `at` owns, whatever the ZeRO stage: what
+) -> Iterator[tuple[int, BucketFragment]]:
+    """(bucket number, fragment) for all that the rank at `at` owns, whatever the ZeRO stage: what
     `ShardedOptimizer.fragments` covers there.
 
     Over all ranks that is every element once, but for parameters replicated over tp, which every tp rank owns.
     """
     for number, layout in enumerate(pack(chunks, group_sizes(axes, at), bucket_size)):
         members = axes.state_ranks(layout.group, at)
-        for piece in layout.pieces(*layout.shard(members.index(axes.rank(at)), len(members))):
-            yield number, piece
+        for fragment in layout.fragments(*layout.shard(members.index(axes.rank(at)), len(members))):
+            yield number, fragment

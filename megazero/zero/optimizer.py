@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,28 +13,12 @@ from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.place import Place
+from megazero.zero.fragment import Fragment
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 
 ADAM = {"megazero": adam_step, "apex": apex.adam_step}
 """By --optimizer-impl."""
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """What this rank owns of one parameter: elements [start, stop) of its box, row-major.
-
-    The tensors are 1-D views of live memory, of stop - start elements: read to save, written to load. weight is the
-    master weight. exp_avg_sq is None where the optimizer has none (sgd, whose exp_avg is its momentum).
-    """
-
-    place: Place
-    start: int
-    stop: int
-    weight: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor | None
 
 
 class ShardedOptimizer:
@@ -91,8 +74,8 @@ class ShardedOptimizer:
         self.state.reducer.reset()
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank owns, whatever the ZeRO stage (`layout.owned_pieces` is the same list for any rank, without
-        values).
+        """What this rank owns, whatever the ZeRO stage. `layout.owned_fragments` gives the same list for any rank,
+        without values.
 
         Parameters replicated over tp come on every tp rank; one of them is enough to write, each is needed to load.
         To load, write into the tensors, set `step_count`, and call `after_load`.
@@ -100,11 +83,16 @@ class ShardedOptimizer:
         self.state.wait_parameters()
         table, weights = self.state.columns, self.state.weights
         for index, bucket in enumerate(self.state.buckets):
-            for piece in bucket.layout.pieces(*bucket.shard):
-                at = index, piece.offset, piece.offset + piece.numel
+            for fragment in bucket.layout.fragments(*bucket.shard):
+                at = index, fragment.offset, fragment.offset + fragment.numel
                 second = table[Column.EXP_AVG_SQ].view(*at) if Column.EXP_AVG_SQ in table else None
                 yield Fragment(
-                    piece.place, piece.start, piece.stop, weights.view(*at), table[Column.EXP_AVG].view(*at), second
+                    fragment.place,
+                    fragment.start,
+                    fragment.stop,
+                    weights.view(*at),
+                    table[Column.EXP_AVG].view(*at),
+                    second,
                 )
 
     @torch.no_grad()
@@ -130,13 +118,13 @@ class ShardedOptimizer:
         """
         bucket = self.state.buckets[index]
         runs: list[tuple[int, int]] = []
-        for piece in bucket.layout.pieces(*bucket.shard):
-            if counted == (piece.place.tp_sharded or self.grid.at.tp == 0):
-                stop = piece.offset + piece.numel
-                if runs and runs[-1][1] == piece.offset:
+        for fragment in bucket.layout.fragments(*bucket.shard):
+            if counted == (fragment.place.tp_sharded or self.grid.at.tp == 0):
+                stop = fragment.offset + fragment.numel
+                if runs and runs[-1][1] == fragment.offset:
                     runs[-1] = runs[-1][0], stop
                 else:
-                    runs.append((piece.offset, stop))
+                    runs.append((fragment.offset, stop))
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
 
     def _decay_ranges(self, index: int) -> Iterator[tuple[int, int, float]]:

@@ -120,10 +120,10 @@ class GradientReducer:
                 parameter.gradient_target = target = _Target(self, index, entry)
                 parameter.register_post_accumulate_grad_hook(target.take_from)
         self._partials = [
-            column.view(index, piece.offset, piece.offset + piece.numel)
+            column.view(index, fragment.offset, fragment.offset + fragment.numel)
             for index, bucket in enumerate(buckets)
-            for piece in bucket.layout.pieces(*state.range_of(index))
-            if piece.place.tp_partial
+            for fragment in bucket.layout.fragments(*state.range_of(index))
+            if fragment.place.tp_partial
         ]
 
     # --- what the engine calls -------------------------------------------------------------------------------------

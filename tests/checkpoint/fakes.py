@@ -15,11 +15,12 @@ from torch import Tensor
 from megazero.checkpoint.format import COLUMNS, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
-from megazero.checkpoint.shares import shares, shares_of_values
+from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.grid import Axes, Coordinates
 from megazero.mpu.place import Kind, Place, StateGroup, shard
-from megazero.zero.layout import Piece, owned_pieces
+from megazero.zero.fragment import Fragment
+from megazero.zero.layout import BucketFragment, owned_fragments
 
 VOCAB, HIDDEN, BLOCKS = 37, 12, 4
 EVERY = slice(None)
@@ -76,22 +77,12 @@ class Layout:
             units.append([split("head.norm.weight", (HIDDEN,), None, Kind.NORM), head])
         return [units]
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def fragments(self, rank: int) -> list[BucketFragment]:
         at = self.axes.coordinates(rank)
-        return [piece for _, piece in owned_pieces(self.chunks(at), self.axes, at, self.bucket)]
+        return [piece for _, piece in owned_fragments(self.chunks(at), self.axes, at, self.bucket)]
 
-    def all_fragments(self) -> list[list[Piece]]:
-        return [self.pieces(rank) for rank in range(self.axes.world_size)]
-
-
-@dataclass(frozen=True)
-class FakeFragment:
-    place: Place
-    start: int
-    stop: int
-    weight: Tensor
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
+    def all_fragments(self) -> list[list[BucketFragment]]:
+        return [self.fragments(rank) for rank in range(self.axes.world_size)]
 
 
 Values = dict[tuple[str, str], Tensor]
@@ -115,10 +106,10 @@ def box_of(values: Tensor, place: Place) -> Tensor:
 
 def fragments_of(
     layout: Layout, rank: int, values: Values | None, dtype: torch.dtype, columns: Sequence[str] = COLUMNS
-) -> list[FakeFragment]:
+) -> list[Fragment]:
     """A rank's fragments with these values; without: NaN everywhere, to be filled."""
 
-    def column(piece: Piece, name: str) -> Tensor | None:
+    def column(piece: BucketFragment, name: str) -> Tensor | None:
         if name not in columns:
             return None
         if values is None:
@@ -127,16 +118,9 @@ def fragments_of(
             box_of(values[piece.place.name, name], piece.place).reshape(-1)[piece.start : piece.stop].to(dtype).clone()
         )
 
-    def weight(piece: Piece) -> Tensor:
-        found = column(piece, "weight")
-        assert found is not None
-        return found
-
     return [
-        FakeFragment(
-            piece.place, piece.start, piece.stop, weight(piece), column(piece, "exp_avg"), column(piece, "exp_avg_sq")
-        )
-        for piece in layout.pieces(rank)
+        Fragment(piece.place, piece.start, piece.stop, **{name: column(piece, name) for name in COLUMNS})
+        for piece in layout.fragments(rank)
     ]
 
 
@@ -153,12 +137,12 @@ def save(
     folder.mkdir(parents=True)
     world = layout.axes.world_size
     for rank in range(world):
-        mine = shares_of_values(
+        mine = views_to_write(
             fragments_of(layout, rank, values, dtype, columns), layout.axes.coordinates(rank).tp, layout.tp
         )
         write_fragments(folder, rank, world, mine, block_bytes)
     writers = [
-        shares(pieces, layout.axes.coordinates(rank).tp, layout.tp)
+        fragments_to_write(pieces, layout.axes.coordinates(rank).tp, layout.tp)
         for rank, pieces in enumerate(layout.all_fragments())
     ]
     axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": 1}
@@ -167,7 +151,7 @@ def save(
 
 def load(
     folder: Path, layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS
-) -> Iterator[list[FakeFragment]]:
+) -> Iterator[list[Fragment]]:
     """What each rank of the layout reads, one after the other."""
     manifest: Manifest = read_manifest(folder)
     check_files(folder, manifest)

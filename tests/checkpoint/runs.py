@@ -11,7 +11,8 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.mpu.grid import Group, ProcessGrid, single_process_grid, solo
-from tests.checkpoint.fakes import FakeFragment, Layout, Values, fragments_of, global_values
+from megazero.zero.fragment import Fragment
+from tests.checkpoint.fakes import Layout, Values, fragments_of, global_values
 
 
 class FakeState:
@@ -22,7 +23,7 @@ class FakeState:
         self.held = fragments_of(layout, rank, None, dtype)
         self.loaded = 0
 
-    def fragments(self) -> list[FakeFragment]:
+    def fragments(self) -> list[Fragment]:
         return self.held
 
     def after_load(self) -> None:

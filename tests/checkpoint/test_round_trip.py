@@ -8,7 +8,7 @@ import torch
 from megazero.checkpoint.format import CheckpointError, Damaged
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_inventory, read_fragments, read_manifest
-from megazero.checkpoint.reshard import Span
+from megazero.checkpoint.reshard import FlatRange
 from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, load, save
 
 LAYOUTS = (
@@ -125,7 +125,9 @@ def test_a_manifest_with_a_hole_is_damage(saved):
 def test_files_that_disagree_with_the_layout_are_refused(tmp_path, monkeypatch):
     values = global_values(LAYOUTS[0], torch.float32)
     shifted = Layout(tp=2, dp=2, bucket=500)
-    monkeypatch.setattr(Layout, "all_fragments", lambda self: [shifted.pieces(0), *([[]] * (self.axes.world_size - 1))])
+    monkeypatch.setattr(
+        Layout, "all_fragments", lambda self: [shifted.fragments(0), *([[]] * (self.axes.world_size - 1))]
+    )
     with pytest.raises(CheckpointError, match=r"lacks|do not make up whole|does not know"):
         save(tmp_path / "c", Layout(tp=2, dp=2, bucket=100), values, torch.float32)
     assert not (tmp_path / "c" / "manifest.json").exists()
@@ -160,7 +162,7 @@ def test_keys_tell_where_a_fragment_lies(saved):
     from megazero.checkpoint.blocks import BlockFile
 
     manifest = read_manifest(saved[1])
-    number, span = manifest.tensors["blocks.0.down.weight"].fragments[0]
-    assert span == Span(((0, 12), (0, 24)), 0, 288)
+    number, flat = manifest.tensors["blocks.0.down.weight"].fragments[0]
+    assert flat == FlatRange(((0, 12), (0, 24)), 0, 288)
     with BlockFile(saved[1] / manifest.files[number].name) as file:
         assert "blocks.0.down.weight|exp_avg|0:12,0:24|0:288" in file.keys()  # noqa: SIM118

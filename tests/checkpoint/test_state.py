@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint.format import Held, columns_of
+from megazero.checkpoint.format import FragmentSpec, columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.grid import Axes, build_grid
 from megazero.pipeline.build import build_stages
 from megazero.plan.places import places_of
-from megazero.zero.layout import owned_pieces
+from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 from tests.checkpoint.fakes import box_of
@@ -46,10 +46,10 @@ def whole(name: str, column: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def held_by_all(run: Run, axes: Axes) -> list[list[Held]]:
-    def held(rank: int) -> list[Held]:
+def held_by_all(run: Run, axes: Axes) -> list[list[FragmentSpec]]:
+    def held(rank: int) -> list[FragmentSpec]:
         at = axes.coordinates(rank)
-        return [piece for _, piece in owned_pieces(places_of(run, at.pp, at.tp), axes, at, run.parallel.bucket_size)]
+        return [piece for _, piece in owned_fragments(places_of(run, at.pp, at.tp), axes, at, run.parallel.bucket_size)]
 
     return [held(rank) for rank in range(axes.world_size)]
 
@@ -65,7 +65,7 @@ def body(
     optimizer = ShardedOptimizer(state, run.optimizer, grid)
     checkpoints = Checkpoints(config, record_of(run), optimizer, lambda: held_by_all(run, axes), grid, "t")
 
-    def expected(name: str, column: str, fragment: Held) -> torch.Tensor:
+    def expected(name: str, column: str, fragment: FragmentSpec) -> torch.Tensor:
         values = box_of(whole(name, column, fragment.place.shape), fragment.place).reshape(-1)
         return values[fragment.start : fragment.stop].double()
 

@@ -339,7 +339,7 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
         state = here.state
         for index, bucket in enumerate(state.buckets):
             weights, first, second = state.weights, state.columns[Column.EXP_AVG], state.columns[Column.EXP_AVG_SQ]
-            for piece in bucket.layout.pieces(*first.range_of(index)):
+            for piece in bucket.layout.fragments(*first.range_of(index)):
                 at = index, piece.offset, piece.offset + piece.numel
                 assert torch.equal(first.view(*at), weights.view(*at) + 1) and torch.equal(
                     second.view(*at), weights.view(*at) + 2

@@ -11,7 +11,7 @@ from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Axes, Group, build_grid, solo
 from megazero.mpu.place import Kind, Place, StateGroup, place_of, shard
-from megazero.zero.layout import UNSHARED, owned_pieces, pack
+from megazero.zero.layout import UNSHARED, owned_fragments, pack
 from megazero.zero.placement import placements
 from tests.ranks import run_ranks
 from tests.zero.toy import Case, build, build_chunks
@@ -99,11 +99,11 @@ def test_a_bucket_holds_parameters_of_one_group() -> None:
 def test_padding_is_in_no_piece() -> None:
     word = shard("word", (11, 3), Kind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
     (bucket,) = pack([[[word, bias("b", 2)]]], UNSHARED, 1000)
-    assert [(p.place.name, p.start, p.stop, p.offset) for p in bucket.pieces(0, bucket.numel)] == [
+    assert [(p.place.name, p.start, p.stop, p.offset) for p in bucket.fragments(0, bucket.numel)] == [
         ("word", 0, 9, 0),
         ("b", 0, 2, 24),
     ]
-    assert [(p.start, p.stop, p.offset) for p in bucket.pieces(5, 12)] == [(5, 9, 5)]
+    assert [(p.start, p.stop, p.offset) for p in bucket.fragments(5, 12)] == [(5, 9, 5)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
     owned: dict[tuple[str, object, int], list[tuple[int, int]]] = {}
     for rank in range(axes.world_size):
         at = axes.coordinates(rank)
-        for _, piece in owned_pieces(places_of(case, at.pp, at.tp), axes, at, 50):
+        for _, piece in owned_fragments(places_of(case, at.pp, at.tp), axes, at, 50):
             replica = -1 if piece.place.tp_sharded else at.tp
             owned.setdefault((piece.place.name, piece.place.box, replica), []).append((piece.start, piece.stop))
     names = {
@@ -136,12 +136,12 @@ def _fragments(rank: int, cases: list[Case]) -> list[list[tuple[str, int, int]]]
 
 
 @pytest.mark.slow
-def test_owned_pieces_are_the_fragments_of_the_rank() -> None:
+def test_owned_fragments_are_the_fragments_of_the_rank() -> None:
     """What rank 0 writes into a manifest about others is what they hold, at every ZeRO stage."""
     axes = Axes(pp=2, dp=2, tp=2)
     for rank, stages in enumerate(run_ranks(8, _fragments, [Case(axes, stage, bucket_size=50) for stage in range(3)])):
         at = axes.coordinates(rank)
-        pieces = owned_pieces(places_of(Case(axes), at.pp, at.tp), axes, at, 50)
+        pieces = owned_fragments(places_of(Case(axes), at.pp, at.tp), axes, at, 50)
         assert stages == [[(piece.place.name, piece.start, piece.stop) for _, piece in pieces]] * 3
 
 
@@ -152,7 +152,7 @@ def test_fault_21_norms_and_biases_are_not_decayed() -> None:
     others: set[str] = set()
     for i, bucket in enumerate(here.state.buckets):
         for start, stop, decay in here.optimizer._decay_ranges(i):
-            names = {piece.place.name for piece in bucket.layout.pieces(start, stop)}
+            names = {piece.place.name for piece in bucket.layout.fragments(start, stop)}
             (decayed if decay else others).update(names)
     assert not decayed & others
     assert decayed == {"embedding.word.weight", "embedding.position.weight"} | {

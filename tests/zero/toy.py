@@ -212,7 +212,7 @@ class Rank:
         return [
             (piece.place, piece.start, column.view(i, piece.offset, piece.offset + piece.numel).clone())
             for i, bucket in enumerate(self.state.buckets)
-            for piece in bucket.layout.pieces(*bucket.shard)
+            for piece in bucket.layout.fragments(*bucket.shard)
         ]
 
     def values(self) -> list[Piece]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megazero.checkpoint.reader import read_manifest
-from megazero.checkpoint.shares import Share, Values, shares, shares_of_values
+from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.place import Kind, shard
+from megazero.zero.fragment import FragmentSpec
 from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save
 
 LAYOUTS = [
@@ -22,9 +23,9 @@ LAYOUTS = [
 ]
 
 
-def written(layout: Layout) -> list[list[Share]]:
+def written(layout: Layout) -> list[list[FragmentSpec]]:
     at = layout.axes.coordinates
-    return [shares(held, at(rank).tp, layout.tp) for rank, held in enumerate(layout.all_fragments())]
+    return [fragments_to_write(held, at(rank).tp, layout.tp) for rank, held in enumerate(layout.all_fragments())]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -32,9 +33,9 @@ def test_every_element_is_written_once(layout: Layout) -> None:
     counts: Counter[tuple[str, tuple[tuple[int, int], ...], int]] = Counter()
     boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
     for rank in written(layout):
-        for share in rank:
-            boxes.setdefault(share.place.name, set()).add(share.place.box)
-            counts.update((share.place.name, share.place.box, i) for i in range(share.start, share.stop))
+        for part in rank:
+            boxes.setdefault(part.place.name, set()).add(part.place.box)
+            counts.update((part.place.name, part.place.box, i) for i in range(part.start, part.stop))
     assert set(counts.values()) == {1}
     shapes = {piece.place.name: piece.place.shape for held in layout.all_fragments() for piece in held}
     assert boxes.keys() == shapes.keys()
@@ -54,8 +55,8 @@ def test_one_large_replica_is_cut() -> None:
     """A learned position table is most of what tp ranks have in common."""
     table = shard("embedding.position.weight", (1000, 8), Kind.EMBEDDING)
     norm = shard("norm.weight", (8,), Kind.NORM)
-    held = [Share(table, 0, 8000), Share(norm, 0, 8)]
-    parts = [shares(held, index, 4) for index in range(4)]
+    held = [FragmentSpec(table, 0, 8000), FragmentSpec(norm, 0, 8)]
+    parts = [fragments_to_write(held, index, 4) for index in range(4)]
     assert [[(s.place.name, s.start, s.stop) for s in part] for part in parts] == [
         [("embedding.position.weight", 0, 2002)],
         [("embedding.position.weight", 2002, 4004)],
@@ -67,18 +68,18 @@ def test_one_large_replica_is_cut() -> None:
 def test_values_are_cut_as_the_arithmetic_says() -> None:
     layout = LAYOUTS[1]
     for rank, every in enumerate(written(layout)):
-        values = shares_of_values(
+        values = views_to_write(
             fragments_of(layout, rank, global_values(layout, torch.float32), torch.float32), rank % 3, 3
         )
         assert [(v.place, v.start, v.stop) for v in values] == [(s.place, s.start, s.stop) for s in every]
-        assert all(isinstance(v, Values) and v.weight.numel() == v.stop - v.start for v in values)
+        assert all(v.weight.numel() == v.stop - v.start for v in values)
 
 
 def test_files_of_a_layout_are_about_equal(tmp_path: Path) -> None:
     layout = Layout(tp=4, dp=2)
     save(tmp_path / "c", layout, global_values(layout, torch.float32), torch.float32)
     sizes = [
-        sum(span.numel for t in manifest.tensors.values() for n, span in t.fragments if n == number)
+        sum(flat.numel for t in manifest.tensors.values() for n, flat in t.fragments if n == number)
         for manifest in [read_manifest(tmp_path / "c")]
         for number in range(8)
     ]
