@@ -16,7 +16,7 @@ from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
 from megazero.plan.places import places_of
 from megazero.train.adapters import peft_files
 from megazero.train.logs import refused
-from megazero.zero.layout import owned_pieces
+from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
 
 
@@ -26,10 +26,10 @@ def claim_checkpoints(run: Run, grid: ProcessGrid, optimizer: ShardedOptimizer, 
     found: what it resumes from, whose model files go on. Raises ConfigError where the folder takes no files.
     """
     token = new_token(grid.world, grid.device)
-    aside = background_group(grid.world) if run.checkpoint.async_save else None
-    beside = (peft_files(run), model_files(run, found)) if grid.rank == 0 and run.checkpoint.save else ()
+    group = background_group(grid.world) if run.checkpoint.async_save else None
+    extra = (peft_files(run), model_files(run, found)) if grid.rank == 0 and run.checkpoint.save else ()
     checkpoints = Checkpoints(
-        run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, aside, _each(beside)
+        run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, group, _each(extra)
     )
     with refused(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
@@ -55,6 +55,8 @@ def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequ
         return places_of(run, pp_index, tp_index)
 
     def held_by(at: Coordinates) -> list[Any]:
-        return [piece for _, piece in owned_pieces(places(at.pp, at.tp), grid.axes, at, run.parallel.bucket_size)]
+        return [
+            fragment for _, fragment in owned_fragments(places(at.pp, at.tp), grid.axes, at, run.parallel.bucket_size)
+        ]
 
     return lambda: [held_by(grid.axes.coordinates(rank)) for rank in range(grid.axes.world_size)]
