@@ -254,8 +254,7 @@ def test_no_pickle_is_loaded() -> None:
     """torch.load only with weights_only=True, numpy.load only without allow_pickle, and no unpickling module at all.
 
     One file is exempt from the last: `megazero/convert/files/unpickle.py` takes the instructions of Python's pickle
-    machine and replaces those that name, call or set anything (BLOOM's own checkpoints are pickles with DeepSpeed's
-    classes in them, which torch.load refuses).
+    machine that make plain data and replaces all others (docs/torch-files.md says why torch.load is not used).
     """
     wrong = []
     for path in OURS.values():

@@ -8,6 +8,7 @@ import functools
 import io
 import os
 import pickle
+import pickletools
 import struct
 import subprocess
 import sys
@@ -153,6 +154,7 @@ def archive(
 ) -> Path:
     with zipfile.ZipFile(path, "w", compression) as file:
         file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3\n")
         for name, data in (storages or {}).items():
             file.writestr(f"archive/data/{name}", data)
     return path
@@ -246,6 +248,16 @@ def test_crafted_pickles_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConversionError) as refusal:
         read_torch_file(archive(tmp_path / "file.pt", pickled))
     assert named in str(refusal.value) and str(tmp_path / "file.pt") in str(refusal.value)
+
+
+def test_an_instruction_that_is_not_listed_is_refused() -> None:
+    """Whatever Python's own unpickler does with it."""
+    known = {info.code for info in pickletools.opcodes}
+    later = [bytes([code]) for code in range(256) if chr(code) not in known]
+    assert later
+    for code in [*later, pickle.EXT4, pickle.OBJ, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.PERSID]:
+        with pytest.raises(ConversionError, match="instruction that no"):
+            unpickle(b"\x80\x04" + code + b"x\n.", "here", {})
 
 
 def test_known_names_become_records_that_can_do_nothing() -> None:

@@ -1,11 +1,12 @@
-"""A pickle machine that builds plain data and runs nothing that a file names.
+"""Reading a pickle as plain data, without running anything that a file names.
 
-A pickle is a program: it names functions and has them called. Here a name is looked up in a table and nowhere else,
-nothing is ever imported, and what the table holds are functions of ours that check their arguments, or inert records. A
-name outside the table stops the machine before anything of it has run. Python's own machine (`pickle._Unpickler`, whose
-instructions are Python functions) executes the instructions; those that could reach an object's attributes or call
-something are replaced. The one written in C cannot be divided like that: it calls `__setstate__` and sets attributes of
-whatever lies on its stack.
+A pickle is a program: it names functions and has them called. Here a name is looked up in a table and nowhere else, and
+nothing is imported. The table holds functions of ours that check their arguments, and inert records. A name outside the
+table ends the reading before anything of it has run. Python's own unpickler that is written in Python
+(`pickle._Unpickler`) executes the instructions of `_PYTHONS`, which make plain data; those of `_OURS`, which could call
+something or change an object, are executed here; any other is refused.
+
+docs/torch-files.md says why this is not `torch.load(weights_only=True)`, nor one of Python's public modules.
 """
 
 from __future__ import annotations
@@ -118,21 +119,11 @@ def unpickle(
         return machine.load()
     except ConversionError as error:
         raise error if where in str(error) else ConversionError(f"{where}: {error}") from error
-    except (pickle.UnpicklingError, EOFError, MemoryError, RecursionError, struct.error, *_BROKEN) as error:
+    except (pickle.UnpicklingError, EOFError, struct.error, *_BROKEN) as error:
         raise ConversionError(f"{where}: the pickle inside is broken ({type(error).__name__}: {error})") from error
 
 
-_BROKEN = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    UnicodeError,
-    AssertionError,
-    RuntimeError,
-)
+_BROKEN = (ValueError, TypeError, LookupError, AttributeError, OverflowError, AssertionError, RuntimeError, MemoryError)
 
 
 class _Machine(pickle._Unpickler):
@@ -295,8 +286,12 @@ def _unknown(machine: Any) -> None:
     machine.refuse("uses an instruction that no torch.save writes")
 
 
-# INST and OBJ are of Python 2's classes, EXT* call through a registry of the process, the last two take buffers from
-# outside.
+_PYTHONS = (
+    "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT "
+    "BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES "
+    "SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST EMPTY_DICT EMPTY_SET GLOBAL "
+    "STACK_GLOBAL BINPERSID GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE"
+)
 _OURS: dict[bytes, Callable[[Any], None]] = {
     pickle.REDUCE: _reduce,
     pickle.NEWOBJ: _reduce,
@@ -309,8 +304,12 @@ _OURS: dict[bytes, Callable[[Any], None]] = {
     pickle.APPENDS: _appends,
     pickle.ADDITEMS: _additems,
     pickle.FROZENSET: _frozenset,
-    **dict.fromkeys([pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID], _unknown),
     pickle.BYTEARRAY8: _bytes,
-    **dict.fromkeys([pickle.NEXT_BUFFER, pickle.READONLY_BUFFER], _unknown),
 }
-_Machine.dispatch = {**pickle._Unpickler.dispatch, **{op[0]: how for op, how in _OURS.items()}}
+# Refused are INST and OBJ of Python 2's classes, EXT*, which call through a registry of the process, buffers from
+# outside, and whatever a later Python adds.
+_Machine.dispatch = {
+    **dict.fromkeys(range(256), _unknown),
+    **{ord(op): pickle._Unpickler.dispatch[ord(op)] for op in (getattr(pickle, name) for name in _PYTHONS.split())},
+    **{ord(op): how for op, how in _OURS.items()},
+}
