@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import kernel_attention, refusal
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.rule import NOTHING_TRIED, Body, Case, Offer, capability, choose
+from fused_ops.attention.rule import NOTHING_TRIED, AttentionSupport, Body, Case, capability, choose
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
 from fused_ops.native.library import matrix_kernels
 
@@ -31,13 +31,13 @@ def causal_attention(
     slopes: Tensor | None,
     documents: Tensor | None,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    offer: Offer = NOTHING_TRIED,
+    support: AttentionSupport = NOTHING_TRIED,
 ) -> Tensor:
     """softmax(scale query key^T + slope * key position) value over the visible keys: [s, b, g(r + 2)d] -> [s, b, nd].
 
     mixed: a key-value head's r query heads, then its key, then its value. A query sees keys up to its own position, and
     with documents (int64 [b, s], equal numbers adjacent) those of its own document only. slopes: [n] or None. dropout:
-    applied to the probabilities [b, n, s, s]. offer: what the run asks for and the machine has. 16-bit tensors are
+    applied to the probabilities [b, n, s, s]. support: what the run asks for and the machine has. 16-bit tensors are
     multiplied with sums in fp32; the gradient of `mixed` is one tensor. What is not finite reaches all that depends on
     it, and may reach more of the same sample and key-value head. The CPU kernel's results do not depend on the number
     of threads. Raises ValueError where gradients are recorded and the body that was asked for cannot compute this.
@@ -56,7 +56,7 @@ def causal_attention(
         kernel=library is not None and not refusal(library, mixed.dtype),
         capability=capability(mixed.device),
     )
-    body = choose(case, offer).body if mixed.numel() else Body.SOFTMAX
+    body = choose(case, support).body if mixed.numel() else Body.SOFTMAX
     if body is Body.KERNEL:
         assert library is not None
         return kernel_attention(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)

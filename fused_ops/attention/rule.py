@@ -60,8 +60,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What a run asks for and what its machine turned out to have; `fused_ops.attention.trial.find_offer` makes one.
+class AttentionSupport:
+    """What a run asks for and what its machine turned out to have; `fused_ops.attention.trial.find_support` makes one.
 
     asked   auto or a key of `ASKED`
     length  of the run's training sequences; None where there is no training
@@ -83,7 +83,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-NOTHING_TRIED = Offer()
+NOTHING_TRIED = AttentionSupport()
 
 
 class Choice(NamedTuple):
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-_Obstacle = tuple[Callable[[Case, Offer], bool], str]
+_Obstacle = tuple[Callable[[Case, AttentionSupport], bool], str]
 
 _PLAIN_CAUSAL: tuple[_Obstacle, ...] = (
     (lambda c, o: c.alibi, "it has no place for ALiBi's slopes"),
@@ -110,7 +110,7 @@ def _before_ampere(case: Case) -> bool:
 OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
     {
         Body.KERNEL: (
-            (lambda c, o: bool(o.kernel), "{offer.kernel}"),
+            (lambda c, o: bool(o.kernel), "{support.kernel}"),
             (lambda c, o: not c.kernel, "there is none for this device and dtype"),
             (lambda c, o: c.dropout, "it draws no dropout"),
         ),
@@ -120,7 +120,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
             (lambda c, o: c.kind == "cuda" and c.dtype not in HALVES, "on CUDA it takes bf16 and fp16 only"),
             (lambda c, o: c.kind == "cuda" and c.head_dim > 256, "on CUDA it takes heads of up to 256"),
             (lambda c, o: c.kind == "cuda" and _before_ampere(c), "it needs a card of compute capability 8.0"),
-            (lambda c, o: bool(o.flash), "{offer.flash}"),
+            (lambda c, o: bool(o.flash), "{support.flash}"),
         ),
         Body.EFFICIENT: (
             *_PLAIN_CAUSAL,
@@ -131,7 +131,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
                 "bf16 needs a card of compute capability 8.0",
             ),
             (lambda c, o: c.head_dim % 8 != 0, "it takes heads of a multiple of 8"),
-            (lambda c, o: bool(o.efficient), "{offer.efficient}"),
+            (lambda c, o: bool(o.efficient), "{support.efficient}"),
         ),
         Body.FLEX: (
             (lambda c, o: c.dropout, "it draws no dropout"),
@@ -144,7 +144,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
                 lambda c, o: not c.recorded and c.length != o.length,
                 "without gradients it runs at the run's own sequence length only",
             ),
-            (lambda c, o: bool(o.flex), "{offer.flex}"),
+            (lambda c, o: bool(o.flex), "{support.flex}"),
         ),
         Body.SOFTMAX: (),
     }
@@ -163,27 +163,27 @@ PASSED_OVER: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
 """What a body could compute but auto does not let it."""
 
 
-def obstacle(body: Body, case: Case, offer: Offer, *, asked: bool = False) -> str | None:
+def obstacle(body: Body, case: Case, support: AttentionSupport, *, asked: bool = False) -> str | None:
     """What speaks against a body; None: nothing does. asked: it is forced, and only what it cannot do counts."""
     against = OBSTACLES[body] + (() if asked else PASSED_OVER.get(body, ()))
-    return next((words.format(offer=offer) for applies, words in against if applies(case, offer)), None)
+    return next((words.format(support=support) for applies, words in against if applies(case, support)), None)
 
 
 @lru_cache(maxsize=256)
-def choose(case: Case, offer: Offer) -> Choice:
+def choose(case: Case, support: AttentionSupport) -> Choice:
     """The body for this case. Raises ValueError where gradients are recorded and the body that was asked for cannot
     compute it.
     """
-    wanted = ASKED.get(offer.asked)
+    wanted = ASKED.get(support.asked)
     if wanted is not None:
-        against = obstacle(wanted, case, offer, asked=True)
+        against = obstacle(wanted, case, support, asked=True)
         if against is None:
-            return Choice(wanted, f"as --attention {offer.asked} asks")
+            return Choice(wanted, f"as --attention {support.asked} asks")
         if case.recorded:
-            raise ValueError(f"--attention {offer.asked} cannot run: {against}")
+            raise ValueError(f"--attention {support.asked} cannot run: {against}")
     refused: list[str] = []
     for body in ORDER:
-        against = obstacle(body, case, offer)
+        against = obstacle(body, case, support)
         if against is None:
             return Choice(body, "; ".join(refused) or "the first choice")
         refused.append(f"no {body.value}: {against}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fused_ops import fp8, registry
 from fused_ops.attention.rule import choose
-from fused_ops.attention.trial import Wanted, find_offer
+from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from megazero.mpu.shared_memory import lacking
@@ -170,8 +170,8 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     """What a small bf16 run would compute attention with, tried."""
     with suppress(ValueError):  # MEGAZERO_FUSED, which has been told
         for name, alibi in (("attention", False), ("with ALiBi", True)):
-            wanted = Wanted(torch.bfloat16, 256, 1, 4, 1, 64, alibi=alibi)
-            found = choose(wanted.case(device), find_offer("auto", wanted, device))
+            workload = AttentionWorkload(torch.bfloat16, 256, 1, 4, 1, 64, alibi=alibi)
+            found = choose(workload.case(device), find_support("auto", workload, device))
             yield Finding(name, f"{found.body.value}: {found.reason}")
 
 

@@ -45,7 +45,7 @@ class Attention(nn.Module):
         )
         self.angles = RotaryAngles(size, model.rotary_base) if model.position_embedding == "rotary" else None
         self.dropout = AttentionDropout(number, layout)
-        self.recompute_core, self.compile_ops, self.offer = (
+        self.recompute_core, self.compile_ops, self.support = (
             layout.recompute == "selective",
             layout.compile,
             layout.attention,
@@ -79,5 +79,5 @@ class Attention(nn.Module):
             dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
             documents = batch.documents
             return causal_attention(
-                mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout, offer=self.offer
+                mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout, support=self.support
             )

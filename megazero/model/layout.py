@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fused_ops.attention.rule import NOTHING_TRIED, Offer
+from fused_ops.attention.rule import NOTHING_TRIED, AttentionSupport
 from megazero.config.inventory import Linear, block, linears
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
@@ -53,7 +53,7 @@ class ModelLayout:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     compile: bool = False
-    attention: Offer = NOTHING_TRIED
+    attention: AttentionSupport = NOTHING_TRIED
     fp8: Fp8 | None = None
     lora: LowRank | None = None
 

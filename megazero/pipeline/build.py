@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fused_ops.attention.rule import NOTHING_TRIED, Offer
-from fused_ops.attention.trial import Wanted, find_offer
+from fused_ops.attention.rule import NOTHING_TRIED, AttentionSupport
+from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.fp8 import refused
 from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, pipeline_schedule, query_groups
@@ -34,7 +34,7 @@ from megazero.system.streams import GraphCapture
 
 def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
     """The model chunks of this rank, without values: `ModelState.initialise` or a checkpoint gives those."""
-    return stages_of(run, grid.at.pp, grid.tp, grid.device, attention_offer(run, grid.device), _fp8_state(run, grid))
+    return stages_of(run, grid.at.pp, grid.tp, grid.device, attention_support(run, grid.device), _fp8_state(run, grid))
 
 
 def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
@@ -48,7 +48,12 @@ def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
 
 
 def stages_of(
-    run: Run, pp_index: int, tp: Group, device: torch.device, attention: Offer = NOTHING_TRIED, fp8: Fp8 | None = None
+    run: Run,
+    pp_index: int,
+    tp: Group,
+    device: torch.device,
+    attention: AttentionSupport = NOTHING_TRIED,
+    fp8: Fp8 | None = None,
 ) -> list[Stage]:
     """The model chunks of a pipeline rank, on the device "meta" without memory. Communicates nothing."""
     stages: list[Stage] = []
@@ -80,11 +85,11 @@ def stages_of(
     return stages
 
 
-def wanted_attention(run: Run) -> Wanted:
+def attention_workload(run: Run) -> AttentionWorkload:
     """Attention as this run's training has it on one rank."""
     model, tp = run.model, run.parallel.tp
     groups = query_groups(model)
-    return Wanted(
+    return AttentionWorkload(
         compute_dtype(run.optimizer.precision),
         model.seq_length,
         run.schedule.micro_batch_size,
@@ -97,13 +102,13 @@ def wanted_attention(run: Run) -> Wanted:
     )
 
 
-def attention_offer(run: Run, device: torch.device) -> Offer:
+def attention_support(run: Run, device: torch.device) -> AttentionSupport:
     """What this rank has for the run's attention; on a GPU found by trying, once.
 
     Raises ConfigError where --attention cannot be had.
     """
     try:
-        return find_offer(run.parallel.attention, wanted_attention(run), device)
+        return find_support(run.parallel.attention, attention_workload(run), device)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 

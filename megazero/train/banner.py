@@ -22,7 +22,7 @@ from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.grid import Axes, Group, ProcessGrid
-from megazero.pipeline.build import attention_offer, compiled_ops, wanted_attention
+from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.pipeline.simulate import simulate
@@ -66,7 +66,7 @@ def banner(
 
 def _ops(run: Run, device: torch.device) -> str:
     ops = compiled_ops(run, device)
-    attention = choose(wanted_attention(run).case(device), attention_offer(run, device))
+    attention = choose(attention_workload(run).case(device), attention_support(run, device))
     bodies = describe(
         device, dtype=compute_dtype(run.optimizer.precision), fp8=run.optimizer.fp8 != "off"
     ) | dict.fromkeys(ops, COMPILED)

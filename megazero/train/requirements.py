@@ -13,7 +13,7 @@ from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
 from megazero.config.schema import Run
-from megazero.pipeline.build import compiled_ops, wanted_attention
+from megazero.pipeline.build import attention_workload, compiled_ops
 from megazero.system import device as devices
 
 
@@ -99,7 +99,7 @@ def _impossible_attention(run: Run) -> list[str]:
     device = torch.device(devices.kind(run.parallel.device))
     if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
         return []
-    against = problem(run.parallel.attention, wanted_attention(run), device)
+    against = problem(run.parallel.attention, attention_workload(run), device)
     return (
         []
         if against is None

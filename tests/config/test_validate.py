@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fused_ops.attention.rule import ASKED, Case, Offer, obstacle
+from fused_ops.attention.rule import ASKED, AttentionSupport, Case, obstacle
 from megazero.config.dtypes import compute_dtype
 from megazero.config.effects import EFFECTS
 from megazero.config.level import Level
@@ -598,7 +598,7 @@ def test_attention_is_refused_for_what_the_rule_of_its_bodies_refuses_on_every_m
             obstacle(
                 ASKED[asked],
                 Case(kind, compute_dtype(precision), size, 384, positions == "alibi", documents, dropout > 0, **fit),
-                Offer(length=384, flex=""),
+                AttentionSupport(length=384, flex=""),
                 asked=True,
             )
             for kind in ("cpu", "cuda")

@@ -24,13 +24,13 @@ from fused_ops.attention import flex as attention_flex
 from fused_ops.attention import trial as attention_trial
 from fused_ops.attention.flex import BLOCK, causal_blocks, flex_attention, flex_body, visible_blocks
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.rule import ASKED, NOTHING_TRIED, ORDER, Body, Case, Offer, choose, obstacle
+from fused_ops.attention.rule import ASKED, NOTHING_TRIED, ORDER, AttentionSupport, Body, Case, choose, obstacle
 from fused_ops.attention.sdpa import efficient_attention, flash_attention, heads_of
-from fused_ops.attention.trial import Wanted, find_offer, problem
+from fused_ops.attention.trial import AttentionWorkload, find_support, problem
 from fused_ops.softmax import alibi_slopes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-READY = Offer(length=512, flex="")
+READY = AttentionSupport(length=512, flex="")
 
 
 def case(dtype: torch.dtype = BF16, head_dim: int = 64, length: int = 512, **facts: Any) -> Case:
@@ -81,9 +81,9 @@ RULE = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "offer", "body", "reason"), RULE)
-def test_the_rule(asked: Case, offer: Offer, body: Body, reason: str) -> None:
-    found = choose(asked, offer)
+@pytest.mark.parametrize(("asked", "support", "body", "reason"), RULE)
+def test_the_rule(asked: Case, support: AttentionSupport, body: Body, reason: str) -> None:
+    found = choose(asked, support)
     assert found.body is body
     assert re.search(reason, found.reason), found.reason
 
@@ -303,7 +303,7 @@ def test_the_chosen_body_runs(
     slopes = torch.tensor(alibi_slopes(2)) if sloped else None
     dropout = (lambda probabilities: probabilities * 1.0) if dropped else None
     out = causal_attention(
-        mixed, 2, 1, 8, scale=0.3, slopes=slopes, documents=None, dropout=dropout, offer=Offer(asked)
+        mixed, 2, 1, 8, scale=0.3, slopes=slopes, documents=None, dropout=dropout, support=AttentionSupport(asked)
     )
     out.sum().backward()
     assert called == [expected]
@@ -311,12 +311,12 @@ def test_the_chosen_body_runs(
 
 def test_the_offer_of_a_cpu_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_trial, "failure", lambda *_: pytest.fail("tried"))
-    wanted, cpu = Wanted(FP64, 64, 1, 2, 1, 8), torch.device("cpu")
-    assert choose(wanted.case(cpu), find_offer("auto", wanted, cpu)).body is Body.FLASH
+    workload, cpu = AttentionWorkload(FP64, 64, 1, 2, 1, 8), torch.device("cpu")
+    assert choose(workload.case(cpu), find_support("auto", workload, cpu)).body is Body.FLASH
     with pytest.raises(ValueError, match="--attention flex cannot run: it has a backward on CUDA only"):
-        find_offer("flex", wanted, cpu)
-    assert problem("flex", wanted, cpu) == "it has a backward on CUDA only"
-    assert problem("auto", wanted, cpu) is None and problem("flash", wanted, cpu) is None
+        find_support("flex", workload, cpu)
+    assert problem("flex", workload, cpu) == "it has a backward on CUDA only"
+    assert problem("auto", workload, cpu) is None and problem("flash", workload, cpu) is None
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_what_fails_in_the_trial_is_not_chosen(
     """
     asked: list[str] = []
 
-    def tries(function: Any, wanted: Wanted, device: torch.device) -> str:
+    def tries(function: Any, workload: AttentionWorkload, device: torch.device) -> str:
         name = str(function.args[0].name).lower()
         asked.append(name)
         return "it fails here" if name in failing else ""
@@ -346,23 +346,23 @@ def test_what_fails_in_the_trial_is_not_chosen(
     monkeypatch.setattr(attention_trial, "failure", tries)
     monkeypatch.setattr(attention_trial, "capability", lambda device: (9, 0))
     monkeypatch.setattr(attention_trial, "find_spec", lambda name: object())
-    find_offer.cache_clear()
-    wanted, card = Wanted(BF16, 512, 1, 2, 1, 64, alibi=alibi), torch.device("cuda", 0)
-    offer = find_offer("auto", wanted, card)
-    found = choose(wanted.case(card), offer)
+    find_support.cache_clear()
+    workload, card = AttentionWorkload(BF16, 512, 1, 2, 1, 64, alibi=alibi), torch.device("cuda", 0)
+    support = find_support("auto", workload, card)
+    found = choose(workload.case(card), support)
     assert found.body is body and asked == tried
     assert ("it fails here" in found.reason) == bool(failing)
     if not alibi and not failing:  # nobody has tried FlexAttention, so evaluation does not either
-        assert offer.flex == Offer.flex
+        assert support.flex == AttentionSupport.flex
     if failing == {"flex"}:
-        find_offer.cache_clear()
+        find_support.cache_clear()
         with pytest.raises(ValueError, match="--attention flex cannot run: it fails here"):
-            find_offer("flex", wanted, card)
-    find_offer.cache_clear()
+            find_support("flex", workload, card)
+    find_support.cache_clear()
 
 
 def test_without_triton_there_is_no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_trial, "find_spec", lambda name: None)
-    offer = attention_trial.static_offer("auto", 512)
-    found = choose(case(alibi=True), offer)
+    support = attention_trial.static_support("auto", 512)
+    found = choose(case(alibi=True), support)
     assert found.body is Body.SOFTMAX and "triton" in found.reason

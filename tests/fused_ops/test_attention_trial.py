@@ -18,47 +18,49 @@ from fused_ops.attention import trial as attention_trial
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.rule import Body
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
-from fused_ops.attention.trial import Wanted, failure
+from fused_ops.attention.trial import AttentionWorkload, failure
 from tests.fused_ops.test_attention_bodies import BF16, FP16, FP32, FP64, in_eager, with_gradients
 
 __all__ = ["with_gradients"]
 
 
 def test_a_trial_tells_in_a_line_what_failed() -> None:
-    wanted, cpu = Wanted(FP32, 16, 1, 2, 1, 8), torch.device("cpu")
+    workload, cpu = AttentionWorkload(FP32, 16, 1, 2, 1, 8), torch.device("cpu")
 
     def broken(mixed: Tensor) -> Tensor:
         raise RuntimeError("no kernel image\nfor this device")
 
-    assert failure(broken, wanted, cpu) == "it fails on this machine (RuntimeError: no kernel image for this device)"
-    assert "off by inf" in failure(lambda mixed: plain(mixed, wanted) / 0.0, wanted, cpu)
+    assert failure(broken, workload, cpu) == "it fails on this machine (RuntimeError: no kernel image for this device)"
+    assert "off by inf" in failure(lambda mixed: plain(mixed, workload) / 0.0, workload, cpu)
 
 
-def plain(mixed: Tensor, wanted: Wanted, *, slopes: bool = True, documents: bool = True, factor: float = 1.0) -> Tensor:
+def plain(
+    mixed: Tensor, workload: AttentionWorkload, *, slopes: bool = True, documents: bool = True, factor: float = 1.0
+) -> Tensor:
     """A body that computes what the trial wants, or leaves something of it out."""
     given: dict[str, Any] = {
-        "slopes": attention_trial._slopes(wanted, mixed.device) if slopes else None,
-        "documents": attention_trial._documents(wanted, mixed.device) if documents else None,
+        "slopes": attention_trial._slopes(workload, mixed.device) if slopes else None,
+        "documents": attention_trial._documents(workload, mixed.device) if documents else None,
     }
-    scale = factor / math.sqrt(wanted.head_dim)
-    return reference_attention(mixed, wanted.groups, wanted.repeats, wanted.head_dim, scale=scale, **given)
+    scale = factor / math.sqrt(workload.head_dim)
+    return reference_attention(mixed, workload.groups, workload.repeats, workload.head_dim, scale=scale, **given)
 
 
 TRIED = [
-    Wanted(FP32, 200, 2, 2, 3, 8, alibi=True, documents=True),
-    Wanted(BF16, 130, 3, 1, 4, 16, alibi=True, documents=True),
+    AttentionWorkload(FP32, 200, 2, 2, 3, 8, alibi=True, documents=True),
+    AttentionWorkload(BF16, 130, 3, 1, 4, 16, alibi=True, documents=True),
 ]
-WRONG: dict[str, Callable[[Tensor, Wanted], Tensor]] = {
-    "zeros": lambda mixed, wanted: plain(mixed, wanted) * 0.0,
-    "no slopes": lambda mixed, wanted: plain(mixed, wanted, slopes=False),
-    "no documents": lambda mixed, wanted: plain(mixed, wanted, documents=False),
-    "another scale": lambda mixed, wanted: plain(mixed, wanted, factor=1.3),
-    "samples in another order": lambda mixed, wanted: plain(mixed.roll(1, 1), wanted),
-    "heads in another order": lambda mixed, wanted: (
-        plain(mixed, wanted).unflatten(2, (-1, wanted.head_dim)).roll(1, 2).flatten(2)
+WRONG: dict[str, Callable[[Tensor, AttentionWorkload], Tensor]] = {
+    "zeros": lambda mixed, workload: plain(mixed, workload) * 0.0,
+    "no slopes": lambda mixed, workload: plain(mixed, workload, slopes=False),
+    "no documents": lambda mixed, workload: plain(mixed, workload, documents=False),
+    "another scale": lambda mixed, workload: plain(mixed, workload, factor=1.3),
+    "samples in another order": lambda mixed, workload: plain(mixed.roll(1, 1), workload),
+    "heads in another order": lambda mixed, workload: (
+        plain(mixed, workload).unflatten(2, (-1, workload.head_dim)).roll(1, 2).flatten(2)
     ),
-    "nothing from the last key": lambda mixed, wanted: plain(torch.cat([mixed[:-1], mixed[-2:-1]]), wanted),
-    "a gradient too many": lambda mixed, wanted: TooMany.apply(plain(mixed, wanted), mixed),
+    "nothing from the last key": lambda mixed, workload: plain(torch.cat([mixed[:-1], mixed[-2:-1]]), workload),
+    "a gradient too many": lambda mixed, workload: TooMany.apply(plain(mixed, workload), mixed),
 }
 
 
@@ -75,14 +77,14 @@ class TooMany(torch.autograd.Function):
         return grads[0], 0.1 * ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize("wanted", TRIED, ids=lambda wanted: str(wanted.dtype))
+@pytest.mark.parametrize("workload", TRIED, ids=lambda workload: str(workload.dtype))
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_body_that_computes_something_else_fails_its_trial(fault: str, wanted: Wanted) -> None:
+def test_a_body_that_computes_something_else_fails_its_trial(fault: str, workload: AttentionWorkload) -> None:
     """All of these give finite numbers."""
     cpu = torch.device("cpu")
-    assert failure(lambda mixed: plain(mixed, wanted), wanted, cpu) == ""
+    assert failure(lambda mixed: plain(mixed, workload), workload, cpu) == ""
     assert re.fullmatch(
-        "its numbers are off by .* on this machine", failure(lambda mixed: WRONG[fault](mixed, wanted), wanted, cpu)
+        "its numbers are off by .* on this machine", failure(lambda mixed: WRONG[fault](mixed, workload), workload, cpu)
     )
 
 
@@ -90,12 +92,12 @@ def test_a_body_that_computes_something_else_fails_its_trial(fault: str, wanted:
 def test_torchs_own_bodies_pass_their_trial(body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_ops.attention.sdpa.EFFICIENT", ())  # on a CPU torch chooses
     for dtype in (FP64, FP32, BF16, FP16):
-        wanted = Wanted(dtype, 150, 2, 2, 2, 16)
-        assert failure(lambda mixed: body(mixed, 2, 2, 16, scale=0.25), wanted, torch.device("cpu")) == ""
+        workload = AttentionWorkload(dtype, 150, 2, 2, 2, 16)
+        assert failure(lambda mixed: body(mixed, 2, 2, 16, scale=0.25), workload, torch.device("cpu")) == ""
 
 
 @pytest.mark.slow
 def test_flex_passes_its_trial_with_slopes_and_documents(with_gradients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_trial, "flex_attention", in_eager)
-    wanted, cpu = replace(TRIED[0], dtype=FP64), torch.device("cpu")
-    assert failure(lambda mixed: attention_trial._trial(Body.FLEX, wanted, cpu, mixed), wanted, cpu) == ""
+    workload, cpu = replace(TRIED[0], dtype=FP64), torch.device("cpu")
+    assert failure(lambda mixed: attention_trial._trial(Body.FLEX, workload, cpu, mixed), workload, cpu) == ""

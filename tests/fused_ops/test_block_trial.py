@@ -14,7 +14,7 @@ import torch
 from fused_ops import linear, registry
 from fused_ops.attention import kernel, trial
 from fused_ops.attention.rule import Body, choose
-from fused_ops.attention.trial import Wanted
+from fused_ops.attention.trial import AttentionWorkload
 from fused_ops.linear import add_weight_gradient
 from fused_ops.native import library
 from fused_ops.native.binding import Library
@@ -39,9 +39,9 @@ def layout(found: Library, dtype: torch.dtype) -> int:
 def test_each_processor_gets_its_operands_as_it_wants_them(
     processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = PROCESSORS[processor]
-    found = kernels_of(tmp_path, wanted, monkeypatch)
-    assert [layout(found, dtype) for dtype in HALVES] == [LAYOUTS[wanted[kind]] for kind in ("BF16", "FP16")]
+    workload = PROCESSORS[processor]
+    found = kernels_of(tmp_path, workload, monkeypatch)
+    assert [layout(found, dtype) for dtype in HALVES] == [LAYOUTS[workload[kind]] for kind in ("BF16", "FP16")]
     assert layout(found, torch.float32) == ROWS
 
 
@@ -104,18 +104,18 @@ def test_what_is_refused_is_not_used_and_the_reason_is_told(tmp_path: Path, monk
     broken = Off(inner, {"weight_gradient": 7, "attention_forward": 1})
     for module in (library, trial, registry):
         monkeypatch.setattr(module, "torch_library", lambda asked: broken)
-    trial.find_offer.cache_clear()
+    trial.find_support.cache_clear()
     Case(60, 2, 1, 2, 16, torch.bfloat16).check()
     grad, x = drawn(40, 6, seed=1, dtype=torch.bfloat16), drawn(40, 5, seed=2, dtype=torch.bfloat16)
     into, exact = torch.full((6, 5), torch.nan), grad.double().t() @ x.double()
     add_weight_gradient(grad, x, into, False)
     assert (into.double() - exact).abs().max() <= 5e-3 * exact.abs().max()
-    wanted, cpu = Wanted(torch.bfloat16, 64, 1, 2, 1, 16), torch.device("cpu")
-    found = choose(wanted.case(cpu), trial.find_offer("auto", wanted, cpu))
+    workload, cpu = AttentionWorkload(torch.bfloat16, 64, 1, 2, 1, 16), torch.device("cpu")
+    found = choose(workload.case(cpu), trial.find_support("auto", workload, cpu))
     assert found.body is not Body.KERNEL and "no C++ kernel: its numbers are off by" in found.reason
     described = registry.describe("cpu", dtype=torch.bfloat16)
     assert {op for op, body in described.items() if body == registry.REFERENCE} == {"attention", "weight_gradient"}
     told = {finding.what: finding for finding in examine()}
     assert told["block products"].found == "f32 in rows, bf16 in pairs of rows, fp16 in pairs of rows"
     assert "refused: its numbers are off by" in told["weight_gradient in bf16"].advice and "attention in fp16" in told
-    trial.find_offer.cache_clear()
+    trial.find_support.cache_clear()

@@ -22,7 +22,7 @@ from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.rule import Body, Choice, choose
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
-from fused_ops.attention.trial import Wanted, find_offer
+from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.softmax import alibi_slopes
 from megazero.system.device import cuda_available
 from tests.e2e.command import metrics, relative, run
@@ -152,33 +152,37 @@ def test_flex_keeps_no_scores() -> None:
     assert torch.cuda.max_memory_allocated(CARD) - before < 512 * 2**20
 
 
-def chosen(wanted: Wanted, asked: str = "auto") -> Choice:
-    return choose(wanted.case(CARD), find_offer(asked, wanted, CARD))
+def chosen(workload: AttentionWorkload, asked: str = "auto") -> Choice:
+    return choose(workload.case(CARD), find_support(asked, workload, CARD))
 
 
 def test_the_rule_on_this_card() -> None:
     """What it names works here: it was tried. Older cards have other answers, which the table's own test holds."""
     if torch.cuda.get_device_capability(CARD) < (8, 0):
         pytest.skip("a card before Ampere")
-    wanted = partial(Wanted, BF16, 256, 2, 4, 1, 64)
-    assert chosen(wanted()).body is Body.FLASH
-    assert chosen(wanted(alibi=True)).body is Body.FLEX, chosen(wanted(alibi=True)).reason
-    assert chosen(wanted(documents=True)).body is Body.FLEX
-    assert chosen(wanted(alibi=True, dropout=True)).body is Body.SOFTMAX
-    assert chosen(Wanted(FP32, 256, 2, 4, 1, 64)).body is Body.EFFICIENT
-    assert chosen(wanted(), "flex").body is Body.FLEX
+    workload = partial(AttentionWorkload, BF16, 256, 2, 4, 1, 64)
+    assert chosen(workload()).body is Body.FLASH
+    assert chosen(workload(alibi=True)).body is Body.FLEX, chosen(workload(alibi=True)).reason
+    assert chosen(workload(documents=True)).body is Body.FLEX
+    assert chosen(workload(alibi=True, dropout=True)).body is Body.SOFTMAX
+    assert chosen(AttentionWorkload(FP32, 256, 2, 4, 1, 64)).body is Body.EFFICIENT
+    assert chosen(workload(), "flex").body is Body.FLEX
     with pytest.raises(ValueError, match="--attention flash cannot run: it has no place for ALiBi"):
-        find_offer("flash", wanted(alibi=True), CARD)
+        find_support("flash", workload(alibi=True), CARD)
 
 
 def test_the_trial_compiles_what_training_uses_and_other_lengths_are_not_compiled() -> None:
-    wanted = Wanted(BF16, 256, 2, 4, 1, 64, alibi=True)
-    find_offer.cache_clear()
+    workload = AttentionWorkload(BF16, 256, 2, 4, 1, 64, alibi=True)
+    find_support.cache_clear()
     torch._dynamo.utils.counters.clear()
-    offer = find_offer("auto", wanted, CARD)
+    support = find_support("auto", workload, CARD)
     mixed = torch.randn(256, 2, 4 * 3 * 64, device=CARD, dtype=BF16, requires_grad=True)
     attend = partial(
-        causal_attention, scale=0.125, slopes=torch.tensor(alibi_slopes(4), device=CARD), documents=None, offer=offer
+        causal_attention,
+        scale=0.125,
+        slopes=torch.tensor(alibi_slopes(4), device=CARD),
+        documents=None,
+        support=support,
     )
     for _ in range(3):
         attend(mixed * 1.0, 4, 1, 64).sum().backward()

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from fused_ops import attention
 from fused_ops.attention import flex as attention_flex
-from fused_ops.attention.rule import Body, Case, Choice, Offer
+from fused_ops.attention.rule import AttentionSupport, Body, Case, Choice
 from megazero.telemetry.record import StepRecord
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.places import Piece, assemble, values_of
@@ -68,7 +68,7 @@ def through_flex(
     """
     calls: list[tuple[bool, int]] = []
 
-    def chosen(case: Case, offer: Offer) -> Choice:
+    def chosen(case: Case, support: AttentionSupport) -> Choice:
         calls.append((case.recorded, case.length))
         return Choice(Body.FLEX, "")
 
