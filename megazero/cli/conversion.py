@@ -9,7 +9,7 @@ from megazero.cli.ending import FAILED
 from megazero.config.dtypes import compute_dtype
 from megazero.convert.changed import Trimmed
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
@@ -20,13 +20,13 @@ MISTAKES = ConversionError, OSError
 
 def run(args: argparse.Namespace) -> int:
     """Write the target and say what became of every key; the status. Raises ConversionError, OSError."""
-    wanted = Wanted(args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None)
+    options = TargetOptions(args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None)
     wrong = list(checkpoint_problems(args))
     if wrong:
         raise ConversionError("; ".join(wrong))
     with open_source(checkpoint_of(args), args.format) as opened:
         source = Trimmed(opened, args.vocab_size) if args.vocab_size is not None else opened
-        convert(source, format_table()[args.to], args.output.expanduser(), wanted, to_stderr)
+        convert(source, format_table()[args.to], args.output.expanduser(), options, to_stderr)
         print(f"{source.path} ({source.format}) -> {args.output} ({args.to})")
         print("\n".join(source.report.lines()))
         if not args.verify:

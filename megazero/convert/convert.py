@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megazero.convert.companions import contents_of, write_companions
-from megazero.convert.formats import Format, Wanted
+from megazero.convert.formats import Format, TargetOptions
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.data.progress import Progress, Report, clock
@@ -21,7 +21,7 @@ SPARE = 1.02
 """What a target may need beyond the bytes of its tensors: headers, pickles, padding."""
 
 
-def convert(source: Source, target: Format, output: Path, wanted: Wanted, report: Report) -> None:
+def convert(source: Source, target: Format, output: Path, options: TargetOptions, report: Report) -> None:
     """Write a source as another format into the new folder `output`, which is there whole or not at all.
 
     report: told the progress. Memory: a few tensors. Raises ConversionError before anything is written where the target
@@ -30,13 +30,13 @@ def convert(source: Source, target: Format, output: Path, wanted: Wanted, report
     """
     source = source if target.part is None else target.part(source)
     output = Path(os.path.realpath(output))  # a link stays one, and what it leads to gets the checkpoint
-    refuse(source, target, output, wanted)
+    refuse(source, target, output, options)
     began, total = time.monotonic(), _bytes_read(source, target)
     size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
     progress = Progress(report, f"{source.format} -> {target.name}", total / size, unit)
     assert target.write is not None
     with _becoming(output) as temporary:
-        target.write(source, temporary, wanted, lambda count: progress.reach(progress.done + count / size))
+        target.write(source, temporary, options, lambda count: progress.reach(progress.done + count / size))
         if not target.has_companions:
             write_companions(contents_of(source.companions, source.report.notes.append), temporary)
     seconds = max(time.monotonic() - began, 1e-9)
@@ -51,34 +51,34 @@ def _bytes_read(source: Source, target: Format) -> int:
     return sum(entry.nbytes(column) for entry in source.entries.values() for column in columns)
 
 
-def refuse(source: Source, target: Format, output: Path, wanted: Wanted) -> None:
+def refuse(source: Source, target: Format, output: Path, options: TargetOptions) -> None:
     """Raise one ConversionError with everything that speaks against a conversion."""
     problems = []
     if target.write is None:
         problems.append(f"--to {target.name}: this format is read only")
-    if not target.has_layout and (wanted.tp, wanted.pp) != (1, 1):
-        problems.append(f"--tp {wanted.tp} --pp {wanted.pp}: {target.name} has no layout; its files open on any")
-    if wanted.dp < 1:
-        problems.append(f"--dp {wanted.dp}: must be at least 1")
-    if wanted.dp > 1 and not (target.has_layout and target.has_optimizer):
-        problems.append(f"--dp {wanted.dp}: {target.name} has no files per data-parallel rank")
-    problems += layout_problems(source.model, tp=wanted.tp, pp=wanted.pp)
+    if not target.has_layout and (options.tp, options.pp) != (1, 1):
+        problems.append(f"--tp {options.tp} --pp {options.pp}: {target.name} has no layout; its files open on any")
+    if options.dp < 1:
+        problems.append(f"--dp {options.dp}: must be at least 1")
+    if options.dp > 1 and not (target.has_layout and target.has_optimizer):
+        problems.append(f"--dp {options.dp}: {target.name} has no files per data-parallel rank")
+    problems += layout_problems(source.model, tp=options.tp, pp=options.pp)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         problems.append(f"--output {output}: is there already; nothing is overwritten")
     above = next(path for path in output.absolute().parents if path.exists())
     if not above.is_dir():
         problems.append(f"--output {output}: {above} is a file")
-    problems += _too_small(source, target, output, wanted)
+    problems += _too_small(source, target, output, options)
     if problems:
         raise ConversionError("; ".join(problems))
 
 
-def _too_small(source: Source, target: Format, output: Path, wanted: Wanted) -> list[str]:
+def _too_small(source: Source, target: Format, output: Path, options: TargetOptions) -> list[str]:
     """Whether the disk cannot hold what will be written."""
     needed = _bytes_read(source, target) * SPARE
-    if wanted.dtype is not None:
+    if options.dtype is not None:
         stored = sum(entry.nbytes() for entry in source.entries.values())
-        needed -= stored - sum(entry.numel * wanted.dtype.itemsize for entry in source.entries.values())
+        needed -= stored - sum(entry.numel * options.dtype.itemsize for entry in source.entries.values())
     there = next(path for path in output.absolute().parents if path.is_dir())
     free = shutil.disk_usage(there).free
     return (

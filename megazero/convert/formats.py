@@ -12,7 +12,7 @@ from megazero.convert.source import Source
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TargetOptions:
     """How a target is to be written. Formats without a layout have no tp, pp and dp; `formats.convert` refuses them
     there.
 
@@ -44,7 +44,7 @@ class Format:
     name: str
     recognises: Callable[[Path], bool]
     open: Callable[[Path], Source]
-    write: Callable[[Source, Path, Wanted, Advance], None] | None = None
+    write: Callable[[Source, Path, TargetOptions, Advance], None] | None = None
     has_layout: bool = False
     has_optimizer: bool = False
     has_companions: bool = False

@@ -26,7 +26,7 @@ from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
 from megazero.convert.companions import companions, contents_of, write_companions
-from megazero.convert.formats import Advance, Format, Wanted
+from megazero.convert.formats import Advance, Format, TargetOptions
 from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
 from megazero.mpu.place import Box, Place
 from megazero.system.reading import about
@@ -119,19 +119,19 @@ def open_native(path: Path) -> NativeSource:
         raise error if isinstance(error, ConversionError) else ConversionError(about(found, error)) from error
 
 
-def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+def write_native(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
     """Write a folder of one checkpoint, with the moments if the source has them.
 
-    The weight is what the source has (an fp32 master beside moments), unless `wanted.dtype` narrows it; moments keep
+    The weight is what the source has (an fp32 master beside moments), unless `options.dtype` narrows it; moments keep
     their dtype.
     """
     inside = folder / folders.folder_name(source.position.iteration)
     inside.mkdir(parents=True)
-    files = list(_files(source, wanted, advance))
+    files = list(_files(source, options, advance))
     for index, fragments in enumerate(files):
         write_fragments(inside, index, len(files), fragments)
     writers: list[list[FragmentSpec]] = [list(fragments) for fragments in files]
-    run = _as_recorded(source.run, wanted.dtype)
+    run = _as_recorded(source.run, options.dtype)
     write_manifest(
         inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1}
     )
@@ -139,14 +139,14 @@ def write_native(source: Source, folder: Path, wanted: Wanted, advance: Advance)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
 
-def _files(source: Source, wanted: Wanted, advance: Advance) -> Iterator[list[Fragment]]:
+def _files(source: Source, options: TargetOptions, advance: Advance) -> Iterator[list[Fragment]]:
     """What goes into each file, in the model's order."""
     everything = places(source.model)
     group: list[Fragment] = []
     size = 0
     for name, entry in source.entries.items():
         dtypes = {
-            column: (wanted.dtype if column == WEIGHT else None) or entry.columns[column] for column in source.columns
+            column: (options.dtype if column == WEIGHT else None) or entry.columns[column] for column in source.columns
         }
         columns = {
             column: Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance))

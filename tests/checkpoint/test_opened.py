@@ -7,14 +7,14 @@ import torch
 
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.opened import Checkpoint
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from tests.convert.sources import made
 
 
 def test_what_it_says_and_any_part_of_it(tmp_path):
     source = made(moments=True)
-    write_native(source, tmp_path, Wanted(), lambda count: None)
+    write_native(source, tmp_path, TargetOptions(), lambda count: None)
     there = Checkpoint(tmp_path)
     assert (
         there.path == tmp_path / "iter_0000007"
@@ -32,7 +32,7 @@ def test_what_it_says_and_any_part_of_it(tmp_path):
 def test_what_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         Checkpoint(tmp_path)
-    write_native(made(), tmp_path, Wanted(), lambda count: None)
+    write_native(made(), tmp_path, TargetOptions(), lambda count: None)
     there = Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no exp_avg"):
         there.read("head.norm.bias", "exp_avg")

@@ -16,7 +16,7 @@ import megazero.convert.loading
 from megazero.cli import doctor, evaluation, generation, inspect
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.config.level import ConfigError
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from megazero.convert.source import ConversionError
 from tests.convert.sources import made
@@ -48,7 +48,7 @@ def test_what_is_converted_may_be_called_input(tmp_path: Path) -> None:
 
 def test_inspection_takes_one_or_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
-        write_native(made(), tmp_path / name, Wanted(), lambda count: None)
+        write_native(made(), tmp_path / name, TargetOptions(), lambda count: None)
     a, b = (str(tmp_path / name) for name in ("a", "b"))
     told = []
     for words in ([a, b], ["--load", a, b]):

@@ -24,7 +24,7 @@ from megazero.cli.inspect import main
 from megazero.config.dump import run_dict
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
 from megazero.data.progress import silent
 from tests.checkpoint import fakes
@@ -347,7 +347,7 @@ def test_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
     theirs = saved(CASES["bloom, 12 heads"], tmp_path / "theirs")
     with open_source(theirs) as source:
-        convert(source, format_table()["megazero"], tmp_path / "ours", Wanted(), silent)
+        convert(source, format_table()["megazero"], tmp_path / "ours", TargetOptions(), silent)
     capsys.readouterr()  # what other libraries say when they are imported
     status, record = as_json(capsys, theirs, "--verify")
     assert status == 0 and record["format"] == "hf" and record["layout"] is None and record["checkpoints"] == []

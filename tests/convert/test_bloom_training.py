@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.parse import parse_run
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from megazero.convert.registry import open_source
 from megazero.telemetry.record import StepRecord
@@ -104,7 +104,7 @@ def test_training_goes_on(name: str, memory: Any, tmp_path: Path) -> None:
     )
     with open_source(tmp_path / "bloom") as source:
         assert source.run.optimizer.precision == "bf16" and source.columns == ("weight", "exp_avg", "exp_avg_sq")
-        write_native(source, tmp_path / "ours", Wanted(), lambda count: None)
+        write_native(source, tmp_path / "ours", TargetOptions(), lambda count: None)
         assert not source.report.replicas and not source.report.apart
     resumed = train(1, [*flags, *OTHERS, "--load", str(tmp_path / "ours")])
     assert [record.iteration for record in resumed.records] == [5, 6, 7, 8]
@@ -130,7 +130,7 @@ def test_the_moments_matter(memory: Any, tmp_path: Path) -> None:
     losses = []
     for folder, words in (("counted", []), ("weights", ["--no-load-optim"])):
         with open_source(tmp_path / folder) as source:
-            write_native(source, tmp_path / f"{folder}-ours", Wanted(), lambda count: None)
+            write_native(source, tmp_path / f"{folder}-ours", TargetOptions(), lambda count: None)
         resumed = train(1, [*flags, *OTHERS, *words, "--load", str(tmp_path / f"{folder}-ours")])
         losses.append([record.loss for record in resumed.records])
     assert losses[0][0] == records[STOP].loss and losses[0][1] != records[STOP + 1].loss

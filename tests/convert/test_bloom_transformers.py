@@ -11,7 +11,7 @@ import torch
 
 import megazero
 from megazero.config.schema import ModelConfig
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
 from tests.convert.bloom_files import Layout, save_bloom
 
@@ -67,7 +67,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, layout: Layout, heads:
     assert write is not None
     (tmp_path / "hf").mkdir()
     with open_source(tmp_path / "bloom") as source:
-        write(source, tmp_path / "hf", Wanted(), lambda count: None)
+        write(source, tmp_path / "hf", TargetOptions(), lambda count: None)
     again = transformers.BloomForCausalLM.from_pretrained(tmp_path / "hf")
     kept = theirs.state_dict()
     assert all(torch.equal(tensor, kept[key]) for key, tensor in again.state_dict().items())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.native import FORMAT, open_native
 from megazero.convert.report import Disagreement, Report
 from megazero.convert.source import ConversionError
@@ -34,11 +34,11 @@ def test_whole_or_not_at_all(tmp_path):
 
     broken = Breaks(source.format, source.path, source.run, source.entries, source.position)
     with pytest.raises(OSError, match="gone"):
-        convert(broken, FORMAT, tmp_path / "out", Wanted(), silent)
+        convert(broken, FORMAT, tmp_path / "out", TargetOptions(), silent)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".out.converting").mkdir()  # as a killed conversion leaves it
     (tmp_path / ".out.converting" / "half").write_text("x")
-    convert(source, FORMAT, tmp_path / "out", Wanted(), silent)
+    convert(source, FORMAT, tmp_path / "out", TargetOptions(), silent)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["iter_0000007", "latest"]
 
@@ -47,7 +47,7 @@ def test_everything_that_speaks_against_it_is_said_at_once(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     with pytest.raises(ConversionError) as said:
-        convert(made(), FORMAT, tmp_path / "out", Wanted(tp=2, dp=3), silent)
+        convert(made(), FORMAT, tmp_path / "out", TargetOptions(tp=2, dp=3), silent)
     for part in ("no layout", "--dp 3", "--tp 2 does not divide", "nothing is overwritten"):
         assert part in str(said.value)
     assert (tmp_path / "out" / "mine").read_text() == "precious"
@@ -56,19 +56,19 @@ def test_everything_that_speaks_against_it_is_said_at_once(tmp_path):
 def test_a_full_disk_is_known_before(tmp_path, monkeypatch):
     monkeypatch.setattr("megazero.convert.convert.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(ConversionError, match="free there"):
-        convert(made(), FORMAT, tmp_path / "out", Wanted(), silent)
+        convert(made(), FORMAT, tmp_path / "out", TargetOptions(), silent)
 
 
 def test_two_conversions_do_not_write_into_each_other(tmp_path):
     with open(tmp_path / ".out.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConversionError, match="another conversion"):
-            convert(made(), FORMAT, tmp_path / "out", Wanted(), silent)
+            convert(made(), FORMAT, tmp_path / "out", TargetOptions(), silent)
 
 
 def test_verification_sees_one_wrong_bit(tmp_path):
     source = made(moments=True)
-    convert(source, FORMAT, tmp_path / "out", Wanted(), silent)
+    convert(source, FORMAT, tmp_path / "out", TargetOptions(), silent)
     good = verify(source, tmp_path / "out", "megazero", silent)
     assert good.holds and "87 tensors bit-equal" in good.lines[0] and "logits of 32 positions" in good.lines[1]
 
@@ -108,7 +108,7 @@ def tool(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_tool(tmp_path):
-    convert(made(moments=True), FORMAT, tmp_path / "in", Wanted(), silent)
+    convert(made(moments=True), FORMAT, tmp_path / "in", TargetOptions(), silent)
     done = tool(
         "--input", f"{tmp_path}/in", "--to", "megazero", "--output", f"{tmp_path}/out", "--dtype", "bf16", "--verify"
     )
@@ -124,14 +124,14 @@ def test_an_output_that_is_a_link_leads_on(tmp_path):
     (tmp_path / "there").mkdir()
     for name, target in (("to-empty", "there"), ("to-nothing", "not-yet")):
         (tmp_path / name).symlink_to(target)
-        convert(made(), FORMAT, tmp_path / name, Wanted(), silent)
+        convert(made(), FORMAT, tmp_path / name, TargetOptions(), silent)
         assert (tmp_path / name).is_symlink() and (tmp_path / target / "latest").is_file()
 
 
 def test_an_output_below_a_file_and_no_ranks_are_said_before(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConversionError, match=r"--dp 0: must be at least 1.*file is a file"):
-        convert(made(), FORMAT, tmp_path / "file" / "a" / "b", Wanted(dp=0), silent)
+        convert(made(), FORMAT, tmp_path / "file" / "a" / "b", TargetOptions(dp=0), silent)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_an_output_below_a_file_and_no_ranks_are_said_before(tmp_path):
     [(["--input", "nowhere"], "nowhere: there is no such checkpoint"), (["--vocab-size", "0"], "--vocab-size 0")],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, flags, said):
-    convert(made(), FORMAT, tmp_path / "in", Wanted(), silent)
+    convert(made(), FORMAT, tmp_path / "in", TargetOptions(), silent)
     monkeypatch.setattr(
         sys, "argv", ["convert_checkpoint.py", "--input", str(tmp_path / "in"), "--to", "hf", "--output", "x", *flags]
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.derive import padded_vocab
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.stages import plan
 from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError
@@ -36,7 +36,7 @@ SCRIPT = Path(__file__).with_name("deepspeed_pipeline.py")
 @dataclass(frozen=True)
 class Case:
     source: Made
-    wanted: Wanted
+    wanted: TargetOptions
     layout: Layout
 
     @property
@@ -67,9 +67,11 @@ class Case:
 
 
 CASES = {
-    "tied-tp2-pp2": Case(made(MODEL, precision="bf16", moments=True), Wanted(tp=2, pp=2), Layout(2, (1, 1), rows=256)),
+    "tied-tp2-pp2": Case(
+        made(MODEL, precision="bf16", moments=True), TargetOptions(tp=2, pp=2), Layout(2, (1, 1), rows=256)
+    ),
     "untied-pp2-dp2": Case(
-        made(UNTIED, precision="bf16", moments=True), Wanted(pp=2, dp=2), Layout(1, (2, 1), 2, rows=256)
+        made(UNTIED, precision="bf16", moments=True), TargetOptions(pp=2, dp=2), Layout(1, (2, 1), 2, rows=256)
     ),
 }
 
@@ -122,10 +124,10 @@ def test_the_pipeline_engine_opens_it(case: Case, tmp_path: Path) -> None:
                 assert torch.equal(read["bf16"][name], value.bfloat16()), (rank, name)
         for (counted, pp), parts in read["balanced"].items():
             model = replace(case.source.model, num_layers=weights[counted, pp])
-            begins = [sum(counted[: stage.start]) for stage in plan(model, Wanted(pp=pp)).stages]
+            begins = [sum(counted[: stage.start]) for stage in plan(model, TargetOptions(pp=pp)).stages]
             assert begins == [sum(counted[:start]) for start in parts[:-1]], (model.num_layers, pp)
 
 
 def test_no_stage_without_a_block_where_the_head_is_untied(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"--pp 4 with --num-layers 3 and a head of its own: .* nearest: --pp 3"):
-        write_megatron_deepspeed(made(UNTIED), tmp_path, Wanted(pp=4), lambda count: None)
+        write_megatron_deepspeed(made(UNTIED), tmp_path, TargetOptions(pp=4), lambda count: None)

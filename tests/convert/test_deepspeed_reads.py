@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
 from megazero.convert.source import MOMENTS, WEIGHT
 from tests.convert.bloom_files import BLOCK, EMBEDDING, FINAL
@@ -60,10 +60,10 @@ torch.save(facts, os.path.join(single, "facts.pt"))
 def test_deepspeed_reads_what_is_written(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     source = made(MODEL, moments=True, precision="bf16")
-    write_megatron_deepspeed(source, tmp_path / "parallel", Wanted(tp=2, pp=2, dp=2), lambda count: None)
-    write_megatron_deepspeed(source, tmp_path / "single", Wanted(dp=3), lambda count: None)
+    write_megatron_deepspeed(source, tmp_path / "parallel", TargetOptions(tp=2, pp=2, dp=2), lambda count: None)
+    write_megatron_deepspeed(source, tmp_path / "single", TargetOptions(dp=3), lambda count: None)
     llama = made(LLAMA, moments=True, precision="bf16")
-    write_megatron_deepspeed(llama, tmp_path / "gated", Wanted(tp=2, pp=2, dp=2), lambda count: None)
+    write_megatron_deepspeed(llama, tmp_path / "gated", TargetOptions(tp=2, pp=2, dp=2), lambda count: None)
     parallel, single, gated = (tmp_path / name / "global_step7" for name in ("parallel", "single", "gated"))
     universal = tmp_path / "parallel" / "global_step7_universal"
     done = subprocess.run(

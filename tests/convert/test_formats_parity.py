@@ -11,19 +11,27 @@ import torch
 
 import megazero
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
 from megazero.data.progress import silent
 from tests.convert.hf_models import CASES, prompts, random_model, saved, their_answers
 
 pytest.importorskip("transformers")
 WAYS = {
-    "llama, grouped": [("megatron", Wanted(tp=2, pp=2)), ("universal", Wanted()), ("consolidated", Wanted())],
-    "gpt2, inner width": [("universal", Wanted()), ("megatron", Wanted(tp=4)), ("consolidated-safetensors", Wanted())],
+    "llama, grouped": [
+        ("megatron", TargetOptions(tp=2, pp=2)),
+        ("universal", TargetOptions()),
+        ("consolidated", TargetOptions()),
+    ],
+    "gpt2, inner width": [
+        ("universal", TargetOptions()),
+        ("megatron", TargetOptions(tp=4)),
+        ("consolidated-safetensors", TargetOptions()),
+    ],
     "bloom, 12 heads": [
-        ("consolidated", Wanted()),
-        ("megatron-deepspeed", Wanted(tp=4, pp=2)),
-        ("universal", Wanted()),
+        ("consolidated", TargetOptions()),
+        ("megatron-deepspeed", TargetOptions(tp=4, pp=2)),
+        ("universal", TargetOptions()),
     ],
 }
 
@@ -49,7 +57,7 @@ def test_tensors_are_those_of_megatrons_own_converter(tmp_path: Path) -> None:
     """
     case = CASES["llama, grouped"]
     with open_source(saved(case, tmp_path / "hf")) as source:
-        convert(source, format_table()["megatron"], tmp_path / "out", Wanted(), silent)
+        convert(source, format_table()["megatron"], tmp_path / "out", TargetOptions(), silent)
     (file,) = (tmp_path / "out").rglob("model_optim_rng.pt")
     ours = torch.load(file, weights_only=False)["model"]
     theirs = random_model(case)

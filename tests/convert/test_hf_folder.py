@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megazero.config.schema import DataConfig, ModelConfig
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.hf.writer import write_hf
 from megazero.convert.registry import open_source, recognise
 from megazero.convert.source import ConversionError
@@ -128,7 +128,7 @@ def written(model: ModelConfig, folder: Path, **facts: Any) -> Any:
     source = made(model, precision="fp64", dtype=torch.float64)
     source.run = replace(source.run, **facts)
     folder.mkdir()
-    write_hf(source, folder, Wanted(), lambda count: None)
+    write_hf(source, folder, TargetOptions(), lambda count: None)
     return source
 
 
@@ -202,7 +202,7 @@ def test_files_are_carried_along(tmp_path: Path) -> None:
     with open_source(folder) as source:
         assert source.run.data.tokenizer == "hf" and source.run.data.eod_id == 5
         (tmp_path / "mine").mkdir()
-        write_hf(source, tmp_path / "mine", Wanted(), lambda count: None)
+        write_hf(source, tmp_path / "mine", TargetOptions(), lambda count: None)
     for name in (*carried, "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "mine" / name).read_bytes() == (folder / name).read_bytes()
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.hf.writer import write_hf
 from megazero.convert.registry import format_table, open_source
 from tests.convert.hf_models import CASES, Case, prompts, random_model, saved
@@ -34,9 +34,9 @@ def nothing(count: int) -> None:
     pass
 
 
-def to(kind: str, source: Path, target: Path, wanted: Wanted | None = None) -> Path:
+def to(kind: str, source: Path, target: Path, wanted: TargetOptions | None = None) -> Path:
     with open_source(source) as opened:
-        convert(opened, format_table()[kind], target, wanted or Wanted(), lambda line: None)
+        convert(opened, format_table()[kind], target, wanted or TargetOptions(), lambda line: None)
     return target
 
 
@@ -80,7 +80,7 @@ def test_shards(name: str, tmp_path: Path) -> None:
     assert (theirs / "model.safetensors.index.json").is_file()
     with open_source(theirs) as source:
         (tmp_path / "mine").mkdir()
-        write_hf(source, tmp_path / "mine", Wanted(), nothing, shard_bytes=30_000)
+        write_hf(source, tmp_path / "mine", TargetOptions(), nothing, shard_bytes=30_000)
         assert source.report.mapped and not source.report.unused
     mine = tmp_path / "mine"
     same_tensors(tensors_of(mine), tensors_of(theirs))
@@ -143,7 +143,7 @@ def test_torch_files(name: str, prefix: bool, shards: int, tmp_path: Path) -> No
 def test_other_dtypes_and_overflow(tmp_path: Path) -> None:
     case = CASES["opt"]
     theirs = saved(case, tmp_path / "theirs")
-    mine = to("hf", theirs, tmp_path / "bf16", Wanted(dtype=torch.bfloat16))
+    mine = to("hf", theirs, tmp_path / "bf16", TargetOptions(dtype=torch.bfloat16))
     same_tensors(tensors_of(mine), {key: tensor.bfloat16() for key, tensor in tensors_of(theirs).items()})
     assert json.loads((mine / "config.json").read_text())["dtype"] == "bfloat16"
     assert opened_by_transformers(mine).dtype == torch.bfloat16
@@ -151,5 +151,5 @@ def test_other_dtypes_and_overflow(tmp_path: Path) -> None:
     model.model.decoder.layers[1].fc1.weight.data[3, 4] = 7e4
     model.save_pretrained(tmp_path / "large")
     with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.up\.weight holds 70000, and torch\.float16 ends at 65504"):
-        to("hf", tmp_path / "large", tmp_path / "fp16", Wanted(dtype=torch.float16))
+        to("hf", tmp_path / "large", tmp_path / "fp16", TargetOptions(dtype=torch.float16))
     assert not (tmp_path / "fp16").exists()

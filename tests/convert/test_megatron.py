@@ -11,7 +11,7 @@ import torch
 from megazero.config.inventory import tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron.registered import FORMAT, open_megatron
 from megazero.convert.registry import format_table, recognise
 from megazero.convert.source import ConversionError, places
@@ -91,7 +91,7 @@ def test_what_is_written_is_what_megatron_writes(tmp_path, model, tp, pp):
     """Key for key, against files that the converters had no part in."""
     source = made(model)
     save_megatron(source, tmp_path / "theirs", tp=tp, pp=pp)
-    convert(source, FORMAT, tmp_path / "ours", Wanted(tp=tp, pp=pp), silent)
+    convert(source, FORMAT, tmp_path / "ours", TargetOptions(tp=tp, pp=pp), silent)
     with open_megatron(tmp_path / "ours") as opened:
         same(opened, source)
         assert opened.model == model
@@ -210,7 +210,7 @@ def test_a_folder_without_a_tracker_has_its_newest(tmp_path):
 
 def test_the_tracker_of_another_program(tmp_path):
     """Megatron-DeepSpeed writes Megatron's tracker beside its own `latest`."""
-    convert(made(GPT), format_table()["megatron-deepspeed"], tmp_path / "out", Wanted(), silent)
+    convert(made(GPT), format_table()["megatron-deepspeed"], tmp_path / "out", TargetOptions(), silent)
     (tmp_path / "out" / "latest_checkpointed_iteration.txt").write_text("7")
     assert recognise(tmp_path / "out") == "megatron-deepspeed"
 
@@ -291,9 +291,9 @@ def test_another_kind_of_model_is_not_taken_for_a_gpt(tmp_path):
 def test_what_megatron_does_not_have_is_not_written(tmp_path):
     bloom = replace(GPT, position_embedding="alibi", embedding_layernorm=True)
     with pytest.raises(ConversionError, match=r"alibi.*embed-layernorm"):
-        convert(made(bloom), FORMAT, tmp_path / "out", Wanted(), silent)
+        convert(made(bloom), FORMAT, tmp_path / "out", TargetOptions(), silent)
     with pytest.raises(ConversionError, match="--pp 3: Megatron-LM divides its layers evenly"):
-        convert(made(GPT), FORMAT, tmp_path / "out", Wanted(pp=3), silent)
+        convert(made(GPT), FORMAT, tmp_path / "out", TargetOptions(pp=3), silent)
     assert not (tmp_path / "out").exists()
 
 

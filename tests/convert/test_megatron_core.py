@@ -10,7 +10,7 @@ import torch
 
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.loading import model_of
 from megazero.convert.megatron.registered import FORMAT, open_megatron
 from megazero.convert.source import Source
@@ -90,7 +90,7 @@ def test_its_torch_format_keeps_the_optimizer_in_our_order(tmp_path: Path) -> No
 def test_what_is_written_here_is_loaded_there(tmp_path: Path, model: ModelConfig, tp: int, pp: int) -> None:
     """Strictly, by the ranks that it is written for; what they then save is what was written."""
     source = made(model)
-    convert(source, FORMAT, tmp_path / "ours", Wanted(tp=tp, pp=pp), silent)
+    convert(source, FORMAT, tmp_path / "ours", TargetOptions(tp=tp, pp=pp), silent)
     run_ranks(tp * pp, open_ours, str(tmp_path / "ours"), model, tp, pp, str(tmp_path / "theirs"))
     with open_megatron(tmp_path / "theirs") as opened:
         same(opened, source)
@@ -100,7 +100,7 @@ def test_what_is_written_here_is_loaded_there(tmp_path: Path, model: ModelConfig
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_its_model_computes_what_ours_does(tmp_path: Path, model: ModelConfig) -> None:
     source = made(model)
-    convert(source, FORMAT, tmp_path / "ours", Wanted(), silent)
+    convert(source, FORMAT, tmp_path / "ours", TargetOptions(), silent)
     (theirs,) = run_ranks(1, open_ours, str(tmp_path / "ours"), model, 1, 1, str(tmp_path / "theirs"))
     with torch.no_grad():
         ours = model_of(source, precision="fp32")(ids_of(model))

@@ -13,7 +13,7 @@ import torch
 
 from megazero.config.derive import query_groups
 from megazero.config.schema import ModelConfig
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.reader import open_megatron_deepspeed
 from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
 from megazero.convert.registry import open_source
@@ -115,18 +115,18 @@ def test_replicas_that_differ_are_averaged_and_named(tmp_path: Path) -> None:
 
 
 WRITTEN = [
-    (BLOOM4, Wanted()),
-    (BLOOM4, Wanted(tp=2, pp=2, dp=2)),
-    (BLOOM4, Wanted(tp=4, pp=3, dp=3)),
-    (GPT, Wanted(tp=2, pp=5, dp=1)),
-    (replace(BLOOM4, untie_embeddings_and_output_weights=True), Wanted(tp=2, pp=2, dp=2)),
-    (LLAMA, Wanted(tp=2, pp=2, dp=2)),
+    (BLOOM4, TargetOptions()),
+    (BLOOM4, TargetOptions(tp=2, pp=2, dp=2)),
+    (BLOOM4, TargetOptions(tp=4, pp=3, dp=3)),
+    (GPT, TargetOptions(tp=2, pp=5, dp=1)),
+    (replace(BLOOM4, untie_embeddings_and_output_weights=True), TargetOptions(tp=2, pp=2, dp=2)),
+    (LLAMA, TargetOptions(tp=2, pp=2, dp=2)),
 ]
 
 
 @pytest.mark.parametrize(("model", "wanted"), WRITTEN)
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "weights"])
-def test_what_is_written_is_read_again(tmp_path: Path, model: Any, wanted: Wanted, moments: bool) -> None:
+def test_what_is_written_is_read_again(tmp_path: Path, model: Any, wanted: TargetOptions, moments: bool) -> None:
     source = made(model, moments=moments, precision="bf16", dtype=torch.bfloat16)
     counted: list[int] = []
     write_megatron_deepspeed(source, tmp_path, wanted, counted.append)
@@ -161,7 +161,10 @@ def test_layer_files_hold_what_the_description_says(tmp_path: Path) -> None:
     values = globals_of(BLOOM4, *EVERYTHING)
     theirs = save_bloom(values, BLOOM4, tmp_path / "theirs", Layout(2, (1, 2), 2, rows=256))
     write_megatron_deepspeed(
-        made(BLOOM4, moments=True, precision="bf16"), tmp_path / "ours", Wanted(tp=2, pp=2, dp=2), lambda count: None
+        made(BLOOM4, moments=True, precision="bf16"),
+        tmp_path / "ours",
+        TargetOptions(tp=2, pp=2, dp=2),
+        lambda count: None,
     )
     ours = tmp_path / "ours" / "global_step7"
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
@@ -186,7 +189,7 @@ def test_a_source_of_this_format_goes_through_unchanged(tmp_path: Path) -> None:
         # 24 good iterations since the last overflow, doubled after 11 and 21: 3 towards the next
         assert first.position.loss_scale == {"scale": 4096.0, "good_steps": 3, "overflows": 1}
         assert (first.run.optimizer.loss_scale_window, first.run.optimizer.hysteresis) == (10, 2)
-        write_megatron_deepspeed(first, tmp_path / "b", Wanted(tp=2, pp=1, dp=2), lambda count: None)
+        write_megatron_deepspeed(first, tmp_path / "b", TargetOptions(tp=2, pp=1, dp=2), lambda count: None)
     with open_source(tmp_path / "b") as second:
         assert second.position == first.position and second.run.optimizer == first.run.optimizer
         for column in EVERYTHING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megazero.checkpoint.manager import find
 from megazero.config.schema import CheckpointConfig, DataConfig, Run
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.model_files import model_files
 from megazero.convert.native import write_native
 from megazero.convert.registry import open_source
@@ -27,7 +27,7 @@ def test_files_of_the_start_and_of_what_is_resumed(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text(f'"{name}"')
     files = {name: tmp_path / name for name in ("config.json", "tokenizer.json")}
-    write_native(made(companions=files), tmp_path / "start", Wanted(), lambda count: None)
+    write_native(made(companions=files), tmp_path / "start", TargetOptions(), lambda count: None)
     with open_source(tmp_path / "start") as source:
         path = str(source.companions["tokenizer.json"])
     run = Run(
@@ -48,7 +48,10 @@ def test_files_of_the_start_and_of_what_is_resumed(tmp_path: Path) -> None:
 def test_they_are_read_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     write_native(
-        made(companions={"config.json": tmp_path / "config.json"}), tmp_path / "start", Wanted(), lambda count: None
+        made(companions={"config.json": tmp_path / "config.json"}),
+        tmp_path / "start",
+        TargetOptions(),
+        lambda count: None,
     )
     write = model_files(Run(model=BLOOM), find(tmp_path / "start"))
     (tmp_path / "start" / "iter_0000007" / "model_files" / "config.json").unlink()

@@ -21,7 +21,7 @@ from megazero.convert.companions import companions
 from megazero.convert.convert import convert
 from megazero.convert.files import torch_dist
 from megazero.convert.files.torch_dist import DistributedCheckpoint
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.hf.files import weight_files
 from megazero.convert.hf.writer import write_hf
 from megazero.convert.megatron_deepspeed.folders import checkpoint_folder as deepspeed_folder
@@ -59,7 +59,7 @@ def holds_the_secret(folder: Path) -> list[str]:
 @pytest.mark.parametrize("target", ["hf", "megazero", "universal"])
 def test_a_link_that_leaves_the_model_is_not_copied(target: str, tmp_path: Path) -> None:
     source = made(companions=linked(tmp_path))
-    convert(source, format_table()[target], tmp_path / "new", Wanted(), silent)
+    convert(source, format_table()[target], tmp_path / "new", TargetOptions(), silent)
     assert not holds_the_secret(tmp_path / "new")
     assert [path.read_text() for path in (tmp_path / "new").rglob("merges.txt")] == ["mine"]
     told = "\n".join(source.report.notes)
@@ -69,7 +69,7 @@ def test_a_link_that_leaves_the_model_is_not_copied(target: str, tmp_path: Path)
 def test_nor_into_the_checkpoints_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the folder of such files is itself a link, too."""
     linked(tmp_path)
-    write_native(made(), tmp_path / "start", Wanted(), lambda count: None)
+    write_native(made(), tmp_path / "start", TargetOptions(), lambda count: None)
     (checkpoint,) = (tmp_path / "start").glob("iter_*")
     (checkpoint / "model_files").symlink_to(tmp_path / "home")
     assert companions(checkpoint)["key"].read_text().count(SECRET) == 1
@@ -87,7 +87,7 @@ def test_nor_as_the_tokenizer_of_a_run(tmp_path: Path) -> None:
         source, folder = made(), tmp_path / f"new-{kind}"
         source.run = replace(source.run, data=DataConfig(tokenizer=kind, tokenizer_path=str(path)))
         folder.mkdir()
-        write_hf(source, folder, Wanted(), lambda count: None)
+        write_hf(source, folder, TargetOptions(), lambda count: None)
         assert not list(folder.glob("tokenizer*")) and not list(folder.glob("*.txt"))
         assert any(
             note.startswith("no tokenizer was written") and "is a link to" in note for note in source.report.notes
@@ -103,7 +103,7 @@ def test_a_snapshot_in_the_hubs_cache_is_links_of_its_own(tmp_path: Path) -> Non
     (home / "snapshots/abc/tokenizer.json").symlink_to("../../blobs/123")
     (home / "snapshots/abc/vocab.json").symlink_to(tmp_path / "key")
     source = made(companions={name: home / "snapshots/abc" / name for name in ("tokenizer.json", "vocab.json")})
-    convert(source, format_table()["universal"], tmp_path / "new", Wanted(), silent)
+    convert(source, format_table()["universal"], tmp_path / "new", TargetOptions(), silent)
     assert [path.name for path in (tmp_path / "new" / "model_files").iterdir()] == ["tokenizer.json"]
 
 
@@ -149,7 +149,7 @@ def test_a_word_that_is_no_text_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../fragments", "/etc/passwd", "sub/fragments", ""])
 def test_names_in_our_manifest_are_bare(name: str, tmp_path: Path) -> None:
     """Its hash does not help: who writes the name writes the hash."""
-    write_native(made(), tmp_path / "run", Wanted(), lambda count: None)
+    write_native(made(), tmp_path / "run", TargetOptions(), lambda count: None)
     (folder,) = (tmp_path / "run").glob("iter_*")
     manifest = read_manifest(folder)
     manifest.files[0] = replace(manifest.files[0], name=name)

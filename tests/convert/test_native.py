@@ -8,7 +8,7 @@ import torch
 import megazero
 from megazero.convert.changed import Rounded, Trimmed
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.native import open_native, write_native
 from megazero.convert.registry import format_table, open_source, recognise
 from megazero.convert.source import ConversionError
@@ -23,7 +23,7 @@ def quietly(count: int) -> None:
 @pytest.mark.parametrize("moments", [False, True])
 def test_everything_comes_back(tmp_path, moments):
     source = made(moments=moments, precision="bf16")
-    write_native(source, tmp_path, Wanted(), quietly)
+    write_native(source, tmp_path, TargetOptions(), quietly)
     assert recognise(tmp_path) == recognise(tmp_path / "iter_0000007") == "megazero"
     with open_source(tmp_path) as read:
         assert read.columns == source.columns and len(read.columns) == (3 if moments else 1)
@@ -41,7 +41,7 @@ def test_everything_comes_back(tmp_path, moments):
 def test_files_are_closed_when_they_are_large(tmp_path, monkeypatch):
     monkeypatch.setattr("megazero.convert.native.FILE_BYTES", 4000)
     source = made()
-    write_native(source, tmp_path, Wanted(), quietly)
+    write_native(source, tmp_path, TargetOptions(), quietly)
     assert len(list((tmp_path / "iter_0000007").glob("*.safetensors"))) > 3
     with open_native(tmp_path) as read:
         assert all(torch.equal(read.read(name), source.read(name)) for name in source.entries)
@@ -49,9 +49,9 @@ def test_files_are_closed_when_they_are_large(tmp_path, monkeypatch):
 
 def test_companions_travel(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    write_native(made(companions={"config.json": tmp_path / "config.json"}), tmp_path / "a", Wanted(), quietly)
+    write_native(made(companions={"config.json": tmp_path / "config.json"}), tmp_path / "a", TargetOptions(), quietly)
     with open_native(tmp_path / "a") as first:
-        write_native(first, tmp_path / "b", Wanted(), quietly)
+        write_native(first, tmp_path / "b", TargetOptions(), quietly)
     with open_native(tmp_path / "b") as second:
         assert second.companions["config.json"].read_text() == "{}"
 
@@ -60,14 +60,14 @@ def test_companions_travel(tmp_path):
 def test_companions_travel_through_formats_that_have_no_place_for_them(tmp_path, name):
     (tmp_path / "tokenizer.json").write_text("{}")
     source = made(companions={"tokenizer.json": tmp_path / "tokenizer.json"})
-    convert(source, format_table()[name], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()[name], tmp_path / "out", TargetOptions(), silent)
     with open_source(tmp_path / "out") as read:
         assert read.format == name and read.companions["tokenizer.json"].read_text() == "{}"
 
 
 def test_narrowed_weights_and_the_precision_they_are_for(tmp_path):
     source = made(moments=True)
-    write_native(source, tmp_path, Wanted(dtype=torch.bfloat16), quietly)
+    write_native(source, tmp_path, TargetOptions(dtype=torch.bfloat16), quietly)
     with open_native(tmp_path) as read:
         assert read.run.optimizer.precision == "bf16"
         name = "blocks.1.mlp.up.weight"
@@ -76,7 +76,7 @@ def test_narrowed_weights_and_the_precision_they_are_for(tmp_path):
 
 
 def test_load_gives_the_model(tmp_path):
-    write_native(made(), tmp_path, Wanted(), quietly)
+    write_native(made(), tmp_path, TargetOptions(), quietly)
     model = megazero.load(tmp_path, precision="fp64")
     logits = model(torch.arange(20).view(2, 10))
     assert logits.shape == (2, 10, 97) and logits.dtype == torch.float64 and not model.training
@@ -85,7 +85,7 @@ def test_load_gives_the_model(tmp_path):
 
 
 def test_a_flipped_bit_is_one_clear_error(tmp_path):
-    write_native(made(), tmp_path, Wanted(), quietly)
+    write_native(made(), tmp_path, TargetOptions(), quietly)
     (file,) = (tmp_path / "iter_0000007").glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source, recognise
 from megazero.convert.source import ConversionError, Source
 from megazero.data.progress import silent
@@ -69,7 +69,7 @@ def same(opened: Source, source: Source, columns: tuple[str, ...] = COLUMNS) -> 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_there_and_back(tmp_path, model):
     source = made(model, precision="bf16", moments=True)
-    convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()["universal"], tmp_path / "out", TargetOptions(), silent)
     assert recognise(tmp_path / "out") == "universal"
     assert recognise(tmp_path / "out" / "global_step7_universal") == "universal"
     with open_source(tmp_path / "out") as opened:
@@ -84,7 +84,7 @@ def test_a_loss_scale_goes_along(tmp_path):
     source.position = replace(source.position, loss_scale={"scale": 4096.0, "good_steps": 3, "overflows": 1})
     rules: dict[str, Any] = {"loss_scale_window": 50, "hysteresis": 3, "min_loss_scale": 8.0}
     source.run = replace(source.run, optimizer=replace(source.run.optimizer, **rules))
-    convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()["universal"], tmp_path / "out", TargetOptions(), silent)
     with open_source(tmp_path / "out") as opened:
         assert opened.position == source.position and opened.run.optimizer.precision == "fp16"
         assert {name: getattr(opened.run.optimizer, name) for name in rules} == rules
@@ -92,7 +92,7 @@ def test_a_loss_scale_goes_along(tmp_path):
 
 def test_weights_alone(tmp_path):
     source = made(BLOOM)
-    convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()["universal"], tmp_path / "out", TargetOptions(), silent)
     assert not list((tmp_path / "out").rglob("exp_avg*")) and not list((tmp_path / "out").rglob("step.pt"))
     with open_source(tmp_path / "out") as opened:
         same(opened, source, ("weight",))
@@ -100,7 +100,7 @@ def test_weights_alone(tmp_path):
 
 
 def test_the_names_are_blooms(tmp_path):
-    convert(made(BLOOM, moments=True), format_table()["universal"], tmp_path / "out", Wanted(), silent)
+    convert(made(BLOOM, moments=True), format_table()["universal"], tmp_path / "out", TargetOptions(), silent)
     folder = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
     names = {path.name for path in (folder / "zero").iterdir() if path.is_dir()}
     block = {
@@ -258,7 +258,7 @@ def test_stage_three_leaves_flat_tensors(tmp_path):
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_one_state_dictionary(tmp_path, model, kind):
     source = made(model, precision="bf16", moments=True)
-    convert(source, format_table()[kind], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()[kind], tmp_path / "out", TargetOptions(), silent)
     file = tmp_path / "out" / ("pytorch_model.bin" if kind == "consolidated" else "model.safetensors")
     state = torch.load(file) if kind == "consolidated" else load_file(file)
     assert torch.equal(state["3.self_attention.dense.weight"], source.read("blocks.0.attention.output.weight"))
@@ -274,7 +274,7 @@ def test_one_state_dictionary(tmp_path, model, kind):
 def test_what_zero_to_fp32_leaves_is_told_by_the_checkpoint_beside_it(tmp_path):
     """Several files under an index, the arguments in the checkpoint that `latest` names."""
     source = made(BLOOM)
-    convert(source, format_table()["consolidated"], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()["consolidated"], tmp_path / "out", TargetOptions(), silent)
     state = torch.load(tmp_path / "out" / "pytorch_model.bin")
     folder = tmp_path / "theirs"
     (folder / "global_step7").mkdir(parents=True)

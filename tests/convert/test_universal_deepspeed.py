@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
 from megazero.data.progress import silent
 from tests.convert.sources import made
@@ -85,8 +85,8 @@ def test_deepspeed_reads_and_is_read(tmp_path: Path) -> None:
     llama = made(LLAMA, precision="bf16", moments=True)
     table = format_table()
     for kind, source in {"universal": bloom, "llama": llama, "consolidated": bloom}.items():
-        convert(source, table["universal" if kind == "llama" else kind], tmp_path / kind, Wanted(), silent)
-    convert(bloom, table["megatron-deepspeed"], tmp_path / "zero-files", Wanted(tp=2, pp=2, dp=2), silent)
+        convert(source, table["universal" if kind == "llama" else kind], tmp_path / kind, TargetOptions(), silent)
+    convert(bloom, table["megatron-deepspeed"], tmp_path / "zero-files", TargetOptions(tp=2, pp=2, dp=2), silent)
     folders = {"universal/global_step7_universal/zero": bloom, "llama/global_step7_universal/zero": llama}
     expected = {folder: {column: wholes(source, column) for column in COLUMNS} for folder, source in folders.items()}
     gated = {folder: source.model.activation == "swiglu" for folder, source in folders.items()}

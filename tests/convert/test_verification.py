@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
 from megazero.convert.verification import Verdict, verify
 from megazero.data.progress import silent
@@ -28,7 +28,7 @@ def verified(folder: Path, activation: str | None = None) -> Verdict:
     with source:
         if activation:
             source.run = replace(source.run, model=replace(source.run.model, activation=activation))
-        convert(source, format_table()["megazero"], folder / "out", Wanted(), silent)
+        convert(source, format_table()["megazero"], folder / "out", TargetOptions(), silent)
         return verify(source, folder / "out", "megazero", silent)
 
 
@@ -51,7 +51,7 @@ def test_a_source_that_transformers_does_not_open(tmp_path: Path, monkeypatch: p
     assert verdict.holds and "does not open" in verdict.lines[-1]
 
 
-def altered(to: str, pattern: str, alter: Callable[[Any], None], folder: Path, wanted: Wanted) -> Verdict:
+def altered(to: str, pattern: str, alter: Callable[[Any], None], folder: Path, wanted: TargetOptions) -> Verdict:
     """A checkpoint with the optimizer's state, one of whose files is changed after it was written."""
     source = made(moments=True, precision="bf16")
     convert(source, format_table()[to], folder, wanted, silent)
@@ -67,8 +67,8 @@ def one_more(tensor: Tensor) -> None:
     tensor.view(-1)[0] += 1
 
 
-DEEPSPEED = Wanted(pp=2, dp=2)
-ALTERED: dict[str, tuple[str, str, Callable[[Any], None], Wanted, str]] = {
+DEEPSPEED = TargetOptions(pp=2, dp=2)
+ALTERED: dict[str, tuple[str, str, Callable[[Any], None], TargetOptions, str]] = {
     "16-bit weight beside its master": (
         "megatron-deepspeed",
         "layer_04-*",
@@ -80,7 +80,7 @@ ALTERED: dict[str, tuple[str, str, Callable[[Any], None], Wanted, str]] = {
         "universal",
         "3.*/step.pt",
         one_more,
-        Wanted(),
+        TargetOptions(),
         "step.pt is 8 of 3.input_layernorm.bias (1 such), 7 of the others",
     ),
 }
@@ -88,7 +88,7 @@ ALTERED: dict[str, tuple[str, str, Callable[[Any], None], Wanted, str]] = {
 
 @pytest.mark.parametrize("case", ALTERED.values(), ids=ALTERED)
 def test_copies_that_contradict_each_other(
-    case: tuple[str, str, Callable[[Any], None], Wanted, str], tmp_path: Path
+    case: tuple[str, str, Callable[[Any], None], TargetOptions, str], tmp_path: Path
 ) -> None:
     to, pattern, alter, wanted, words = case
     verdict = altered(to, pattern, alter, tmp_path / "out", wanted)
@@ -97,7 +97,7 @@ def test_copies_that_contradict_each_other(
 
 def test_a_position_that_is_another(tmp_path: Path) -> None:
     source = made(moments=True)
-    convert(source, format_table()["universal"], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()["universal"], tmp_path / "out", TargetOptions(), silent)
     source.position = replace(source.position, optimizer_steps=6.0)
     verdict = verify(source, tmp_path / "out", "universal", silent)
     assert verdict.lines == ("NOT the same: optimizer_steps was 6.0, is 7.0",)
@@ -105,6 +105,6 @@ def test_a_position_that_is_another(tmp_path: Path) -> None:
 
 def test_columns_that_were_not_written_are_said(tmp_path: Path) -> None:
     source = made(moments=True)
-    convert(source, format_table()["consolidated"], tmp_path / "out", Wanted(), silent)
+    convert(source, format_table()["consolidated"], tmp_path / "out", TargetOptions(), silent)
     verdict = verify(source, tmp_path / "out", "consolidated", silent)
     assert verdict.holds and verdict.lines[1] == "exp_avg, exp_avg_sq of the source: not in what was written"

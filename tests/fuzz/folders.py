@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from megazero.checkpoint.format import seal
 from megazero.config.schema import ModelConfig
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.hf.config import GENERATION
 from megazero.convert.hf.files import INDEX, SINGLE
 from megazero.convert.registry import format_table
@@ -42,7 +42,7 @@ def checkpoint(folder: Path, format: str, *, moments: bool = False) -> Path:
     """A checkpoint of one block in a format."""
     model = replace(MODEL, position_embedding="learned", embedding_layernorm=False) if format == "megatron" else MODEL
     source = made(model, moments=moments, precision="bf16" if moments else "fp32")
-    convert(source, format_table()[format], folder / format, Wanted(), silent)
+    convert(source, format_table()[format], folder / format, TargetOptions(), silent)
     if format == "hf":
         (folder / format / GENERATION).write_text(
             json.dumps({"eos_token_id": [2, 3], "bos_token_id": 1, "temperature": 0.7})

@@ -16,7 +16,7 @@ import torch
 
 import megazero
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.loading import open_model
 from megazero.convert.registry import format_table, open_source
 from megazero.data.progress import silent
@@ -147,6 +147,6 @@ def test_every_token_that_ends_a_text_does(folder: Path, tmp_path: Path) -> None
         wanted = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)[0].tolist()
         assert len(wanted) == len(prompt) + place + 1 < len(prompt) + NEW
         with open_source(copied) as source:
-            convert(source, format_table()["megazero"], tmp_path / f"ours-{name}", Wanted(), silent)
+            convert(source, format_table()["megazero"], tmp_path / f"ours-{name}", TargetOptions(), silent)
         for where in (copied, tmp_path / f"ours-{name}"):
             assert megazero.load(where, precision="fp64").generate(prompt, NEW) == wanted, (name, where)

@@ -15,7 +15,7 @@ from torch import Tensor
 import megazero
 from megazero.cli import inspect
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.hf.families import from_transformers
 from megazero.convert.lora.merged import AdaptedSource
 from megazero.convert.native import open_native
@@ -117,7 +117,7 @@ def test_written_by_the_tool_they_are_the_same_files(trained: tuple[str, Path, P
     _, base, checkpoint = trained
     lines: list[str] = []
     with open_source(checkpoint) as source:
-        convert(source, format_table()["peft"], tmp_path / "adapter", Wanted(), lines.append)
+        convert(source, format_table()["peft"], tmp_path / "adapter", TargetOptions(), lines.append)
         assert verify(source, tmp_path / "adapter", "peft", lines.append).holds
         assert isinstance(source, AdaptedSource)
         size = sum(entry.nbytes() for entry in source.adapters.entries.values())
@@ -127,14 +127,14 @@ def test_written_by_the_tool_they_are_the_same_files(trained: tuple[str, Path, P
     for path in beside(checkpoint).iterdir():
         assert path.read_bytes() == (tmp_path / "adapter" / path.name).read_bytes()
     with open_source(base) as source, pytest.raises(ConversionError, match="holds no adapters"):
-        convert(source, format_table()["peft"], tmp_path / "none", Wanted(), lines.append)
+        convert(source, format_table()["peft"], tmp_path / "none", TargetOptions(), lines.append)
 
 
 def test_the_merged_model_is_exported(trained: tuple[str, Path, Path], tmp_path: Path) -> None:
     """As a Hugging Face folder, which is what PEFT's own merge is."""
     _, base, checkpoint = trained
     with open_source(checkpoint) as source:
-        convert(source, format_table()["hf"], tmp_path / "merged", Wanted(), lambda _: None)
+        convert(source, format_table()["hf"], tmp_path / "merged", TargetOptions(), lambda _: None)
     with in_float64(), torch.no_grad():
         theirs = (
             peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()(tokens()).logits
@@ -148,7 +148,7 @@ def test_adapters_are_compared_with_a_model_as_the_model_that_they_make(
 ) -> None:
     _, base, checkpoint = trained
     with open_source(checkpoint) as source:
-        convert(source, format_table()["hf"], tmp_path / "merged", Wanted(), lambda _: None)
+        convert(source, format_table()["hf"], tmp_path / "merged", TargetOptions(), lambda _: None)
     capsys.readouterr()
 
     def compared(*paths: Path) -> tuple[int, dict[str, Any]]:

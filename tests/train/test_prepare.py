@@ -13,7 +13,7 @@ import pytest
 
 from megazero.config.parse import ConfigError, parse_run
 from megazero.convert.convert import convert
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table
 from megazero.data.inspect import first_samples
 from megazero.data.preprocess import Job, preprocess
@@ -117,7 +117,7 @@ def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> N
 
 def test_a_model_of_another_format_is_not_passed_over(flags: list[object], tmp_path: Path) -> None:
     """A run would start from scratch, and its user take it for one that goes on."""
-    convert(made(), format_table()["hf"], tmp_path / "model", Wanted(), silent)
+    convert(made(), format_table()["hf"], tmp_path / "model", TargetOptions(), silent)
     with pytest.raises(ConfigError) as wrong:
         prepare(parse_run([str(word) for word in [*flags, "--load", tmp_path / "model"]], 1), 1, silent)
     (problem,) = wrong.value.problems

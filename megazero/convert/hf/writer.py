@@ -16,7 +16,7 @@ from torch import Tensor
 from megazero.config.dtypes import compute_dtype
 from megazero.convert.companions import own
 from megazero.convert.files.safetensors_file import Slot, write_safetensors
-from megazero.convert.formats import Advance, Wanted
+from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import (
     CONFIG,
     GENERATION,
@@ -39,14 +39,16 @@ SHARD_BYTES = 5_000_000_000
 _METADATA = {"format": "pt"}
 
 
-def write_hf(source: Source, folder: Path, wanted: Wanted, advance: Advance, *, shard_bytes: int = SHARD_BYTES) -> None:
+def write_hf(
+    source: Source, folder: Path, options: TargetOptions, advance: Advance, *, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write a folder that `from_pretrained` opens. Weights only; one tensor is in memory at a time.
 
     shard_bytes: a file is closed before it would hold more; a tensor that is larger has one to itself. Raises
     ConversionError, before anything is written, where no family computes what the model does, and where a weight is too
     large for the dtype.
     """
-    dtype = wanted.dtype or compute_dtype(source.run.optimizer.precision)
+    dtype = options.dtype or compute_dtype(source.run.optimizer.precision)
     kept = own(source.companions, source.report.notes.append)
     original = read_json(kept[CONFIG]) if CONFIG in kept else None
     family = family_for(source.model, None if original is None else original.get("model_type"))

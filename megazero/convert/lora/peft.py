@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.config.lora import adapted, alpha, layers_of
 from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.convert.files.safetensors_file import Slot, write_safetensors
-from megazero.convert.formats import Advance, Wanted
+from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import family_for, read_json
 from megazero.convert.hf.rearrange import TRANSPOSED, TRANSPOSED_THIRDS
 from megazero.convert.hf.rules import Names, Rule
@@ -166,10 +166,10 @@ def adapters_of(source: Source) -> Source:
     return AdaptersAlone(source)
 
 
-def write_peft(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+def write_peft(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
     """`Format.write`. source: by `adapters_of`.
 
-    Weights keep the dtype that they were trained in, unless `wanted.dtype` rounds them.
+    Weights keep the dtype that they were trained in, unless `options.dtype` rounds them.
     """
     assert isinstance(source, AdaptersAlone)
-    write_adapters(source, names_for(source.model, source.base), str(source.base.path), folder, advance, wanted.dtype)
+    write_adapters(source, names_for(source.model, source.base), str(source.base.path), folder, advance, options.dtype)

@@ -19,7 +19,7 @@ from megazero.config.inventory import TABLES, WORDS, tp_axis
 from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
 from megazero.convert.files.unpickle import record_type
-from megazero.convert.formats import Advance, Wanted
+from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron.folders import FILES, TRACKER, iteration_folder, rank_folder
 from megazero.convert.megatron.names import core_name
 from megazero.convert.megatron_args import args_of
@@ -32,19 +32,19 @@ other.
 """
 
 
-def write_megatron(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+def write_megatron(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
     """Write a folder with Megatron's tracker and one iteration, for tp x pp ranks.
 
     The vocabulary is padded to a multiple of make_vocab_size_divisible_by x tp. A tied embedding stands on the last
     stage too. Raises ConversionError for what Megatron-LM does not have.
     """
     model, precision = source.model, source.run.optimizer.precision
-    dtype = wanted.dtype or compute_dtype(precision)
-    if model.num_layers % wanted.pp:
+    dtype = options.dtype or compute_dtype(precision)
+    if model.num_layers % options.pp:
         raise ConversionError(
-            f"--pp {wanted.pp}: Megatron-LM divides its layers evenly over stages, and the model has {model.num_layers}"
+            f"--pp {options.pp}: Megatron-LM divides layers evenly over stages, and the model has {model.num_layers}"
         )
-    named = args_of(source.run, tp=wanted.tp, pp=wanted.pp)
+    named = args_of(source.run, tp=options.tp, pp=options.pp)
     position = source.position
     args = record_type("argparse.Namespace")()
     args.state = {
@@ -61,12 +61,12 @@ def write_megatron(source: Source, folder: Path, wanted: Wanted, advance: Advanc
     assert dtype in PRECISION_OF
     word = str(position.iteration) if position.iteration else "release"
     inside = folder / iteration_folder(word)
-    for stage in range(wanted.pp):
-        slots = list(_slots(source, stage, wanted.pp))
+    for stage in range(options.pp):
+        slots = list(_slots(source, stage, options.pp))
         _write_stage(
             source,
             inside,
-            wanted,
+            options,
             stage,
             slots,
             dtype,
@@ -103,7 +103,7 @@ def _is_here(name: str, own: range, first: bool, last: bool) -> bool:
 def _write_stage(
     source: Source,
     inside: Path,
-    wanted: Wanted,
+    options: TargetOptions,
     stage: int,
     slots: Sequence[Slot],
     dtype: torch.dtype,
@@ -111,18 +111,18 @@ def _write_stage(
     advance: Advance,
 ) -> None:
     """The files of a stage's tp ranks, all at once: a tensor is read once and cut."""
-    structure = {**rest, "model": {key: Hollow(_local_shape(source, names, wanted.tp), dtype) for key, names in slots}}
+    structure = {**rest, "model": {key: Hollow(_local_shape(source, names, options.tp), dtype) for key, names in slots}}
     with ExitStack() as opened:
         files = []
-        for rank in range(wanted.tp):
-            path = inside / rank_folder(rank, stage, wanted.pp) / FILES[0]
+        for rank in range(options.tp):
+            path = inside / rank_folder(rank, stage, options.pp) / FILES[0]
             path.parent.mkdir(parents=True)
             files.append(opened.enter_context(TorchFileWriter(path, structure)))
         for _, names in slots:
             for name in names:
                 whole = source.read(name)
                 for rank, file in enumerate(files):
-                    _feed(file, whole, name, _rows(source, name, wanted.tp), rank, wanted.tp, dtype)
+                    _feed(file, whole, name, _rows(source, name, options.tp), rank, options.tp, dtype)
                 advance(source.entries[name].nbytes())
 
 

@@ -17,7 +17,7 @@ from megazero.config.derive import (
 )
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig, Run
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.stages import Plan, Written
 from megazero.convert.source import ConversionError, Position
 
@@ -25,7 +25,7 @@ _POSITIONS = {"learned": "learned_absolute", "rotary": "rotary", "alibi": "alibi
 _ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu")
 
 
-def arguments(run: Run, position: Position, wanted: Wanted) -> dict[str, Any]:
+def arguments(run: Run, position: Position, options: TargetOptions) -> dict[str, Any]:
     """What a run of Megatron-DeepSpeed with this model would have been started with; plain values, no members of its
     enumerations.
 
@@ -43,7 +43,7 @@ def arguments(run: Run, position: Position, wanted: Wanted) -> dict[str, Any]:
         "kv_channels": head_dim(model),
         "ffn_hidden_size": ffn_width(model),
         "vocab_size": model.vocab_size,
-        "padded_vocab_size": padded_vocab(model, wanted.tp),
+        "padded_vocab_size": padded_vocab(model, options.tp),
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "seq_length": model.seq_length,
         "max_position_embeddings": max_positions(model),
@@ -62,9 +62,9 @@ def arguments(run: Run, position: Position, wanted: Wanted) -> dict[str, Any]:
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_method_std,
-        "tensor_model_parallel_size": wanted.tp,
-        "pipeline_model_parallel_size": wanted.pp,
-        "data_parallel_size": wanted.dp,
+        "tensor_model_parallel_size": options.tp,
+        "pipeline_model_parallel_size": options.pp,
+        "data_parallel_size": options.dp,
         "fp16": optimizer.precision == "fp16",
         "bf16": optimizer.precision == "bf16",
         "seed": run.data.seed,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megazero.config.derive import padded_vocab
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig
-from megazero.convert.formats import Wanted
+from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.names import Layers, Theirs, bloom_layers, theirs
 from megazero.convert.source import ConversionError, places
 from megazero.mpu.place import Place
@@ -59,15 +59,15 @@ class Plan:
         return self.layers.parameter(written.where.layer, written.where.key)
 
 
-def plan(model: ModelConfig, wanted: Wanted) -> Plan:
+def plan(model: ModelConfig, options: TargetOptions) -> Plan:
     """How a model is laid out. Stages are those of BLOOM's `--pp-partition-method 'type:transformer|embedding'`; with a
     head of its own, which only the other Megatron-DeepSpeed has, of the 'type:transformer' that is all it knows.
 
     Raises ConversionError where DeepSpeed would then have stages without a block.
     """
-    if model.untie_embeddings_and_output_weights and wanted.pp > model.num_layers:
+    if model.untie_embeddings_and_output_weights and options.pp > model.num_layers:
         raise ConversionError(
-            f"--pp {wanted.pp} with --num-layers {model.num_layers} and a head of its own: Megatron-DeepSpeed gives "
+            f"--pp {options.pp} with --num-layers {model.num_layers} and a head of its own: Megatron-DeepSpeed gives "
             "every stage a block "
             f"there; nearest: --pp {model.num_layers}"
         )
@@ -76,14 +76,14 @@ def plan(model: ModelConfig, wanted: Wanted) -> Plan:
     by_key: dict[tuple[int, str], list[str]] = {}
     for name, where in theirs(model, layers).items():
         by_key.setdefault((where.layer, where.key), []).append(name)
-    rows = padded_vocab(model, wanted.tp)
+    rows = padded_vocab(model, options.tp)
     tensors = tuple(
         Written(
-            Theirs(*key), tuple(names), _local(names, everything, wanted.tp, rows), everything[names[0]].kind.decays
+            Theirs(*key), tuple(names), _local(names, everything, options.tp, rows), everything[names[0]].kind.decays
         )
         for key, names in sorted(by_key.items(), key=lambda item: item[0][0])
     )
-    return Plan(model, layers, tensors, tuple(_stages(model, layers, wanted.pp)), rows)
+    return Plan(model, layers, tensors, tuple(_stages(model, layers, options.pp)), rows)
 
 
 def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
 from megazero.convert.files.unpickle import record_type
-from megazero.convert.formats import Advance, Wanted
+from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.arguments import arguments, universal_info
 from megazero.convert.megatron_deepspeed.folders import LATEST, layer_file, rank_file
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
@@ -24,25 +24,25 @@ from megazero.convert.megatron_deepspeed.zero_writer import VERSION, write_zero
 from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
 
 
-def write_megatron_deepspeed(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
-    """Write `latest` and a folder global_stepN for `wanted.tp`, `wanted.pp` and `wanted.dp` ranks.
+def write_megatron_deepspeed(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
+    """Write `latest` and a folder global_stepN for `options.tp`, `options.pp` and `options.dp` ranks.
 
-    Layer files have `wanted.dtype`, by default what the model computes in; masters and moments are fp32. Raises
+    Layer files have `options.dtype`, by default what the model computes in; masters and moments are fp32. Raises
     ConversionError for a model that Megatron-DeepSpeed does not have.
     """
-    said = arguments(source.run, source.position, wanted)
+    said = arguments(source.run, source.position, options)
     inside = folder / f"global_step{source.position.iteration}"
     inside.mkdir(parents=True)
-    planned = plan(source.model, wanted)
-    dtype = wanted.dtype or compute_dtype(source.run.optimizer.precision)
+    planned = plan(source.model, options)
+    dtype = options.dtype or compute_dtype(source.run.optimizer.precision)
     for layer in dict.fromkeys(written.where.layer for written in planned.tensors):
-        _write_layer(source, inside, planned, layer, wanted.tp, dtype, advance)
-    for stage in range(wanted.pp):
-        state = model_state(source.run, source.position, planned, stage, wanted, said)
-        for t in range(wanted.tp):
-            write_torch_file(inside / rank_file(stage * wanted.tp + t), state)
+        _write_layer(source, inside, planned, layer, options.tp, dtype, advance)
+    for stage in range(options.pp):
+        state = model_state(source.run, source.position, planned, stage, options, said)
+        for t in range(options.tp):
+            write_torch_file(inside / rank_file(stage * options.tp + t), state)
     if all(column in source.columns for column in MOMENTS):
-        write_zero(source, inside, planned, wanted, advance)
+        write_zero(source, inside, planned, options, advance)
     (folder / LATEST).write_text(inside.name)
 
 
@@ -63,7 +63,7 @@ def _write_layer(
 
 
 def model_state(
-    run: Run, position: Position, planned: Plan, stage: int, wanted: Wanted, said: dict[str, Any]
+    run: Run, position: Position, planned: Plan, stage: int, options: TargetOptions, said: dict[str, Any]
 ) -> dict[str, Any]:
     """What an mp_rank file holds. The model itself is in the layer files, which DeepSpeed's pipeline reads when
     `module` is None.
@@ -85,8 +85,8 @@ def model_state(
         "skipped_steps": max(0, position.iteration - int(position.optimizer_steps)),
         "global_steps": position.iteration,
         "global_samples": position.consumed_samples,
-        "dp_world_size": wanted.dp,
-        "mp_world_size": wanted.tp * wanted.pp,
+        "dp_world_size": options.dp,
+        "mp_world_size": options.tp * options.pp,
         "ds_config": {},
         "ds_version": VERSION,
         "args": args,

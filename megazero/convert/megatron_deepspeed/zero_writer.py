@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
 from megazero.convert.files.unpickle import Record, record_type
-from megazero.convert.formats import Advance, Wanted
+from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.folders import zero_file
 from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
@@ -41,30 +41,30 @@ class Cut:
     padding: int
 
 
-def write_zero(source: Source, inside: Path, planned: Plan, wanted: Wanted, advance: Advance) -> None:
+def write_zero(source: Source, inside: Path, planned: Plan, options: TargetOptions, advance: Advance) -> None:
     """Write the files of all ranks, stage by stage: those of its tp and dp ranks are filled together,
     tensor by tensor.
     """
     prefix = "bf16_" if source.run.optimizer.precision == "bf16" else ""
-    for stage in range(wanted.pp):
-        groups = [_cut(group, wanted.dp) for group in planned.groups(stage) if group]
+    for stage in range(options.pp):
+        groups = [_cut(group, options.dp) for group in planned.groups(stage) if group]
         advances = stage == 0 or not planned.layers.tied
         with ExitStack() as opened:
             files = [
                 [
                     opened.enter_context(
                         TorchFileWriter(
-                            inside / zero_file(d, stage * wanted.tp + t, prefix),
+                            inside / zero_file(d, stage * options.tp + t, prefix),
                             {
-                                "optimizer_state_dict": _state(source, planned, groups, d, wanted.dp),
+                                "optimizer_state_dict": _state(source, planned, groups, d, options.dp),
                                 "ds_config": {},
                                 "ds_version": VERSION,
                             },
                         )
                     )
-                    for d in range(wanted.dp)
+                    for d in range(options.dp)
                 ]
-                for t in range(wanted.tp)
+                for t in range(options.tp)
             ]
             for group, column in _order(len(groups)):
                 _fill(source, planned, groups[group], column, files)

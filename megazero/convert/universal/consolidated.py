@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.convert.files.safetensors_file import Slot, flat_pieces, write_safetensors
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
-from megazero.convert.formats import Advance, Wanted
+from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import read_json
 from megazero.convert.hf.files import stored_tensors, weight_files
 from megazero.convert.megatron.source import args_of, note_padding
@@ -109,13 +109,13 @@ def _args(told: Path) -> Mapping[str, Any]:
     return read_json(told)
 
 
-def write_torch(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
-    """Write pytorch_model.bin, in fp32 or `wanted.dtype`.
+def write_torch(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
+    """Write pytorch_model.bin, in fp32 or `options.dtype`.
 
     Raises ConversionError for what Megatron-DeepSpeed does not have.
     """
-    args = run_args(source, wanted.dtype)
-    slots = _slots(source, wanted)
+    args = run_args(source, options.dtype)
+    slots = _slots(source, options)
     with TorchFileWriter(folder / TORCH_FILE, {slot.key: Hollow(slot.shape, slot.dtype) for slot in slots}) as file:
         for slot, made_of in zip(slots, written_names(source.model).values(), strict=True):
             for value in _read(source, made_of, advance):
@@ -124,17 +124,17 @@ def write_torch(source: Source, folder: Path, wanted: Wanted, advance: Advance) 
     _write_args(args, folder)
 
 
-def write_state_safetensors(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+def write_state_safetensors(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
     """The same as model.safetensors."""
-    args = run_args(source, wanted.dtype)
-    slots = _slots(source, wanted)
+    args = run_args(source, options.dtype)
+    slots = _slots(source, options)
     tensors = (_joined(source, made_of, advance) for made_of in written_names(source.model).values())
     write_safetensors(folder / SAFETENSORS_FILE, slots, tensors, {"format": "pt"})
     _write_args(args, folder)
 
 
-def _slots(source: Source, wanted: Wanted) -> list[Slot]:
-    dtype = wanted.dtype or torch.float32
+def _slots(source: Source, options: TargetOptions) -> list[Slot]:
+    dtype = options.dtype or torch.float32
     found = []
     for key, made_of in written_names(source.model).items():
         rows = sum(source.entries[name].shape[0] for name in made_of)

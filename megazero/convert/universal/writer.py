@@ -14,7 +14,7 @@ from megazero.config.schema import OptimizerConfig
 from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
 from megazero.convert.files.unpickle import Record, record_type
-from megazero.convert.formats import Advance, Wanted
+from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.arguments import arguments
 from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
 from megazero.convert.source import Source
@@ -30,14 +30,14 @@ From 0.4 on, shard widths are expected where shapes are uneven.
 """
 
 
-def write_universal(source: Source, folder: Path, wanted: Wanted, advance: Advance) -> None:
+def write_universal(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
     """Write global_stepN_universal and latest_universal: weights in fp32, moments if the source has them, the true
     vocabulary.
 
-    `wanted.dtype` is what the model is said to compute in; the values stay fp32.
+    `options.dtype` is what the model is said to compute in; the values stay fp32.
     Raises ConversionError for what Megatron-DeepSpeed does not have.
     """
-    args = run_args(source, wanted.dtype)
+    args = run_args(source, options.dtype)
     inside = folder / f"global_step{source.position.iteration}_universal"
     (inside / ZERO).mkdir(parents=True)
     columns = source.columns
@@ -58,7 +58,7 @@ def write_universal(source: Source, folder: Path, wanted: Wanted, advance: Advan
 
 def run_args(source: Source, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Megatron-DeepSpeed's arguments for the source's run. Raises ConversionError for a model that it does not have."""
-    found = arguments(source.run, source.position, Wanted())
+    found = arguments(source.run, source.position, TargetOptions())
     found["padded_vocab_size"] = source.model.vocab_size
     if dtype is not None:
         found |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
