@@ -20,7 +20,7 @@ from megazero.data.preprocess import Reader
 from megazero.data.progress import Progress, to_stderr
 from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.documents import Document, indexed_documents, text_documents
-from megazero.evaluation.perplexity import Cut, Totals, score_documents
+from megazero.evaluation.perplexity import Totals, Windowing, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.mpu.grid import ProcessGrid
@@ -40,7 +40,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         raise ConfigError(wrong)
 
 
-def cut_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Cut:
+def windowing_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Windowing:
     """How documents become windows. Raises ConfigError."""
     model, most = opened.run.model, longest_context(opened.run.model)
     context = args.context or min(model.seq_length, most or model.seq_length)
@@ -56,7 +56,7 @@ def cut_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Cut:
         wrong.append(f"--prefix-id {prefix}: the model's vocabulary has {model.vocab_size} tokens")
     if wrong:
         raise ConfigError(wrong)
-    return Cut(context, stride, prefix)
+    return Windowing(context, stride, prefix)
 
 
 def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | None) -> Iterator[Document]:
@@ -79,7 +79,7 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_named(args, opened)
     eod = opened.end_of_document(tokenizer)
-    cut = cut_for(args, opened, eod)
+    windowing = windowing_for(args, opened, eod)
     scorer = Scorer(opened.run, opened.stages, grid, args.micro_batch_size)
     totals, began = Totals(), time.perf_counter()
     progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
@@ -90,7 +90,7 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
             document
             for _, document in zip(range(args.limit or sys.maxsize), documents(args, tokenizer, eod), strict=False)
         )
-        for score in score_documents(scorer, chosen, cut):
+        for score in score_documents(scorer, chosen, windowing):
             totals.add(score)
             if lines is not None:
                 lines.write(json.dumps(score.record()) + "\n")
@@ -101,16 +101,16 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     if unfinished is not None:
         unfinished.replace(args.output)
     if grid.rank == 0:
-        report(args, cut, totals, time.perf_counter() - began)
+        report(args, windowing, totals, time.perf_counter() - began)
 
 
-def report(args: argparse.Namespace, cut: Cut, totals: Totals, seconds: float) -> None:
-    record = totals.record(every_token=cut.prefix is not None)
+def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, seconds: float) -> None:
+    record = totals.record(every_token=windowing.prefix is not None)
     about = {
         "checkpoint": str(checkpoint_of(args)),
-        "context": cut.context,
-        "stride": cut.stride,
-        "prefix_id": cut.prefix,
+        "context": windowing.context,
+        "stride": windowing.stride,
+        "prefix_id": windowing.prefix,
     }
     if args.json:
         print(
@@ -123,8 +123,8 @@ def report(args: argparse.Namespace, cut: Cut, totals: Totals, seconds: float) -
         "tokens/s)"
     )
     print(
-        f"context {cut.context}, stride {cut.stride}, "
-        + (f"after token {cut.prefix}" if cut.prefix is not None else "first tokens not scored")
+        f"context {windowing.context}, stride {windowing.stride}, "
+        + (f"after token {windowing.prefix}" if windowing.prefix is not None else "first tokens not scored")
     )
     if not totals.tokens:
         print("there was no token to score: no document has one that another stands before")

@@ -19,14 +19,14 @@ from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
-from megazero.inference.advice import KEYS, advised, followed, sampling_of
+from megazero.inference.broadcast_json import read_on_first_rank
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.conversation import Conversation, asked, converse, of_user
+from megazero.inference.generation_config import KEYS, applicable_defaults, generation_defaults, sampling_of
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import STANDARD_INPUT, read_prompts
-from megazero.inference.share import shared
-from megazero.inference.talk import Manner, Prompt, Talk
 from megazero.inference.text import IdTokenizer
+from megazero.inference.text_generator import GenerationOptions, Prompt, TextGenerator
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.mpu.grid import ProcessGrid
 
@@ -96,7 +96,7 @@ def tokenizer_for(args: argparse.Namespace, opened: Opened) -> Tokenizer:
         raise DataError(f"--chat: {error}") from error
 
 
-def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) -> Manner:
+def options_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises DataError for ids that the model has not."""
     vocabulary = opened.run.model.vocab_size or 0
     for flag, ids in (("--stop-id", args.stop_id), ("--prefix-id", [] if args.prefix_id is None else [args.prefix_id])):
@@ -105,8 +105,8 @@ def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) ->
                 raise DataError(f"{flag} {wrong}: the model's vocabulary has {vocabulary} tokens")
     eod = opened.end_of_document(tokenizer)
     ends = opened.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
-    settings = followed(advised(opened.generation), given(args)) | given(args)
-    return Manner(
+    settings = applicable_defaults(generation_defaults(opened.generation), given(args)) | given(args)
+    return GenerationOptions(
         sampling_of(settings, args.seed),
         int(settings.get("max_new_tokens", MOST_TOKENS)),
         samples=args.num_samples,
@@ -119,44 +119,44 @@ def manner_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) ->
     )
 
 
-def talk_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
+def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """On every rank."""
     began = time.perf_counter()
     opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_for(args, opened)
     pipeline = Pipeline.of(opened.stages, grid, opened.chunk_map)
-    manner = manner_of(args, opened, tokenizer)
-    talk = Talk(opened.run.model, pipeline, tokenizer, manner, grid.rank == 0, partial(note, grid))
+    options = options_of(args, opened, tokenizer)
+    generator = TextGenerator(opened.run.model, pipeline, tokenizer, options, grid.rank == 0, partial(note, grid))
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.begins) == 1 and args.prefix_id is None:
         begins = tokenizer.begins[0]
-        talk.note(
+        generator.note(
             f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id "
             f"{begins} does"
         )
-    talk.note(
+    generator.note(
         f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on "
         f"{grid.device}"
     )
-    if advice := followed(advised(opened.generation), given(args)):
+    if advice := applicable_defaults(generation_defaults(opened.generation), given(args)):
         words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
-        talk.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
+        generator.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
     if args.interactive:
-        converse(talk, grid, Conversation(talk, args.system) if args.chat else None)
+        converse(generator, grid, Conversation(generator, args.system) if args.chat else None)
         return
     file = args.prompt_file or (None if args.prompt else STANDARD_INPUT)
 
     def read() -> list[Prompt]:
         given = read_prompts(args.prompt, file)
         return (
-            talk.read_chats([asked(args.system, of_user(prompt)) for prompt in given])
+            generator.read_chats([asked(args.system, of_user(prompt)) for prompt in given])
             if args.chat
-            else talk.read(given)
+            else generator.read(given)
         )
 
-    prompts = shared(grid, read)
+    prompts = read_on_first_rank(grid, read)
     if not prompts:
         raise DataError(f"--prompt-file {file}: there are no prompts in it")
-    talk.answer(prompts)
+    generator.answer(prompts)
 
 
 def run(args: argparse.Namespace) -> NoReturn:
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> NoReturn:
             parallel = replace(parallel, distributed_timeout_minutes=A_WEEK)
         try:
             with launch(parallel, environment) as grid:
-                talk_on(args, grid)
+                generate_on(args, grid)
         except (ConversionError, DataError, FloatingPointError) as error:
             raise ConfigError([str(error)]) from error
         except BrokenPipeError:

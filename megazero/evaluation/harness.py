@@ -25,7 +25,7 @@ from megazero.data.chat import ChatTemplate, template_of
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
-from megazero.evaluation.perplexity import Cut
+from megazero.evaluation.perplexity import Windowing
 from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import Window, continuation_window
 from megazero.inference.generate import generate
@@ -68,7 +68,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationSettings:
     """How one text is to be generated: the harness's generation arguments, understood."""
 
     until: tuple[str, ...]
@@ -76,7 +76,7 @@ class Wish:
     sampling: Sampling
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], end: str) -> Wish:
+    def of(cls, arguments: Mapping[str, Any], end: str) -> GenerationSettings:
         """end: the text of the end token, which always ends a generation.
 
         Raises ValueError for arguments that have no meaning here.
@@ -214,12 +214,12 @@ class HarnessModel(TemplateLM):
         """Log-probability of each whole text, in nats; each token scored once, from up to max_length
         tokens before it.
         """
-        cut = Cut(self.max_length, self.max_length, self.prefix_token_id)
+        windowing = Windowing(self.max_length, self.max_length, self.prefix_token_id)
         texts = [request.args[0] for request in requests]
         found: list[float] = []
         for start in range(0, len(texts), PORTION):
             portion = texts[start : start + PORTION]
-            windows: list[list[Window]] = [cut.windows(self.tok_encode(text)) for text in portion]
+            windows: list[list[Window]] = [windowing.windows(self.tok_encode(text)) for text in portion]
             scores = iter(self.scorer.score([window for own in windows for window in own]))
             for text, own in zip(portion, windows, strict=True):
                 found.append(-sum(next(scores).loss for _ in own))
@@ -230,73 +230,81 @@ class HarnessModel(TemplateLM):
         """What follows each context, up to a stop sequence, the end token or the length that the request asks for."""
         end = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         asked = [(request.args[0], request.args[1]) for request in requests]
-        wishes = [Wish.of(arguments, end) for _, arguments in asked]
-        prompts = [self._prompt(context, wish) for (context, _), wish in zip(asked, wishes, strict=True)]
-        ids = self._shared(prompts, wishes)
-        texts = [self._cut(tokens, wish) for tokens, wish in zip(ids, wishes, strict=True)]
+        all_settings = [GenerationSettings.of(arguments, end) for _, arguments in asked]
+        prompts = [self._prompt(context, settings) for (context, _), settings in zip(asked, all_settings, strict=True)]
+        ids = self._shared(prompts, all_settings)
+        texts = [self._cut(tokens, settings) for tokens, settings in zip(ids, all_settings, strict=True)]
         for request, text in zip(asked, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request, text)
         return texts
 
-    def _prompt(self, context: str, wish: Wish) -> list[int]:
+    def _prompt(self, context: str, settings: GenerationSettings) -> list[int]:
         """The context's last tokens, as many as leave room for the new ones."""
-        room = self.max_length - wish.most
+        room = self.max_length - settings.most
         if room < 1:
-            raise ValueError(f"{wish.most} new tokens leave no room for a context: the model reads {self.max_length}")
+            raise ValueError(
+                f"{settings.most} new tokens leave no room for a context: the model reads {self.max_length}"
+            )
         return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
-    def _shared(self, prompts: Sequence[list[int]], wishes: Sequence[Wish]) -> list[list[int]]:
+    def _shared(self, prompts: Sequence[list[int]], all_settings: Sequence[GenerationSettings]) -> list[list[int]]:
         """New tokens of every prompt. The dp replicas take batches in turn; travels: a table of all new tokens, over
         the world.
         """
         grid = self.scorer.grid
-        batches = list(_batches(prompts, wishes, self.batch_size))
-        longest = max((wish.most for wish in wishes), default=0)
+        batches = list(_batches(prompts, all_settings, self.batch_size))
+        longest = max((settings.most for settings in all_settings), default=0)
         table = torch.full((len(prompts), longest), -1, dtype=torch.int64, device=grid.device)
         for batch in batches[grid.dp.index :: grid.dp.size]:
             for number, new in zip(
-                batch, self._generated([prompts[i] for i in batch], wishes[batch[0]], batch), strict=True
+                batch, self._generated([prompts[i] for i in batch], all_settings[batch[0]], batch), strict=True
             ):
                 table[number, : len(new)] = torch.tensor(new, dtype=torch.int64)
         all_reduce(table, grid.world, "max").wait()
         return [[token for token in row if token >= 0] for row in table.tolist()]
 
-    def _generated(self, prompts: Sequence[list[int]], wish: Wish, numbers: Sequence[int]) -> list[list[int]]:
+    def _generated(
+        self, prompts: Sequence[list[int]], settings: GenerationSettings, numbers: Sequence[int]
+    ) -> list[list[int]]:
         new: list[list[int]] = [[] for _ in prompts]
 
         def ends(row: int, token: int) -> bool:
             new[row].append(token)
             # A character may take several tokens, and tokens before a stop sequence may join its first.
-            recent = (self.tok_decode(new[row][-4 * len(stop) - 4 :], skip_special_tokens=False) for stop in wish.until)
+            recent = (
+                self.tok_decode(new[row][-4 * len(stop) - 4 :], skip_special_tokens=False) for stop in settings.until
+            )
             return (
                 token == self.eot_token_id
                 or token in self.tokens.ends
-                or any(stop in text for stop, text in zip(wish.until, recent, strict=True))
+                or any(stop in text for stop, text in zip(settings.until, recent, strict=True))
             )
 
         vocabulary = self.tokens.tokenizer.vocab_size
         return generate(
-            self._pipeline, prompts, wish.most, wish.sampling, ends=ends, vocabulary=vocabulary, numbers=numbers
+            self._pipeline, prompts, settings.most, settings.sampling, ends=ends, vocabulary=vocabulary, numbers=numbers
         )
 
-    def _cut(self, tokens: Sequence[int], wish: Wish) -> str:
+    def _cut(self, tokens: Sequence[int], settings: GenerationSettings) -> str:
         """The text before the end token and the first stop sequence; special tokens are no text, and as a stop they are
         the last token.
         """
         kept = tokens[: tokens.index(self.eot_token_id)] if self.eot_token_id in tokens else tokens
         text = self.tok_decode(kept)
-        for stop in wish.until:
+        for stop in settings.until:
             text = text.split(stop)[0]
         return text
 
 
-def _batches(prompts: Sequence[Sequence[int]], wishes: Sequence[Wish], size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that are generated together: of one wish, long ones first, so that what memory cannot hold
-    shows at once.
+def _batches(
+    prompts: Sequence[Sequence[int]], all_settings: Sequence[GenerationSettings], size: int
+) -> Iterator[list[int]]:
+    """Numbers of prompts that are generated together: those with the same settings, long ones first, so that a
+    batch that memory cannot hold fails at once.
     """
-    by_wish: dict[Wish, list[int]] = {}
-    for number, wish in enumerate(wishes):
-        by_wish.setdefault(wish, []).append(number)
-    for numbers in by_wish.values():
+    by_settings: dict[GenerationSettings, list[int]] = {}
+    for number, settings in enumerate(all_settings):
+        by_settings.setdefault(settings, []).append(number)
+    for numbers in by_settings.values():
         order = sorted(numbers, key=lambda number: (-len(prompts[number]), number))
         yield from (order[start : start + size] for start in range(0, len(order), size))

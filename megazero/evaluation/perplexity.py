@@ -18,7 +18,7 @@ PORTION = 1 << 20
 
 
 @dataclass(frozen=True)
-class Cut:
+class Windowing:
     """How documents become windows: see `document_windows`.
 
     prefix: a token that is put before each document, so that its first token is scored as well; None: that one is
@@ -107,7 +107,7 @@ class Totals:
 
 
 def score_documents(
-    scorer: Scorer, documents: Iterable[Document], cut: Cut, portion: int = PORTION
+    scorer: Scorer, documents: Iterable[Document], windowing: Windowing, portion: int = PORTION
 ) -> Iterator[DocumentScore]:
     """Scores in the order of the documents, on every rank, which all give the same documents. portion: tokens scored in
     one go.
@@ -118,13 +118,13 @@ def score_documents(
         waiting.append(document)
         tokens += len(document.ids)
         if tokens >= portion:
-            yield from _scored(scorer, waiting, cut)
+            yield from _scored(scorer, waiting, windowing)
             waiting, tokens = [], 0
-    yield from _scored(scorer, waiting, cut)
+    yield from _scored(scorer, waiting, windowing)
 
 
-def _scored(scorer: Scorer, documents: list[Document], cut: Cut) -> Iterator[DocumentScore]:
-    windows = [cut.windows(document.ids) for document in documents]
+def _scored(scorer: Scorer, documents: list[Document], windowing: Windowing) -> Iterator[DocumentScore]:
+    windows = [windowing.windows(document.ids) for document in documents]
     for document, own in zip(documents, windows, strict=True):
         try:
             scorer.check(own)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megazero.data.indexed import DataError
+from megazero.inference.broadcast_json import read_on_first_rank
 from megazero.inference.sampling import Sampling
-from megazero.inference.share import shared
-from megazero.inference.talk import Prompt, Talk
 from megazero.inference.terminal import Terminal
+from megazero.inference.text_generator import Prompt, TextGenerator
 from megazero.mpu.grid import ProcessGrid
 
 Turn = dict[str, str]
@@ -29,7 +29,7 @@ def of_user(text: str) -> Turn:
 class Conversation:
     """What rank 0 knows of a conversation. system: what the system's turn says; turns: those of user and assistant."""
 
-    talk: Talk
+    generator: TextGenerator
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ class Conversation:
             self._obey(*line[1:].strip().partition(" ")[::2])
             return []
         text = line.strip()
-        return self.talk.read_chats([asked(self.system, *self.turns, of_user(text))]) if text else []
+        return self.generator.read_chats([asked(self.system, *self.turns, of_user(text))]) if text else []
 
     def remember(self, line: str, answer: str) -> None:
         """A turn of each. One that was stopped before its first word never was."""
@@ -56,29 +56,31 @@ class Conversation:
 
     def _help(self, rest: str) -> None:
         for name, (_, use) in COMMANDS.items():
-            self.talk.note(f"/{name:<12} {use}")
+            self.generator.note(f"/{name:<12} {use}")
 
     def _reset(self, rest: str) -> None:
         self.turns.clear()
-        self.talk.note("the conversation is forgotten" + ("" if self.system is None else "; the system's turn stays"))
+        self.generator.note(
+            "the conversation is forgotten" + ("" if self.system is None else "; the system's turn stays")
+        )
 
     def _system(self, rest: str) -> None:
         if rest:
-            self.talk.read_chats([asked(rest, of_user("?"))])  # some templates refuse such turns
+            self.generator.read_chats([asked(rest, of_user("?"))])  # some templates refuse such turns
         if not rest and self.system is None:
-            self.talk.note("there is no system's turn; /system TEXT sets one")
+            self.generator.note("there is no system's turn; /system TEXT sets one")
             return
         self.system = rest or None
-        self.talk.note(
+        self.generator.note(
             "the system's turn is " + ("set" if rest else "gone") + (" from the next answer on" if self.turns else "")
         )
 
     def _temperature(self, rest: str) -> None:
         try:
-            self.talk.take(replace(self.talk.manner.sampling, temperature=float(rest)))
+            self.generator.take(replace(self.generator.options.sampling, temperature=float(rest)))
         except ValueError:
             raise DataError(f"/temperature {rest}: a number from 0 on, where 0 takes the likeliest token") from None
-        self.talk.note(f"temperature {self.talk.manner.sampling.temperature:g}")
+        self.generator.note(f"temperature {self.generator.options.sampling.temperature:g}")
 
 
 COMMANDS: Mapping[str, tuple[Callable[[Conversation, str], None], str]] = {
@@ -89,42 +91,44 @@ COMMANDS: Mapping[str, tuple[Callable[[Conversation, str], None], str]] = {
 }
 
 
-def converse(talk: Talk, grid: ProcessGrid, conversation: Conversation | None) -> None:
+def converse(generator: TextGenerator, grid: ProcessGrid, conversation: Conversation | None) -> None:
     """Line after line, read by rank 0, until the input ends; every rank answers what rank 0 has made of it.
 
     conversation: None where each line is a prompt of its own.
     """
     terminal = Terminal(grid)
-    talk.stopped = terminal.stopped
+    generator.stopped = terminal.stopped
     if terminal.person and conversation is not None:
-        talk.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the program")
+        generator.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the program")
     with terminal.kept():
-        while _exchange(talk, grid, terminal, conversation):
+        while _exchange(generator, grid, terminal, conversation):
             pass
 
 
-def _exchange(talk: Talk, grid: ProcessGrid, terminal: Terminal, conversation: Conversation | None) -> bool:
+def _exchange(
+    generator: TextGenerator, grid: ProcessGrid, terminal: Terminal, conversation: Conversation | None
+) -> bool:
     """A line and what comes of it; whether there was one."""
     try:
-        found = shared(grid, lambda: _next(talk, terminal, conversation))
+        found = read_on_first_rank(grid, lambda: _next(generator, terminal, conversation))
     except DataError as error:
-        talk.note(f"error: {error}")
+        generator.note(f"error: {error}")
         return True
     if found is None:
         return False
     if found["prompts"]:
-        talk.take(Sampling(**found["sampling"]))
+        generator.take(Sampling(**found["sampling"]))
         with terminal.listening():
-            answers = talk.answer([(text, ids) for text, ids in found["prompts"]])
+            answers = generator.answer([(text, ids) for text, ids in found["prompts"]])
         if conversation is not None and answers:
             conversation.remember(found["prompts"][0][0], answers[0])
     return True
 
 
-def _next(talk: Talk, terminal: Terminal, conversation: Conversation | None) -> dict[str, Any] | None:
+def _next(generator: TextGenerator, terminal: Terminal, conversation: Conversation | None) -> dict[str, Any] | None:
     """On rank 0: what all ranks need to answer the next line; None at the end of the input. Raises DataError."""
     line = terminal.line()
     if line is None:
         return None
-    prompts = talk.read([line]) if conversation is None else conversation.question(line)
-    return {"prompts": prompts, "sampling": asdict(talk.manner.sampling)}
+    prompts = generator.read([line]) if conversation is None else conversation.question(line)
+    return {"prompts": prompts, "sampling": asdict(generator.options.sampling)}

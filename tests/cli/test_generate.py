@@ -19,7 +19,7 @@ import torch
 
 import megazero.convert.loading
 from megazero.cli.generate import parser
-from megazero.cli.generation import check, talk_on
+from megazero.cli.generation import check, generate_on
 from megazero.config.level import ConfigError
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
@@ -146,7 +146,7 @@ def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path, capsys: pytest.Ca
         if not path.exists():
             folder_of(family, path)
         args = parser().parse_args(["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words])
-        talk_on(args, single_process_grid("cpu"))
+        generate_on(args, single_process_grid("cpu"))
         assert ("--prefix-id 1 does" in capsys.readouterr().err) is told, (family, words)
 
 
@@ -272,7 +272,7 @@ def test_ctrl_c_at_a_terminal_stops_an_answer_and_not_the_program(model: Path) -
 def test_refuses(model: Path, words: list[str], message: str) -> None:
     args = parser().parse_args(["--load", str(model), *words])
     with pytest.raises(DataError, match=message):
-        talk_on(args, single_process_grid())
+        generate_on(args, single_process_grid())
 
 
 def test_a_prompt_longer_than_the_table_of_positions() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.evaluation.perplexity import Cut
+from megazero.evaluation.perplexity import Windowing
 from megazero.evaluation.windows import Window, continuation_window, document_windows
 
 
@@ -37,14 +37,16 @@ def test_the_windows_of_the_harness(length: int, context: int, data: st.DataObje
     for pair in theirs:
         before, after = utils.make_disjoint_window(pair)
         wanted.append(([*before, *after][-(context + 1) :], len(after)))
-    found = [([int(token) for token in window.ids], window.scored) for window in Cut(context, stride, 7).windows(ids)]
+    found = [
+        ([int(token) for token in window.ids], window.scored) for window in Windowing(context, stride, 7).windows(ids)
+    ]
     assert found == wanted
 
 
 def test_no_prefix_and_short_documents() -> None:
-    assert Cut(4, 4).windows([]) == [] and Cut(4, 4).windows([5]) == []
-    assert Cut(4, 4, 9).windows([]) == []
-    ((only,), (first, second)) = Cut(4, 4, 9).windows([5]), Cut(4, 2).windows([1, 2, 3, 4, 5, 6])
+    assert Windowing(4, 4).windows([]) == [] and Windowing(4, 4).windows([5]) == []
+    assert Windowing(4, 4, 9).windows([]) == []
+    ((only,), (first, second)) = Windowing(4, 4, 9).windows([5]), Windowing(4, 2).windows([1, 2, 3, 4, 5, 6])
     assert list(only.ids) == [9, 5] and only.scored == 1
     assert (list(first.ids), first.scored, list(second.ids), second.scored) == ([1, 2, 3, 4, 5], 4, [2, 3, 4, 5, 6], 1)
 

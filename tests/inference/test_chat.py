@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 
 import megazero.convert.loading
 from megazero.cli.generate import parser
-from megazero.cli.generation import talk_on
+from megazero.cli.generation import generate_on
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import chat_tokens
-from megazero.inference.advice import advised, followed
 from megazero.inference.conversation import asked, of_user
-from megazero.inference.talk import Talk
+from megazero.inference.generation_config import applicable_defaults, generation_defaults
 from megazero.inference.terminal import Terminal
+from megazero.inference.text_generator import TextGenerator
 from megazero.mpu.grid import Axes, ProcessGrid, build_grid, single_process_grid
 from tests.data.chats import CHATML, HEADERS, INSTRUCT, PLAIN, SPECIALS, write_tokenizer
 from tests.parity.float64 import in_float64
@@ -111,7 +111,7 @@ def converse(folder: Path, lines: Sequence[str], grid: ProcessGrid, *words: str)
     sys.stdin = io.StringIO("".join(f"{line}\n" for line in lines))
     try:
         with redirect_stdout(shown):
-            talk_on(args, grid)
+            generate_on(args, grid)
     finally:
         sys.stdin = before
     return shown.getvalue()
@@ -150,7 +150,7 @@ def answered(folder: Path, *words: str) -> list[list[int]]:
     """The ids of each prompt's answer, with these flags and no others."""
     shown = io.StringIO()
     with redirect_stdout(shown):
-        talk_on(parser().parse_args(["--load", str(folder), "--chat", "--json", *words]), single_process_grid())
+        generate_on(parser().parse_args(["--load", str(folder), "--chat", "--json", *words]), single_process_grid())
     return [json.loads(line)["ids"] for line in shown.getvalue().splitlines()]
 
 
@@ -214,13 +214,16 @@ def test_without_a_flag_generation_config_counts(
 
 def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     drawn = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_length": 4096, "_from_model_config": True}
-    assert advised(drawn) == {}, "transformers draws nothing, and says that these are not used"
-    assert advised(drawn | {"do_sample": True}) == {"temperature": 0.6, "top_p": 0.9}
-    assert advised(drawn | {"do_sample": False, "max_new_tokens": 7}) == {"temperature": 0.0, "max_new_tokens": 7}
-    assert followed({"temperature": 0.0, "max_new_tokens": 7}, {"top_p": 0.5}) == {"max_new_tokens": 7}, (
+    assert generation_defaults(drawn) == {}, "transformers draws nothing, and says that these are not used"
+    assert generation_defaults(drawn | {"do_sample": True}) == {"temperature": 0.6, "top_p": 0.9}
+    assert generation_defaults(drawn | {"do_sample": False, "max_new_tokens": 7}) == {
+        "temperature": 0.0,
+        "max_new_tokens": 7,
+    }
+    assert applicable_defaults({"temperature": 0.0, "max_new_tokens": 7}, {"top_p": 0.5}) == {"max_new_tokens": 7}, (
         "--top-p asks for draws"
     )
-    assert followed({"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.5}) == {"temperature": 0.6}
+    assert applicable_defaults({"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.5}) == {"temperature": 0.6}
     for wrong in (
         {"top_k": 2.5},
         {"top_p": 7},
@@ -229,7 +232,7 @@ def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], 
         {"max_new_tokens": 0},
     ):
         with pytest.raises(DataError, match=f"generation_config.json: {next(iter(wrong))}"):
-            advised({"do_sample": True} | wrong)
+            generation_defaults({"do_sample": True} | wrong)
     folder = Path(shutil.copytree(model, tmp_path / "advised"))
     (folder / "generation_config.json").write_text(json.dumps(drawn | {"do_sample": True, "max_new_tokens": 2}))
     answered(folder, "--prompt", LINES[0], "--top-p", "0.8")
@@ -260,7 +263,7 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
         megazero.convert.loading.load(tmp_path).chat([of_user("x")])
     args = parser().parse_args(["--load", str(tmp_path), "--chat", "--prompt", "x"])
     with pytest.raises(DataError, match=r"--chat: .* has no chat template"):
-        talk_on(args, single_process_grid())
+        generate_on(args, single_process_grid())
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="leads to no tokenizer"):
         megazero.convert.loading.load(tmp_path).chat([of_user("x")])
@@ -271,11 +274,11 @@ def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     asked_for: list[tuple[str, float]] = []
     theirs = transformers.AutoTokenizer.from_pretrained(model)
 
-    def answer(talk: Talk, prompts: Sequence[tuple[str, list[int]]]) -> list[str]:
-        asked_for.append((theirs.decode(prompts[0][1]), talk.manner.sampling.temperature))
+    def answer(generator: TextGenerator, prompts: Sequence[tuple[str, list[int]]]) -> list[str]:
+        asked_for.append((theirs.decode(prompts[0][1]), generator.options.sampling.temperature))
         return [f"answer {len(asked_for)}"]
 
-    monkeypatch.setattr(Talk, "answer", answer)
+    monkeypatch.setattr(TextGenerator, "answer", answer)
     lines = [
         "/system",
         "one",
@@ -331,7 +334,7 @@ def test_a_special_token_that_is_spelled_is_told(
 ) -> None:
     for prompt, told in (("a <|im_end|> b", True), ("harmless", False)):
         args = parser().parse_args(["--load", str(model), "--prompt", prompt, "--max-new-tokens", "1", *words])
-        talk_on(args, single_process_grid())
+        generate_on(args, single_process_grid())
         assert (
             "warning: 'a <|im_end|> b' spells the special token <|im_end|>, which is plain text"
             in capsys.readouterr().err
@@ -363,13 +366,13 @@ def test_all_ranks_hear_of_ctrl_c_at_one_token() -> None:
 
 def test_ctrl_c_stops_the_answer_and_is_remembered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next question has the part of the answer that came."""
-    before, questions = Talk.read_chats, []
+    before, questions = TextGenerator.read_chats, []
 
-    def read(talk: Talk, chats: Any) -> Any:
+    def read(generator: TextGenerator, chats: Any) -> Any:
         questions.append(chats[0])
-        return before(talk, chats)
+        return before(generator, chats)
 
-    monkeypatch.setattr(Talk, "read_chats", read)
+    monkeypatch.setattr(TextGenerator, "read_chats", read)
     count = iter(range(1000))
     monkeypatch.setattr(Terminal, "stopped", lambda self: next(count) == 4)
     first, second = converse(model, LINES[:2], single_process_grid(), "--json", "--ignore-eod").splitlines()

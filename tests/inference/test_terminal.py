@@ -13,7 +13,7 @@ import pytest
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference.sampling import Sampling
-from megazero.inference.talk import Manner, Talk
+from megazero.inference.text_generator import GenerationOptions, TextGenerator
 
 SAID = "title \x1b]0;owned\x07, report \x9bc, back \r\x08\x7f\x00; Zürich, 你好\ttab\nline"
 SHOWN = "title \\x1b]0;owned\\x07, report \\x9bc, back \\x0d\\x08\\x7f\\x00; Zürich, 你好\ttab\nline"
@@ -40,20 +40,20 @@ def says(
     return [list(SAID.encode())] * len(prompts)
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, terminal: bool, **manner: Any) -> tuple[str, list[str]]:
+def answered(monkeypatch: pytest.MonkeyPatch, terminal: bool, **options: Any) -> tuple[str, list[str]]:
     """(what the standard output got, what the caller did)."""
-    monkeypatch.setattr("megazero.inference.talk.generate", says)
+    monkeypatch.setattr("megazero.inference.text_generator.generate", says)
     pipeline: Any = None  # nobody computes
-    talk = Talk(
+    generator = TextGenerator(
         ModelConfig(),
         pipeline,
         build_tokenizer("byte", None),
-        Manner(Sampling(), 100, **manner),
+        GenerationOptions(Sampling(), 100, **options),
         True,
         lambda text: None,
     )
     with redirect_stdout(Output(terminal)) as out:
-        texts = talk.answer([("x", [120])])
+        texts = generator.answer([("x", [120])])
     return out.getvalue(), texts
 
 

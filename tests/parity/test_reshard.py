@@ -13,7 +13,7 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.convert.loading import open_model
 from megazero.evaluation.documents import indexed_documents
-from megazero.evaluation.perplexity import Cut, score_documents
+from megazero.evaluation.perplexity import Windowing, score_documents
 from megazero.evaluation.scorer import Scorer
 from megazero.mpu.grid import axes_of, build_grid
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
@@ -179,7 +179,7 @@ def losses_on_rank(rank: int, size: int, flags: list[str], folder: Path, corpus:
     grid = build_grid(axes_of(parse_run(flags, size).parallel, size))
     opened = open_model(folder, grid)
     first = (document for document in indexed_documents(str(corpus)) if document.number < 20)
-    scores = list(score_documents(Scorer(opened.run, opened.stages, grid, 4), first, Cut(12, 12)))
+    scores = list(score_documents(Scorer(opened.run, opened.stages, grid, 4), first, Windowing(12, 12)))
     return valid, sum(score.loss for score in scores) / sum(score.tokens for score in scores)
 
 

@@ -42,7 +42,8 @@ def write_megatron(source: Source, folder: Path, options: TargetOptions, advance
     dtype = options.dtype or compute_dtype(precision)
     if model.num_layers % options.pp:
         raise ConversionError(
-            f"--pp {options.pp}: Megatron-LM divides layers evenly over stages, and the model has {model.num_layers}"
+            f"--pp {options.pp}: Megatron-LM divides its layers evenly over stages, and the model has "
+            f"{model.num_layers}"
         )
     named = args_of(source.run, tp=options.tp, pp=options.pp)
     position = source.position

@@ -31,7 +31,7 @@ def _never() -> bool:
 
 
 @dataclass(frozen=True)
-class Manner:
+class GenerationOptions:
     """How prompts are continued.
 
     samples     continuations of each prompt
@@ -55,13 +55,13 @@ class Manner:
 
 
 @dataclass
-class Talk:
+class TextGenerator:
     """A model on the ranks of a pipeline, and what it has been asked so far. note: tells the person who reads along."""
 
     model: ModelConfig
     pipeline: Pipeline
     tokenizer: Tokenizer
-    manner: Manner
+    options: GenerationOptions
     shows: bool
     """Whether this rank prints."""
     note: Callable[[str], None]
@@ -74,7 +74,7 @@ class Talk:
 
     def read(self, prompts: Sequence[str]) -> list[Prompt]:
         """On rank 0. Raises DataError."""
-        ids = encoded(prompts, self.tokenizer, self.model, first=self.manner.prefix_id, eod_id=self.manner.eod_id)
+        ids = encoded(prompts, self.tokenizer, self.model, first=self.options.prefix_id, eod_id=self.options.eod_id)
         self._note_specials(prompts, "; --chat writes a chat as the model knows it")
         return list(zip(prompts, ids, strict=True))
 
@@ -94,11 +94,11 @@ class Talk:
 
     def take(self, sampling: Sampling) -> None:
         """From now on tokens are taken like this."""
-        self.manner = replace(self.manner, sampling=sampling)
+        self.options = replace(self.options, sampling=sampling)
 
     def answer(self, prompts: Sequence[Prompt]) -> list[str]:
         """Continue prompts, on every rank; the one that shows prints them, and gets the texts."""
-        count, most = self.manner.samples, self.manner.batch_size
+        count, most = self.options.samples, self.options.batch_size
         self._note_length(max((len(ids) for _, ids in prompts), default=0))
         rows = [
             ((self.asked + i) * count + k, text, ids) for i, (text, ids) in enumerate(prompts) for k in range(count)
@@ -119,19 +119,19 @@ class Talk:
     def _cut(self, cut: int, rows: int) -> str:
         """That texts do not end where the model would have ended them, for a person who may take them for whole."""
         which = "" if rows == 1 else f": {cut} of {rows}"
-        return f"; cut off by --max-new-tokens {self.manner.max_new_tokens}{which}" if cut else ""
+        return f"; cut off by --max-new-tokens {self.options.max_new_tokens}{which}" if cut else ""
 
     def _batch(self, rows: Sequence[Row], *, alone: bool) -> tuple[int, int, list[str]]:
         """(the number of new tokens, of rows that were cut off, the texts), the latter two where texts are shown."""
-        manner = self.manner
+        options = self.options
         # An answer is a text of its own: decoded as `transformers` does it, without what its prompt ends with.
         before = [[] if isinstance(self.tokenizer, ChatTokens) else ids for _, _, ids in rows]
-        streams = [Stream(self.tokenizer, ids, manner.stops) for ids in before] if self.shows or manner.stops else []
-        streaming = self.shows and alone and not manner.as_json
+        streams = [Stream(self.tokenizer, ids, options.stops) for ids in before] if self.shows or options.stops else []
+        streaming = self.shows and alone and not options.as_json
 
         def ends(row: int, token: int) -> bool:
             stopped = self.stopped()
-            if token in manner.stop_ids:
+            if token in options.stop_ids:
                 return True
             if not streams:
                 return stopped
@@ -141,8 +141,8 @@ class Talk:
         new = generate(
             self.pipeline,
             [ids for _, _, ids in rows],
-            manner.max_new_tokens,
-            manner.sampling,
+            options.max_new_tokens,
+            options.sampling,
             ends=ends,
             vocabulary=self.tokenizer.vocab_size,
             numbers=[number for number, _, _ in rows],
@@ -153,7 +153,7 @@ class Talk:
                 if not streaming:
                     print(
                         self._record(prompt, ids, stream)
-                        if manner.as_json
+                        if options.as_json
                         else f"=== {number + 1}: {prompt!r}\n{harmless(stream.text)}",
                         flush=True,
                     )
@@ -180,13 +180,17 @@ class Talk:
         return json.dumps(record)
 
     def _ended(self, ids: list[int], stream: Stream) -> str:
-        length = "length" if len(ids) == self.manner.max_new_tokens else "interruption"
+        length = "length" if len(ids) == self.options.max_new_tokens else "interruption"
         return (
-            "stop string" if stream.stopped is not None else "stop token" if ids[-1] in self.manner.stop_ids else length
+            "stop string"
+            if stream.stopped is not None
+            else "stop token"
+            if ids[-1] in self.options.stop_ids
+            else length
         )
 
     def _note_length(self, longest: int) -> None:
-        total = longest + self.manner.max_new_tokens
+        total = longest + self.options.max_new_tokens
         learned = self.model.position_embedding == "learned"
         most = max_positions(self.model) if learned else self.model.seq_length
         if total <= most or self.warned:

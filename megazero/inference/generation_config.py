@@ -19,7 +19,7 @@ KEYS = (*DRAWN, "repetition_penalty", "max_new_tokens")
 Settings = Mapping[str, float]
 
 
-def advised(config: Mapping[str, Any]) -> dict[str, float]:
+def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
     """Of the file's content what `KEYS` names and it says; a temperature of 0 where it says that nothing is drawn
     ("do_sample": false).
 
@@ -61,9 +61,9 @@ def _number(key: str, value: Any) -> float:
     return value
 
 
-def followed(advice: Settings, given: Settings) -> dict[str, float]:
-    """Of the advice what a user leaves standing: what is given wins, and who says how to draw wants
+def applicable_defaults(defaults: Settings, given: Settings) -> dict[str, float]:
+    """Of the defaults what a user leaves standing: what is given wins, and who says how to draw wants
     tokens to be drawn.
     """
-    draws = any(key in given for key in DRAWN) and advice.get("temperature") == 0
-    return {key: value for key, value in advice.items() if key not in given and not (draws and key == "temperature")}
+    draws = any(key in given for key in DRAWN) and defaults.get("temperature") == 0
+    return {key: value for key, value in defaults.items() if key not in given and not (draws and key == "temperature")}

@@ -13,7 +13,7 @@ from megazero.mpu.collectives import broadcast
 from megazero.mpu.grid import ProcessGrid
 
 
-def shared(grid: ProcessGrid, read: Callable[[], Any]) -> Any:
+def read_on_first_rank(grid: ProcessGrid, read: Callable[[], Any]) -> Any:
     """What `read` returns on rank 0, on every rank: anything that JSON holds. Called by all ranks; two broadcasts over
     the world.
 
