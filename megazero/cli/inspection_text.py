@@ -1,4 +1,4 @@
-"""What `tools/inspect_checkpoint.py` found, as text: a checkpoint's contents, and how two differ."""
+"""What `megazero inspect` found, as text: a checkpoint's contents, and how two differ."""
 
 from __future__ import annotations
 

@@ -96,13 +96,13 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "data-parallel-size",
             "dp-size",
         ),
-        "a flag of torchrun: torchrun --nproc-per-node N pretrain_gpt.py ...": (
+        "--ranks on one host, or a flag of torchrun: torchrun --nproc-per-node N -m megazero pretrain": (
             "gpus",
             "num-gpus",
             "n-gpus",
             "devices",
         ),
-        "a flag of torchrun, in front of pretrain_gpt.py": (
+        "a flag of torchrun, in front of -m megazero pretrain": (
             "nnodes",
             "num-nodes",
             "node-rank",
@@ -250,7 +250,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "grad-clip": "--clip-grad",
         "init-from-checkpoint": "--init-from",
         "local-rank": "what torchrun tells each rank in its environment",
-        "nproc-per-node": "a flag of torchrun: torchrun --nproc-per-node N pretrain_gpt.py ...",
+        "nproc-per-node": "--ranks on one host, or a flag of torchrun, in front of -m megazero pretrain",
         "resume": "--load",
         "zero": "--zero-stage",
     }

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint, as plain records: for `tools/inspect_checkpoint.py`, and for programs that want to know
+"""What is inside a checkpoint, as plain records: for `megazero inspect`, and for programs that want to know
 the same.
 
 Checkpoints of our own are read from their manifest, without building the model they hold; those of other programs

@@ -34,10 +34,7 @@ def _folder(given: str, place: Path) -> str:
 
 
 def _preparing(given: str) -> str:
-    command = (
-        f"python tools/preprocess_data.py --input {shlex.quote(given)} --output-prefix my-data --tokenizer ... "
-        "--append-eod"
-    )
+    command = f"megazero prepare-data --input {shlex.quote(given)} --output-prefix my-data --tokenizer ... --append-eod"
     return f"text becomes one by {command}, and --data-path my-data is that"
 
 

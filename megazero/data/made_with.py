@@ -80,7 +80,7 @@ def require_made_with(prefix: str | Path, now: MadeWith) -> None:
         raise DataError(
             f"{prefix}.bin was made with another tokenizer ({then}) than the run has ({now}), so its ids would be "
             "other text: give that tokenizer, "
-            f"or make the data anew with tools/preprocess_data.py; without {path_of(prefix)} the ids are taken as they "
+            f"or make the data anew with `megazero prepare-data`; without {path_of(prefix)} the ids are taken as they "
             "are"
         )
 

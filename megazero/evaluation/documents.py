@@ -42,7 +42,7 @@ def indexed_documents(prefix: str) -> Iterator[Document]:
 def text_documents(
     inputs: Sequence[str | Path], reader: Reader, tokenizer: Tokenizer, append: int | None = None
 ) -> Iterator[Document]:
-    """The documents of files and folders, as tools/preprocess_data.py reads them. append: a token that ends each.
+    """The documents of files and folders, as `megazero prepare-data` reads them. append: a token that ends each.
 
     Raises DataError.
     """

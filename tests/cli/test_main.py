@@ -16,16 +16,18 @@ from megazero.convert.registry import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPS = """
-import contextlib, io, json, sys
+import contextlib, io, json, runpy, sys
 from megazero.cli.main import COMMANDS, main
 
-def said(name):
+def said(program, *words):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit, ImportError):
-        main([name, "--help"])
+        program(*words)
     return out.getvalue()
 
-helps = {name: said(name) for name in COMMANDS}
+helps = {name: said(main, [name, "--help"]) for name in COMMANDS}
+sys.argv = ["gpu_test.py", "--help"]
+helps["gpu_test"] = said(runpy.run_module, "tools.gpu_test", None, "__main__")
 print(json.dumps([helps, [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules]]))
 """
 
@@ -36,6 +38,7 @@ def helps() -> dict[str, str]:
     done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True)
     found, large = json.loads(done.stdout)
     assert large == []
+    assert "python -m tools.gpu_test" in found.pop("gpu_test")
     return dict(found)
 
 

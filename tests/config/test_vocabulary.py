@@ -41,6 +41,8 @@ ASKED = {
     "--flash-attn": "did you mean --attention flash?",
     "--offload": "it is not built here; the nearest are",
     "--dp 2": "it is what the number of ranks leaves of --tp x --pp",
+    "--gpus 8": "did you mean --ranks on one host, or a flag of torchrun",
+    "--nproc_per_node 8": "did you mean --ranks on one host, or a flag of torchrun",
     "--recompute": "did you mean --recompute-granularity?",
     "--position-embedding rope": "did you mean rotary?",
     "--activation silu": "did you mean swiglu?",

@@ -137,7 +137,7 @@ def test_what_is_no_prefix_is_told_what_to_do(tmp_path, monkeypatch):
     for number in range(7):
         write_pair(tmp_path / "pairs" / f"p{number}", [2])
     for words, said in {
-        "texts/a b.txt": r"a b\.txt is no pair .*preprocess_data\.py --input 'texts/a b\.txt' --output-prefix my-data",
+        "texts/a b.txt": r"a b\.txt is no pair .*megazero prepare-data --input 'texts/a b\.txt' --output-prefix ",
         "texts": r"texts is a folder without pairs .*--input texts ",
         "pairs": r"pairs is a folder; name a pair in it .*, of which it has 7: pairs/p0, .* and 2 more$",
         "0.7,pairs/p0,0.3,pairs/p1": r"words of their own: 0\.7 pairs/p0 0\.3 pairs/p1$",
