@@ -174,9 +174,12 @@ def run_from(record: Mapping[str, Any]) -> Run:
     problems: list[str] = []
 
     def read(name: str, value: Any) -> Any:
+        known = run_options()[name]
         try:
-            value = run_options()[name].from_value(value)
+            value = known.from_value(value)
         except ValueError as error:
+            if known.extended_by is not None and isinstance(value, str | list):
+                return value if isinstance(value, str) else tuple(map(str, value))  # of a package that is not here
             problems.append(f"{name}: {error}")
             return value
         reasons = [

@@ -10,6 +10,7 @@ def option(
     default: Any,
     *aliases: str,
     choices: tuple[str, ...] | None = None,
+    extended_by: str | None = None,
     many: bool = False,
     metavar: str | None = None,
     alone: str | None = None,
@@ -19,12 +20,15 @@ def option(
     """A field of a dataclass whose fields are flags.
 
     aliases  further flags for the same option
-    choices  the words that it takes
-    many     whether it takes one word or more
-    metavar  what stands for its value in the help
-    alone    what the flag without a word means
-    derived  where the default is not the value itself: what it is or follows from, in words
-    common   whether most runs need it: `--help` shows these, `--help-all` all
+    choices      the words that it takes
+    extended_by  the group of entry points (`config.extensions`) that adds to the choices
+    many         whether it takes one word or more
+    metavar      what stands for its value in the help
+    alone        what the flag without a word means
+    derived      where the default is not the value itself: what it is or follows from, in words
+    common       whether most runs need it: `--help` shows these, `--help-all` all
     """
     metadata = {"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone}
-    return field(default=default, metadata={**metadata, "derived": derived, "common": common})
+    return field(
+        default=default, metadata={**metadata, "extended_by": extended_by, "derived": derived, "common": common}
+    )

@@ -113,8 +113,8 @@ def _left(known: Option) -> str:
 
 
 def _metavar(known: Option) -> str:
-    if known.choices:
-        return "{" + ",".join(known.choices) + "}"
+    if known.known_choices:
+        return "{" + ",".join(known.known_choices) + "}"
     return known.metavar or {int: "N", float: "X", str: "WORD"}[known.kind]
 
 

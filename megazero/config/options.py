@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from megazero.config import extensions
 from megazero.config.schema import Run
 from megazero.config.vocabulary import choice_elsewhere, flag_elsewhere
 from megazero.system.reading import shown
@@ -35,12 +36,19 @@ class Option:
     many: bool
     default: Any
     choices: tuple[str, ...] | None
+    extended_by: str | None
     aliases: tuple[str, ...]
     metavar: str | None
     alone: str | None
     derived: str | None
     common: bool
     sentence: str
+
+    @property
+    def known_choices(self) -> tuple[str, ...]:
+        """The choices with those that installed packages add."""
+        added = () if self.extended_by is None else extensions.names(self.extended_by)
+        return (*(self.choices or ()), *(name for name in added if name not in (self.choices or ())))
 
     @property
     def shown_default(self) -> str:
@@ -119,9 +127,13 @@ class Option:
         for choice in self.choices:
             if str(value).lower() == choice.lower():
                 return choice
+        known = self.known_choices
+        if value in known:
+            return str(value)
         ours = choice_elsewhere(self.name, str(value))
-        hint = f"; did you mean {ours}?" if ours else did_you_mean(str(value).lower(), self.choices)
-        raise ValueError(f"{shown(str(value))} is not one of {', '.join(self.choices)}{hint}")
+        hint = f"; did you mean {ours}?" if ours else did_you_mean(str(value).lower(), known)
+        listed = ", ".join(known) or f"any, for no installed package adds to {self.extended_by}"
+        raise ValueError(f"{shown(str(value))} is not one of {listed}{hint}")
 
 
 def whole_number(value: str | int | float) -> int:
@@ -195,6 +207,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 many=many,
                 default=item.default,
                 choices=meta["choices"],
+                extended_by=meta["extended_by"],
                 aliases=meta["aliases"],
                 metavar=meta["metavar"],
                 alone=meta["alone"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megazero.config import extensions
 from megazero.config.fields import option
 
 _RUN_LENGTH = "the length of the run"
@@ -189,8 +190,12 @@ class ScheduleConfig:
     "Highest learning rate."
     min_lr: float = option(0.0)
     "Learning rate at the end of the decay."
-    lr_decay_style: str = option("cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"))
-    "Shape of the decay. wsd stays constant after the warm-up and then falls linearly."
+    lr_decay_style: str = option(
+        "cosine",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
+        extended_by=extensions.LR_DECAY_STYLES,
+    )
+    "Shape of the decay. wsd stays constant after the warm-up and then falls linearly. Packages may add shapes."
     lr_warmup_iters: int | None = option(None, common=True, derived="no warm-up")
     "Length of the linear warm-up in iterations."
     lr_warmup_samples: int | None = option(None, derived="no warm-up")
@@ -300,6 +305,10 @@ class TrainerConfig:
     "File that gets one JSON object per step."
     tensorboard_dir: str | None = option(None, metavar="DIR", derived="none")
     "Folder for TensorBoard's event files."
+    sinks: tuple[str, ...] = option(
+        (), many=True, metavar="NAME", choices=(), extended_by=extensions.SINKS, derived="none"
+    )
+    "Further places for the numbers of every step, which installed packages add."
     sample_prompt: str | None = option(
         None, metavar="TEXT", derived="the head of a Python function for the default corpus, else none"
     )

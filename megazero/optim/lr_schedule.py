@@ -8,7 +8,11 @@ Formulas are Megatron-LM's; `wsd` is warm-up, constant, and a linear fall over t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
+from megazero.config.extensions import LR_DECAY_STYLES, load
 from megazero.config.schema import ScheduleConfig
 from megazero.optim.batch_schedule import BatchSchedule
 
@@ -21,11 +25,12 @@ class LearningRate:
     consumed.
 
     Lengths in iterations are turned into the samples that the run's first so many iterations consume where the run
-    counts in samples. Raises ValueError for a decaying style in a run without any length.
+    counts in samples. Raises ValueError for a decaying style in a run without any length, and for a style that is not
+    there.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
-        self.config, self.batches = config, BatchSchedule(config)
+        self.config, self.batches, self.style = config, BatchSchedule(config), style_of(config.lr_decay_style)
         self.counts_samples = any(
             value is not None
             for value in (
@@ -47,7 +52,7 @@ class LearningRate:
                 )
             warmup = config.lr_warmup_fraction * self.decay
         self.warmup = 0 if warmup is None else warmup
-        if self.decay is None and config.lr_decay_style != "constant":
+        if self.decay is None and self.style is not None:
             raise ValueError(
                 f"--lr-decay-style {config.lr_decay_style} needs --train-iters, --train-samples or a length of its own"
             )
@@ -64,22 +69,76 @@ class LearningRate:
         return self._rate(consumed if self.counts_samples else iterations)
 
     def _rate(self, count: int) -> float:
-        highest, lowest, style = self.config.lr, self.config.min_lr, self.config.lr_decay_style
+        highest, lowest = self.config.lr, self.config.min_lr
         if self.warmup > 0 and count <= self.warmup:
             return highest * count / self.warmup
-        if style == "constant":
+        if self.style is None:
             return highest
         assert self.decay is not None
         if count > self.decay:
             return lowest
-        if style == "inverse-square-root":
-            return max(lowest, highest * math.sqrt(max(self.warmup, 1) / max(count, 1)))
-        return lowest + self._share(style, count) * (highest - lowest)
+        rate = self.style(Decay(count, self.warmup, self.decay, self.fall, highest, lowest))
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"--lr-decay-style {self.config.lr_decay_style} gives a rate of {rate} at {count}")
+        return rate
 
-    def _share(self, style: str, count: int) -> float:
-        """Where between lowest (0) and highest (1) the rate is."""
-        assert self.decay is not None
-        if style == "wsd":
-            return 1.0 if count <= self.decay - self.fall else (self.decay - count) / self.fall
-        ratio = (count - self.warmup) / (self.decay - self.warmup)
-        return 1.0 - ratio if style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+
+@dataclass(frozen=True)
+class Decay:
+    """A step in the decaying part of a run. All lengths count samples, or all count iterations.
+
+    count   what came before the step: more than `warmup` (or 0 without one), at most `decay`
+    warmup  length of the warm-up, 0 without one
+    decay   length of warm-up and decay together
+    fall    length of the falling part that wsd has
+    """
+
+    count: int
+    warmup: float
+    decay: float
+    fall: float
+    highest: float
+    lowest: float
+
+    @property
+    def ratio(self) -> float:
+        """From 0 after the warm-up to 1 at the end of the decay."""
+        return (self.count - self.warmup) / (self.decay - self.warmup)
+
+    def between(self, share: float) -> float:
+        """The rate at this share of the way from the lowest (0) to the highest (1)."""
+        return self.lowest + share * (self.highest - self.lowest)
+
+
+def linear(at: Decay) -> float:
+    """A straight line down to the lowest rate."""
+    return at.between(1.0 - at.ratio)
+
+
+def cosine(at: Decay) -> float:
+    """Half a wave of the cosine (Loshchilov and Hutter 2017, arXiv:1608.03983)."""
+    return at.between(0.5 * (math.cos(math.pi * at.ratio) + 1.0))
+
+
+def inverse_square_root(at: Decay) -> float:
+    """1 / sqrt(count), which is 1 at the end of the warm-up; not below the lowest rate."""
+    return max(at.lowest, at.highest * math.sqrt(max(at.warmup, 1) / max(at.count, 1)))
+
+
+def wsd(at: Decay) -> float:
+    """Constant, and a straight line over the last part (arXiv:2404.06395)."""
+    return at.between(1.0 if at.count <= at.decay - at.fall else (at.decay - at.count) / at.fall)
+
+
+STYLES: Mapping[str, Callable[[Decay], float]] = MappingProxyType(
+    {"linear": linear, "cosine": cosine, "inverse-square-root": inverse_square_root, "wsd": wsd}
+)
+"""Choices of --lr-decay-style but for `constant`, which has no end."""
+
+
+def style_of(name: str) -> Callable[[Decay], float] | None:
+    """The function of a style, ours or an installed package's; None for `constant`. Raises ValueError."""
+    if name == "constant":
+        return None
+    found: Callable[[Decay], float] = STYLES[name] if name in STYLES else load(LR_DECAY_STYLES, name)
+    return found

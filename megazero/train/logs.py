@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,8 +19,8 @@ from megazero.optim.progress import Progress
 from megazero.plan.flops import flops_again, step_flops
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
-from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Rates, Sink
+from megazero.telemetry.sinks import Opening, named_places, open_sinks
 from megazero.telemetry.steplog import StepLog
 from megazero.train.state import Position
 
@@ -51,17 +51,15 @@ def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
 
 def sinks_of(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None) -> list[Sink]:
     """Rank 0 shows and writes; the others have nothing to say. Called by all ranks, which fail together."""
-    lines, files = _log_lines(run), list[Sink]()
-    places = _told_in(run)
+    lines, opened = _log_lines(run), list[Sink]()
+    opening = Opening(run, position.iteration + 1, fence.check if fence else None, lines.note)
+    places = named_places(run)
     if places:
         with refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
-            together(
-                grid.world,
-                grid.device,
-                (lambda: files.extend(_files(run, position, fence, lines.note))) if grid.rank == 0 else None,
-            )
+            work = (lambda: opened.extend(open_sinks(opening))) if grid.rank == 0 else None
+            together(grid.world, grid.device, work)
     # Lines for people last: where their terminal is lost, programs still have their numbers.
-    return [*files, lines] if grid.rank == 0 else []
+    return [*opened, lines] if grid.rank == 0 else []
 
 
 def _log_lines(run: Run) -> LogLines:
@@ -74,20 +72,3 @@ def _log_lines(run: Run) -> LogLines:
         interval=run.trainer.log_interval,
         seconds_to_deadline=None if minutes is None else 60 * minutes,
     )
-
-
-def _told_in(run: Run) -> dict[str, str]:
-    """Flags that name what the log is written to, and their values."""
-    places = {"--metrics-file": run.trainer.metrics_file, "--tensorboard-dir": run.trainer.tensorboard_dir}
-    return {flag: place for flag, place in places.items() if place}
-
-
-def _files(run: Run, position: Position, fence: Fence | None, tell: Callable[[str], None]) -> list[Sink]:
-    sinks: list[Sink] = []
-    if run.trainer.metrics_file:
-        sinks.append(MetricsFile(run.trainer.metrics_file, fence.check if fence else None, tell))
-    if run.trainer.tensorboard_dir:
-        from megazero.telemetry.tensorboard import TensorBoard
-
-        sinks.append(TensorBoard(run.trainer.tensorboard_dir, position.iteration + 1, tell))
-    return sinks

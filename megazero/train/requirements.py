@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -12,7 +13,9 @@ from fused_ops import apex, fp8
 from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
+from megazero.config.extensions import SINKS, load
 from megazero.config.schema import Run
+from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
 from megazero.system import device as devices
 
@@ -79,7 +82,19 @@ def unmet(run: Run) -> list[str]:
 
 def unfit(run: Run) -> list[str]:
     """What speaks against this run on this machine: what it lacks, and what cannot be computed here."""
-    return [*absent(run), *(_unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]), *unmet(run)]
+    kernels = _unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]
+    return [*absent(run), *kernels, *unmet(run), *_unusable_extensions(run)]
+
+
+def _unusable_extensions(run: Run) -> Iterator[str]:
+    """What of other packages the run names, and cannot have: they are imported here, on every rank."""
+    wanted = [(f"--lr-decay-style {run.schedule.lr_decay_style}", lambda: style_of(run.schedule.lr_decay_style))]
+    wanted += [(f"--sinks {name}", partial(load, SINKS, name)) for name in run.trainer.sinks]
+    for flag, find in wanted:
+        try:
+            find()
+        except ValueError as error:
+            yield f"{flag}: {error}"
 
 
 def _uncompilable(run: Run) -> list[str]:
