@@ -1,4 +1,4 @@
-"""Sources that change what another source reads, tensor by tensor."""
+"""Sources that change another source's tensors as they are read, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
 
 
 class _Changed(Source):
-    """Another source with some of its facts replaced; report and files stay that one's."""
+    """Another source with some of its facts replaced. It shares that source's report and open files."""
 
     def __init__(self, source: Source, **facts: object) -> None:
         kept = {
@@ -43,7 +43,7 @@ class Rounded(_Changed):
 
 
 def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:
-    """Tokens that have a part of their own, with where that is said."""
+    """The tokens with a special role (end of document, ...): where the source names each, and its id."""
     if source.run.data.eod_id is not None:
         yield "end of document", source.run.data.eod_id
     for file in (CONFIG, GENERATION):
@@ -55,8 +55,8 @@ def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:
 
 
 class Trimmed(_Changed):
-    """The first `vocabulary` rows of the embedding and of an untied head: what is beyond is another
-    program's padding.
+    """The first `vocabulary` rows of the embedding and of an untied head. The rows after them are another program's
+    padding.
     """
 
     def __init__(self, source: Source, vocabulary: int) -> None:

@@ -1,10 +1,10 @@
-"""Files of a model that are no tensors (config.json, a tokenizer), where a format has no place for them: a folder
-beside it.
+"""The files of a model that are not tensors: config.json, a tokenizer.
 
-So they travel through any chain of formats, and a model that came from Hugging Face goes back there with its tokenizer.
+A format that has no place for them keeps them in a folder beside the checkpoint. So they travel through any chain of
+formats, and a model that came from Hugging Face goes back there with its tokenizer.
 
-They are copied, and what is copied may be published. A link that leads out of the model's folder is therefore left
-behind: it may lead to any file that its user can read, and who made the folder chose which.
+They are copied, and copies may be published. A link that leads out of the model's folder is therefore not followed: it
+may lead to any file that the user can read, and whoever made the folder chose it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ FOLDER = "model_files"
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file beside a model is the model's: no link that leads out of its folder."""
+    """Whether a file beside a model may be copied: it lies in the model's folder, and is not a link that leads out of
+    it.
+    """
     return stays_inside(path, path.parent.parent if path.parent.name == FOLDER else path.parent)
 
 
 def own(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, Path]:
-    """Those that may be copied. told: gets a sentence for each of the others."""
+    """The files that may be copied. told: is called with one sentence for each of the others."""
     for path in files.values():
         if not is_own(path):
             told(f"{path} is a link to {path.resolve()}, outside of its folder: it is not copied")
@@ -31,14 +33,14 @@ def own(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, Pat
 
 
 def contents_of(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, bytes]:
-    """What is in those that may be copied, by name: the files may be gone when they are to be written. told: as of
-    `own`.
+    """The contents of the files that may be copied, by name. They are read now, because the files may be gone later.
+    told: as in `own`.
     """
     return {name: path.read_bytes() for name, path in own(files, told).items()}
 
 
 def write_companions(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Put them into the folder's own folder for them; none for none."""
+    """Write the files into the companions' folder of `folder`. Without files no folder is made."""
     if contents:
         (folder / FOLDER).mkdir()
         for name, content in contents.items():
@@ -46,7 +48,7 @@ def write_companions(contents: Mapping[str, bytes], folder: Path) -> None:
 
 
 def companions(*folders: Path) -> dict[str, Path]:
-    """Those of the first folder that has any, by name."""
+    """The companions of the first of the folders that has any, by name."""
     for folder in folders:
         if (folder / FOLDER).is_dir():
             return {path.name: path for path in sorted((folder / FOLDER).iterdir()) if path.is_file()}

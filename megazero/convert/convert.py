@@ -1,4 +1,6 @@
-"""One conversion from start to end: checked before it begins, written under another name, renamed when it is whole."""
+"""One conversion from start to end. It is checked before it begins, and written under a temporary name until it is
+whole.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ SPARE = 1.02
 
 
 def convert(source: Source, target: Format, output: Path, options: TargetOptions, report: Report) -> None:
-    """Write a source as another format into the new folder `output`, which is there whole or not at all.
+    """Write a source as another format into the new folder `output`. The folder appears whole or not at all.
 
-    report: told the progress. Memory: a few tensors. Raises ConversionError before anything is written where the target
-    cannot hold the model, the output exists, or the disk is too small; OSError when it fails on the way, and nothing is
-    left then.
+    report: is called with lines about the progress. Memory: a few tensors. Raises ConversionError before anything is
+    written where the target format cannot hold the model, where the output exists, or where the disk is too small.
+    Raises OSError when writing fails; nothing is left behind then.
     """
     source = source if target.part is None else target.part(source)
     output = Path(os.path.realpath(output))  # a link stays one, and what it leads to gets the checkpoint
@@ -52,7 +54,7 @@ def _bytes_read(source: Source, target: Format) -> int:
 
 
 def refuse(source: Source, target: Format, output: Path, options: TargetOptions) -> None:
-    """Raise one ConversionError with everything that speaks against a conversion."""
+    """Raise one ConversionError that lists every reason against a conversion."""
     problems = []
     if target.write is None:
         problems.append(f"--to {target.name}: this format is read only")
@@ -74,7 +76,7 @@ def refuse(source: Source, target: Format, output: Path, options: TargetOptions)
 
 
 def _too_small(source: Source, target: Format, output: Path, options: TargetOptions) -> list[str]:
-    """Whether the disk cannot hold what will be written."""
+    """Whether the disk has too little room for the output."""
     needed = _bytes_read(source, target) * SPARE
     if options.dtype is not None:
         stored = sum(entry.nbytes() for entry in source.entries.values())
@@ -90,9 +92,9 @@ def _too_small(source: Source, target: Format, output: Path, options: TargetOpti
 
 @contextmanager
 def _becoming(output: Path) -> Iterator[Path]:
-    """A folder to fill that gets its name when all went well.
+    """A temporary folder to write into. It gets the name `output` once it is complete.
 
-    What a killed conversion left there is removed, what a living one writes is not.
+    It removes the remains of a conversion that was killed. It refuses to start while another conversion writes there.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.converting")
@@ -116,7 +118,7 @@ def _becoming(output: Path) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Have everything of a folder on the disk before it gets its name."""
+    """Sync all files of a folder to the disk, before the folder is renamed."""
     for root, _, files in os.walk(folder):
         for name in files:
             handle = os.open(os.path.join(root, name), os.O_RDONLY)

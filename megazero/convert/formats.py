@@ -1,4 +1,4 @@
-"""What a format is: how a folder of it is recognised, read and written."""
+"""What a format is: how its folders are recognised, read and written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from megazero.convert.source import Source
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """How a target is to be written. Formats without a layout have no tp, pp and dp; `formats.convert` refuses them
-    there.
+    """How a target is to be written. `convert` refuses tp, pp and dp for a format without a layout.
 
-    tp, pp   ranks that the files are for
-    dp       ranks that the optimizer's files are for
-    dtype    of the model's weights; None: what the model computes in. Master weights and moments stay as they are
+    tp, pp  ranks that the files are for
+    dp      ranks that the optimizer's files are for
+    dtype   of the model's weights; None: the dtype that the model computes in. Master weights and moments keep theirs
     """
 
     tp: int = 1
@@ -33,12 +32,15 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Format:
-    """recognises: whether a folder holds this format, by names of files alone. open: raises ConversionError. write:
-    into an existing empty folder; None where the format is only read. has_layout: whether tp, pp (and for the
-    optimizer's files dp) mean something to `write`.
-    has_optimizer: whether moments are written where the source has them. has_companions: whether `write` puts the
-    source's companions where `open` finds them; elsewhere they lie in a folder of their own. part: what of a source is
-    written, where that is not the model; raises ConversionError.
+    """A format of checkpoints.
+
+    recognises      whether a folder holds this format, judged by names of files alone
+    open            opens a checkpoint; raises ConversionError
+    write           writes into an existing empty folder; None where the format is only read
+    has_layout      `write` uses tp and pp, and dp for the optimizer's files
+    has_optimizer   `write` writes moments where the source has them
+    has_companions  `write` puts the companions where `open` finds them; others keep them in a folder of their own
+    part            the part of a source that `write` takes, where that is not the model; raises ConversionError
     """
 
     name: str

@@ -1,7 +1,6 @@
-"""Writing a safetensors file as a stream: the header is known before the values are, so that one tensor at a time is in
-memory.
+"""Writing a safetensors file as a stream. The header comes first, so that one tensor at a time is in memory.
 
-The safetensors library wants all tensors of a file at once; what is written here it opens.
+The safetensors library can only write all tensors of a file at once. It opens what is written here.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Slot(NamedTuple):
 def write_safetensors(
     path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors, in the order of the slots and of their shapes, converted to their dtypes; and sync the file to
-    disk.
+    """Write tensors to a new file and sync it to the disk.
 
-    Values are taken from `tensors` one at a time. Raises OSError, FileExistsError among them.
+    Slots and tensors are in the same order and have the same shapes. Each tensor is converted to its slot's dtype.
+    Tensors are taken from the iterator one at a time. Raises OSError, FileExistsError among them.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -73,8 +72,8 @@ def write_safetensors(
 
 
 def flat_pieces(tensor: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:
-    """The values in row-major order as contiguous 1-D pieces of at most `BLOCK` elements, in this dtype; a strided view
-    is never copied whole.
+    """The values in row-major order, as contiguous 1-D pieces of this dtype of at most `BLOCK` elements. A strided view
+    is never copied as a whole.
     """
     if tensor.is_contiguous():
         for piece in tensor.detach().reshape(-1).split(BLOCK):

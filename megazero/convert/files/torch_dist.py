@@ -1,9 +1,8 @@
-"""Reading checkpoints of torch.distributed.checkpoint: a pickle `.metadata` that says which pieces a tensor has and
-where they lie.
+"""Reading checkpoints of torch.distributed.checkpoint.
 
-A piece is a file of torch.save in itself, at an offset of a `.distcp` file. Facts:
-torch/distributed/checkpoint/{metadata,filesystem}.py. Only what is asked for is read, and only from the pieces that it
-touches.
+The pickle `.metadata` lists each tensor's pieces and where they lie. A piece is a torch.save archive at an offset of a
+`.distcp` file. Only the pieces that hold a part of what is asked for are read. Facts:
+torch/distributed/checkpoint/{metadata,filesystem}.py.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ KNOWN = ("torch.distributed.*", "megatron.*", "pathlib.*")
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, and the bytes of its file that hold it."""
+    """A box of a tensor, and the bytes of a file that hold it."""
 
     box: Box
     file: str
@@ -43,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor before it is read."""
+    """A tensor that has not been read yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,9 +50,12 @@ class Stored:
 
 
 class DistributedCheckpoint:
-    """tensors: name -> what is known of it. objects: names of what are no tensors.
+    """A checkpoint, of which only `.metadata` has been read.
 
-    Raises ConversionError, naming all of them, for tensors whose pieces are not there.
+      tensors  name -> shape, dtype and pieces
+      objects  names of values that are not tensors
+
+    Raises ConversionError that names every tensor with missing pieces.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +99,9 @@ class DistributedCheckpoint:
             raise ConversionError(f"{folder} is not whole: " + "; ".join(problems[:20] + more))
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of a tensor, or all of it: [the box's shape]. Raises ConversionError where pieces do not cover it."""
+        """One box of a tensor, or the whole tensor: [shape of the box]. Raises ConversionError where the pieces do not
+        cover the box.
+        """
         stored = self.tensors[name]
         wanted = box or tuple((0, n) for n in stored.shape)
         touched = [(piece, common) for piece in stored.pieces if (common := meet(piece.box, wanted)) is not None]
@@ -113,7 +117,9 @@ class DistributedCheckpoint:
         return whole
 
     def _part(self, name: str, piece: Piece, common: Box, dtype: torch.dtype) -> Tensor:
-        """What a box has in common with a piece; other indices of the piece's first axis stay untouched."""
+        """The part of a piece that lies in the box `common`. Of the piece's first axis only the indices of that part
+        are read.
+        """
         sizes = [stop - start for start, stop in piece.box]
         inside = _within(common, piece.box)
         where = self.folder / piece.file
@@ -170,7 +176,7 @@ def _are_sizes(numbers: tuple[Any, ...]) -> bool:
 
 
 def _dtype(properties: Any) -> torch.dtype | None:
-    """The first of what TensorProperties keeps, by position or by name."""
+    """The first entry of a pickled TensorProperties, which versions of torch store by position or by name."""
     state = properties.get("", properties.get("dtype")) if isinstance(properties, Record) else None
     found = state[0] if isinstance(state, tuple) and state else state
     return found if isinstance(found, torch.dtype) else None
@@ -189,8 +195,8 @@ def _words(box: Box) -> str:
 
 
 def fragments(stored: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """How Megatron-core has cut a tensor of this shape whose shards it stores flat: along each axis into so many; None
-    where it is no such tensor.
+    """Into how many parts Megatron-core cut each axis of a tensor whose shards it stores flat. None where `stored` is
+    not the shape of such a tensor.
 
     A tensor [X, Y] in shards [x, y] is stored as [X/x, Y/y, x y].
     """
@@ -201,7 +207,7 @@ def fragments(stored: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...] 
 
 
 def unflattened(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor of flat shards: [cuts of each axis, elements of a shard] -> [shape]."""
+    """A tensor from its flat shards: [parts of each axis, elements of a shard] -> [shape]."""
     cuts = value.shape[:-1]
     inside = [n // cut for n, cut in zip(shape, cuts, strict=True)]
     axes = len(inside)

@@ -1,7 +1,7 @@
-"""Reading files of torch.save: tensors are views of the mapped file, the pickle inside is read by a restricted machine.
+"""Reading files of torch.save. Tensors are views of the mapped file; `unpickle` reads the pickle inside.
 
-A file is a zip archive, uncompressed: `<any>/data.pkl`, `<any>/byteorder`, and storage N in `<any>/data/N`. The same
-lies at an offset of other files (torch's distributed checkpoints).
+A file is an uncompressed zip archive: `<any>/data.pkl`, `<any>/byteorder`, and storage N in `<any>/data/N`. torch's
+distributed checkpoints have such archives inside larger files.
 """
 
 from __future__ import annotations
@@ -30,27 +30,25 @@ _AGAIN = "open it with torch.load where it was written and torch.save it again"
 
 
 def read_torch_file(path: Path, known: Iterable[str] = (), offset: int = 0, length: int | None = None) -> Any:
-    """What torch.save wrote: dictionaries, lists, numbers, tensors; known classes as `unpickle.Record`.
+    """What torch.save wrote: dictionaries, lists, numbers, tensors. Objects of known classes become `unpickle.Record`s.
 
-    Tensors are views of a private mapping of the file: they cost no memory until read, share a storage where the file's
-    do, and must not be written into. The mapping lives as long as one of them.
+    Tensors are views of a private mapping of the file. They take no memory until they are read, and share a storage
+    where they do so in the file. Nobody may write into them. The mapping lives as long as one of them.
 
-    known    dotted names of classes that become records, as patterns ("megatron.*")
-    offset, length  where in the file the archive lies, if it is not the whole of it
+      known           dotted names of classes that become records, as patterns ("megatron.*")
+      offset, length  where the archive lies in the file, if the file holds more
 
     Raises ConversionError for a global that is not known, for legacy, compressed, big-endian and TorchScript files, and
-    for a file that is not whole.
+    for a file that is cut off.
     """
     archive = _Archive(path, offset, length)
     return unpickle(archive.pickle, str(path), torch_table(), known, partial(_storage, archive, {}))
 
 
 def read_torch_rows(path: Path, start: int, stop: int, offset: int = 0, length: int | None = None) -> Tensor:
-    """Indices start .. stop of the first axis of the only tensor in a file, or in an archive inside it: [stop - start,
-    ...].
+    """Indices start .. stop of the first axis of the only tensor in an archive: [stop - start, ...].
 
-    Of a tensor that lies in the file contiguously nothing else is touched, aligned or not. Raises ConversionError as
-    `read_torch_file`.
+    If the tensor is contiguous in the file, nothing else of it is read. Raises ConversionError as `read_torch_file`.
     """
     archive = _Archive(path, offset, length)
     keys: list[str] = []
@@ -74,14 +72,14 @@ def read_torch_rows(path: Path, start: int, stop: int, offset: int = 0, length: 
 
 
 def _hollow(archive: _Archive, keys: list[str], pid: Any) -> Storage:
-    """A storage without elements, to learn a tensor's shape by; its name is put into `keys`."""
+    """A storage on the device "meta", to find out a tensor's shape. Its key is appended to `keys`."""
     kind, key, numel = _described(archive, pid)
     keys.append(key)
     return Storage(torch.empty(numel, dtype=kind.dtype or torch.uint8, device="meta"), kind)
 
 
 class _Archive:
-    """A zip archive in a mapped file. Entries by their name without the archive's own folder."""
+    """A zip archive in a mapped file. Entries go by their names without the archive's top folder."""
 
     def __init__(self, path: Path, offset: int, length: int | None) -> None:
         self.path = path
@@ -137,7 +135,7 @@ class _Archive:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Private, so that torch may take it for writable memory; pages that nobody writes stay the file's."""
+    """A private mapping of a file. torch takes it for writable memory; no page is copied as long as nobody writes."""
     with raised_as(ConversionError):
         file = open_file(path)
     with file:
@@ -173,7 +171,9 @@ def _storage(archive: _Archive, done: dict[tuple[str, StorageKind], Storage], pi
 
 
 def _flat(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """A 1-D tensor over bytes; a copy where elements would not be aligned, as in archives inside other files."""
+    """A 1-D tensor over bytes. It is a copy where the bytes are not aligned for the dtype, as in archives inside other
+    files.
+    """
     if len(data) == 0:
         return torch.empty(0, dtype=dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8)

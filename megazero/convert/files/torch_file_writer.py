@@ -1,8 +1,8 @@
-"""Writing files that torch.load opens, as a stream: the structure first, then the elements of its tensors as they come.
+"""Writing files that torch.load opens, as a stream: first the structure, then the elements of its tensors.
 
-A file's tensors are announced (`Hollow`) and given afterwards, in pieces of any size, so that several files can be
-filled from one tensor and none is ever held whole. The pickle is written here, instruction by instruction: it may then
-name classes that are not installed.
+A tensor is announced as a `Hollow`, and its elements follow in pieces of any size. So several files can be filled from
+one tensor, and no file is ever in memory. The pickle is written here instruction by instruction, so that it can name
+classes that are not installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ZIP64_FROM, _ZIP64_BYTES = (1 << 31) - 1, 20
 
 @dataclass(frozen=True)
 class Hollow:
-    """A tensor whose elements come later."""
+    """The shape and dtype of a tensor whose elements come later."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,12 +40,11 @@ class Hollow:
 
 
 class TorchFileWriter:
-    """A file of torch.save that is being written; a context manager. Leaving it before all tensors are full is an
-    error.
+    """Writes a file of torch.save; a context manager. Leaving it before all tensors are full is an error.
 
-    structure: dictionaries, lists, tuples, numbers, strings, torch dtypes and sizes, `Record`s (as objects of the
-    classes they name), tensors and `Hollow`s. `feed` takes the hollow ones' elements in the order in which they stand
-    in the structure; every tensor has a storage of its own.
+    structure: dictionaries, lists, tuples, numbers, strings, torch dtypes and sizes, `Record`s (written as objects of
+    the classes that they name), tensors and `Hollow`s. `feed` takes the elements of the hollow ones in the structure's
+    order. Every tensor has a storage of its own.
     """
 
     def __init__(self, path: Path, structure: Any) -> None:
@@ -64,9 +63,9 @@ class TorchFileWriter:
             opened.pop_all()
 
     def feed(self, piece: Tensor) -> None:
-        """The next elements of the current tensor, [any], rounded to its dtype.
+        """Add the next elements of the current tensor, [any], rounded to its dtype.
 
-        A piece ends where a tensor ends, or before.
+        A piece holds elements of one tensor only.
         """
         assert self._entry is not None, f"{self._path}: all tensors are full"
         assert piece.numel() <= self._missing, (
@@ -88,7 +87,9 @@ class TorchFileWriter:
         assert kind is not None or whole, f"{self._path}: {self._missing} elements of a tensor are missing"
 
     def _next(self) -> None:
-        """Goes on to the next tensor that waits for elements; those that are here are written."""
+        """Go on to the next tensor that waits for elements. Tensors that are complete in the structure are written on
+        the way.
+        """
         if self._entry is not None:
             self._entry.close()
             self._entry = None
@@ -103,7 +104,7 @@ class TorchFileWriter:
                     _pour(tensor.detach().cpu(), entry, tensor.dtype)
 
     def _open(self, name: str, size: int) -> IO[bytes]:
-        """An entry whose bytes begin at a multiple of 64, as torch's do."""
+        """Begin an entry whose bytes start at a multiple of 64, as in torch's own files."""
         assert self._zip.fp is not None
         info = zipfile.ZipInfo(f"archive/{name}")
         info.file_size = size
@@ -119,14 +120,14 @@ class TorchFileWriter:
 
 
 def write_torch_file(path: Path, structure: Any) -> None:
-    """A file whose tensors are all here."""
+    """Write a file whose tensors are all in memory."""
     with TorchFileWriter(path, structure):
         pass
 
 
 def _pour(tensor: Tensor, entry: IO[bytes], dtype: torch.dtype) -> None:
-    """A tensor's elements, a few MiB at a time: one that is not contiguous or of another dtype is
-    never copied whole.
+    """Write a tensor's elements, a few MiB at a time. A tensor that is not contiguous or of another dtype is never
+    copied as a whole.
     """
     parts = tensor.reshape(-1) if tensor.is_contiguous() or tensor.dim() < 2 else tensor
     step = max(1, _PIECE // max(1, parts[:1].numel() * dtype.itemsize))
@@ -135,14 +136,14 @@ def _pour(tensor: Tensor, entry: IO[bytes], dtype: torch.dtype) -> None:
 
 
 class _Pickle:
-    """A pickle of protocol 2 in parts, and the tensors that it names by their number."""
+    """The parts of a pickle of protocol 2, and the tensors that it refers to by number."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.tensors: list[Hollow | Tensor] = []
 
     def value(self, value: Any) -> None:
-        """Appends the instructions that make a value."""
+        """Append the instructions that make a value."""
         simple = {type(None): b"N", bool: b"\x88" if value is True else b"\x89"}.get(type(value))
         if simple is not None:
             self.parts.append(simple)
@@ -178,7 +179,7 @@ class _Pickle:
         self.parts.append(b"R")
 
     def _record(self, record: Record) -> None:
-        """With arguments the class is called; without, an empty object is made. Its attributes follow."""
+        """A record with arguments becomes a call of its class, one without an empty object. Its attributes follow."""
         self._name(record.name)
         self.value(record.args)
         self.parts.append(b"R" if record.args else b"\x81")

@@ -1,9 +1,7 @@
-"""The names that torch.save writes, and what stands behind each when we read: tensors, numpy's arrays, a few
-containers.
+"""The names that torch.save writes, and what each stands for when a file is read: tensors, numpy arrays, containers.
 
-None of torch's or numpy's own functions is called with what a file says: `as_strided` reads beyond a storage, a crafted
-`numpy.dtype` takes bytes for pointers, `bytearray` makes as much as it is told. Each function here looks at its
-arguments first.
+No function of torch or numpy is called with arguments from a file: a crafted `numpy.dtype` takes bytes for pointers,
+and `bytearray` makes as many bytes as it is told. The functions here check their arguments first.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ _NUMPY_CODE = re.compile(r"[<>=|]?(?:[?bBhHiIlLqQefd]|[biufSU][0-9]{1,6}|c8|c16)
 
 @dataclass(frozen=True)
 class StorageKind:
-    """A type of storage; dtype None: bytes whose dtype the tensor says."""
+    """A type of storage. dtype None: a storage of bytes, whose dtype the tensor names."""
 
     dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A flat tensor over a storage's memory; bytes where the kind has no dtype."""
+    """The memory of a storage as a flat tensor, of bytes where the kind has no dtype."""
 
     flat: Tensor
     kind: StorageKind
@@ -74,7 +72,7 @@ class NumpyType(Filled):
 
 
 class NumpyArray(Filled):
-    """A numpy array, once it has been filled."""
+    """A numpy array. It is empty until its state follows in the file."""
 
     __slots__ = ("value",)
 
@@ -124,7 +122,7 @@ def _size(numbers: Any = ()) -> torch.Size:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-    """A view of a storage. All of it has to lie inside."""
+    """A view of a storage. Raises ConversionError where it does not lie inside."""
     _expect(isinstance(storage, Storage) and storage.kind.dtype is not None, "a tensor's storage")
     return _view(storage.flat, offset, size, stride)
 
@@ -172,7 +170,7 @@ def _parameter(data: Any, *_: Any) -> Tensor:
 
 
 def _from_type(maker: Any, kind: Any, args: Any, *_: Any) -> Tensor:
-    """A tensor that carries attributes; they are dropped."""
+    """A tensor with attributes. The attributes are dropped."""
     _expect(
         isinstance(maker, Allowed) and maker.call in (_tensor_v2, _tensor_v3) and isinstance(args, tuple),
         "a tensor with attributes",
@@ -181,7 +179,7 @@ def _from_type(maker: Any, kind: Any, args: Any, *_: Any) -> Tensor:
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    """How protocol 2 writes bytes."""
+    """Bytes, as protocol 2 writes them."""
     _expect(isinstance(text, str) and encoding in ("latin1", "latin-1"), "a string of bytes")
     return text.encode("latin1")
 
@@ -226,7 +224,7 @@ def _first(value: Any, *_: Any) -> Any:
 
 
 def _remade(kind: Any, base: Any, state: Any = None) -> Record:
-    """How protocols 0 and 1 make an object of a plain class."""
+    """An object of a plain class, as protocols 0 and 1 write it."""
     _expect(
         isinstance(kind, type) and issubclass(kind, Record) and state is None,
         "an object of a class that is not a plain one",
@@ -235,9 +233,7 @@ def _remade(kind: Any, base: Any, state: Any = None) -> Record:
 
 
 def _member(kind: Any, name: Any) -> Record:
-    """An enumeration's member as the first versions of Python 3.11 write it: by name, where all others say
-    `kind(value)`.
-    """
+    """A member of an enumeration by its name, as Python 3.11.0 to 3.11.3 write it. All others write `kind(value)`."""
     if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str) and name.isidentifier()):
         raise ConversionError(
             "'builtins.getattr' of something other than an enumeration: refused, and nothing of it was run"
@@ -246,7 +242,9 @@ def _member(kind: Any, name: Any) -> Record:
 
 
 def torch_table() -> Mapping[str, Any]:
-    """Dotted name -> what stands for it in a torch.save file. Plain objects without meaning for tensors are records."""
+    """Dotted name -> what it stands for in a file of torch.save. Plain objects that mean nothing for tensors become
+    records.
+    """
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     storages = {
         f"torch{where}.{name}": StorageKind(dtype) for name, dtype in STORAGES.items() for where in ("", ".cuda")

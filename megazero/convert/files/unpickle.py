@@ -28,11 +28,14 @@ _ALWAYS = 1 << 20
 
 
 class Record:
-    """An object of a class that is not here. name: "module.Class"; args: what it was called with; state: its
-    attributes.
+    """An object of a class that is not imported.
 
-    Attributes are entries of a dictionary and no attributes, so that a file cannot give one a meaning. Two records are
-    equal when they are the same object. As a class it stands for a global that the file mentions without calling it.
+      name   "module.Class"
+      args   what the class was called with
+      state  its attributes, as entries of a dictionary: a file cannot give an attribute a meaning
+
+    Two records are equal if they are the same object. The class itself stands for a global that a file mentions without
+    calling it.
     """
 
     __slots__ = ("args", "state")
@@ -64,24 +67,24 @@ class Record:
 
 
 def _shown(value: Any) -> str:
-    """For an error. Not what a container holds: things that share parts can be longer written out than any memory."""
+    """A value in an error message. Of a container only the type: what it holds can be too long to write out."""
     return reprlib.repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def record_type(name: str) -> type[Record]:
-    """The record that stands for a class of this dotted name; also what a writer makes records from."""
+    """The type of record for a class of this dotted name. Writers make records of it too."""
     return type(name.rpartition(".")[2], (Record,), {"__slots__": (), "name": name})
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """A function of ours under a name that files call."""
+    """A function of ours that files may call under a name."""
 
     call: Callable[..., Any]
 
 
 class Filled:
-    """Made by an allowed function and completed by what follows in the file."""
+    """Made by an allowed function; its state follows in the file."""
 
     __slots__ = ()
 
@@ -90,7 +93,7 @@ class Filled:
 
 
 class StateDict(dict[Any, Any], Filled):
-    """An OrderedDict or defaultdict; attributes set on one (torch's `_metadata`) are dropped."""
+    """An OrderedDict or defaultdict. Attributes that a file sets on one (torch's `_metadata`) are dropped."""
 
     __slots__ = ()
 
@@ -127,7 +130,7 @@ _BROKEN = (ValueError, TypeError, LookupError, AttributeError, OverflowError, As
 
 
 class _Machine(pickle._Unpickler):
-    """Python's machine with its own table of instructions."""
+    """Python's machine with the instructions of `_PYTHONS` and `_OURS`."""
 
     def __init__(
         self, data: io.BytesIO, where: str, table: Mapping[str, Any], known: tuple[str, ...], storage: Any
@@ -161,7 +164,7 @@ class _Machine(pickle._Unpickler):
         raise ConversionError(f"{self.where}: the pickle inside {what}: refused")
 
     def spend(self, given: Any) -> None:
-        """Count what a call may copy: a pickle can name the same megabytes again with two bytes."""
+        """Count what a call may copy. A pickle can name the same megabyte again with two bytes."""
         for value in (given, *(given if isinstance(given, tuple) else ())):
             self.allowance -= len(value) if isinstance(value, _SIZED) else 1
         if self.allowance < 0:
@@ -185,8 +188,8 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2 a
 
 
 def _check_key(machine: _Machine, key: Any) -> None:
-    """Tuples are hashed with everything inside them: deep ones overflow the stack, ones that share their parts take
-    forever.
+    """Refuse a key that cannot be hashed safely. Hashing a tuple hashes all that is inside: deep ones overflow the
+    stack, and ones that share their parts take forever.
     """
     waiting, parts = [key], 0
     while waiting:
@@ -274,7 +277,7 @@ def _frozenset(machine: Any) -> None:
 
 
 def _bytes(machine: Any) -> None:
-    """Python's own would make as much memory as the file claims."""
+    """Python's own instruction takes as much memory as the file claims."""
     length = int.from_bytes(machine.read(8), "little")
     data = machine.read(min(length, machine.length))
     if len(data) != length:

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: from them to a run, and back."""
+"""config.json and generation_config.json: reading a run from them, and writing them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NAMED_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def read_json(path: Path, most: int = BOUNDS.description) -> dict[str, Any]:
-    """An object. Raises ConversionError naming the file."""
+    """The object in a JSON file. Raises ConversionError that names the file."""
     with raised_as(ConversionError):
         return read_object(path, most)
 
 
 def write_json(path: Path, value: Config) -> None:
-    """As transformers writes its own: two blanks, keys in their order."""
+    """Write JSON as transformers does: indented by two blanks, keys in the given order."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -70,7 +70,7 @@ def read_config(config: Config, where: Path) -> ModelConfig:
 
 
 def _tidied(model: ModelConfig) -> ModelConfig:
-    """What can be derived is left to be."""
+    """The model without settings that say what would be derived anyway."""
     if model.kv_channels is not None and model.kv_channels * model.num_attention_heads == model.hidden_size:
         model = replace(model, kv_channels=None)
     if attention_bias(model) == mlp_bias(model):
@@ -86,7 +86,7 @@ def _out_of_range(model: ModelConfig) -> Iterator[str]:
 
 
 def end_of_text(config: Config, family: Family, vocabulary: int) -> int | None:
-    """The id that ends a document; of several the first. None where it is no id of the model."""
+    """The id that ends a document, the first if there are several. None where it is not an id of the model."""
     found = config.get("eos_token_id", family.eos)
     if isinstance(found, list):
         found = found[0] if found else None
@@ -94,7 +94,7 @@ def end_of_text(config: Config, family: Family, vocabulary: int) -> int | None:
 
 
 def ids_of(config: Config, key: str) -> list[int]:
-    """The ids under one of `NAMED_IDS`: none, one, or a list."""
+    """The ids that config.json has under one of `NAMED_IDS`, as a list: none, one, or several."""
     found = config.get(key)
     return [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]
 
@@ -111,27 +111,27 @@ def ends_of_generation(companions: Mapping[str, Path], vocabulary: int) -> froze
 
 
 def generation_file(companions: Mapping[str, Path]) -> dict[str, Any]:
-    """What generation_config.json says, nothing where there is none.
+    """The content of generation_config.json, empty where the file is absent.
 
-    Raises ConversionError for a file that is no JSON.
+    Raises ConversionError for a file that is not JSON.
     """
     path = companions.get(GENERATION)
     return {} if path is None else read_json(path)
 
 
 def named_dtype(config: Config) -> str | None:
-    """dtype as config.json names it, without "torch."."""
+    """A dtype by its name in config.json, which has no "torch."."""
     found = next((config[key] for key in _DTYPE_KEYS if config.get(key) is not None), None)
     return None if found is None else str(found).removeprefix("torch.")
 
 
 def problems_of(family: Family, model: ModelConfig) -> list[str]:
-    """Why a family cannot express a model; empty where it can."""
+    """The reasons why a family cannot express a model; empty where it can."""
     return [problem for need in family.needs for problem in need.problems(model)]
 
 
 def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
-    """The family that expresses a model, `wanted` first. Raises ConversionError with every family's reasons."""
+    """A family that can express a model, `wanted` if it can. Raises ConversionError with every family's reasons."""
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted)
     reasons = {family.model_type: problems_of(family, model) for family in order}
     for family in order:
@@ -156,7 +156,7 @@ def new_config(family: Family, run: Run, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def kept_config(original: Config, where: Path, family: Family, run: Run, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json that the model came with, but for what is no longer true of it."""
+    """The config.json that the model came with, with the values replaced that no longer hold."""
     then, made = read_config(original, where), dict(original)
     for setting in family.settings:
         old, new = setting.value(then), setting.value(run.model)
@@ -174,8 +174,8 @@ def kept_config(original: Config, where: Path, family: Family, run: Run, dtype: 
 
 
 def generation_config(config: Config, end_of_turn: int | None) -> dict[str, Any]:
-    """A generation_config.json for a model that had none. end_of_turn: the token that ends an answer in a chat, where
-    the model has chats.
+    """A generation_config.json for a model without one. end_of_turn: the token that ends an answer, where the model
+    answers chats.
     """
     named, ends = {key: config[key] for key in NAMED_IDS if config.get(key) is not None}, ids_of(config, "eos_token_id")
     if end_of_turn is None or end_of_turn in ends:
@@ -184,7 +184,7 @@ def generation_config(config: Config, end_of_turn: int | None) -> dict[str, Any]
 
 
 def run_of(config: Config, where: Path, dtype: torch.dtype) -> Run:
-    """The run of a config.json: model, precision of its weights, end of text."""
+    """The run that a config.json describes: the model, the precision of its weights, the end of text."""
     model, family = read_config(config, where), family_of(config, where)
     assert model.vocab_size is not None
     empty = Run(model=model, data=DataConfig(eod_id=end_of_text(config, family, model.vocab_size)))

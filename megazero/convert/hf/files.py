@@ -1,4 +1,4 @@
-"""The files of tensors in a Hugging Face folder: one or many, safetensors or torch's own, and which key lies where."""
+"""The weight files of a Hugging Face folder, one or many, safetensors or torch's own, and the keys in each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: what is known of it without reading it, and how to read it (a view of the mapped file)."""
+    """A tensor that has not been read yet: its shape, its dtype, and a function that reads it as a view of the mapped
+    file.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -36,7 +38,7 @@ class Stored:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model, as transformers looks for them: safetensors before torch's, one before many.
+    """The files that hold the model, found as transformers does: safetensors before torch's, one file before many.
 
     Empty where there are none.
     """

@@ -39,7 +39,7 @@ _RESIDUAL_DROPOUT = plain("hidden_dropout", 0.1, "resid_pdrop")
 
 
 def _inner(model: ModelConfig) -> int | None:
-    """None stands for 4h."""
+    """The value of n_inner: the feed-forward width, or None for 4h."""
     return None if ffn_width(model) == 4 * model.hidden_size else ffn_width(model)
 
 

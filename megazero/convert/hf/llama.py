@@ -32,7 +32,7 @@ _THETA = 10000.0
 
 
 def _rope(config: Config) -> Mapping[str, Any]:
-    """All that is said about rotary positions, by newer and older versions, under the newer names."""
+    """Everything that config.json says about rotary positions, under the names of newer versions of transformers."""
     found = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     if "type" in found:
         found.setdefault("rope_type", found["type"])
@@ -47,13 +47,13 @@ def _theta_fields(found: Any) -> dict[str, Any]:
 
 
 class _Theta(Setting):
-    """rope_theta, wherever it stands."""
+    """rope_theta, which config.json may have at the top, in rope_parameters or in rope_scaling."""
 
     def read(self, config: Config) -> Any:
         return _rope(config).get("rope_theta") or self.default
 
     def entries(self, model: ModelConfig) -> dict[str, Any]:
-        """Under the newer name and the older one."""
+        """Written both in rope_parameters, for newer versions of transformers, and at the top, for older ones."""
         return {
             "rope_theta": model.rotary_base,
             "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
@@ -78,7 +78,9 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _two_minds(config: Config) -> Iterator[str]:
-    """Versions differ in which of the two they believe."""
+    """Contradictions between rope_theta, rope_scaling and rope_parameters. Versions of transformers differ in which of
+    them they use.
+    """
     older, newer = dict(config.get("rope_scaling") or {}), dict(config.get("rope_parameters") or {})
     for found in (older, newer):
         if found:

@@ -95,9 +95,9 @@ class HfSource(Source):
         return rule.how.ours(self.model, parts).to(self.entries[name].columns[WEIGHT])
 
     def _compare(self, embedding: Tensor, head: Tensor) -> None:
-        """A head of its own in a model that config.json calls tied would be lost.
+        """Refuse a model that config.json calls tied but whose head differs from the embedding: the head would be lost.
 
-        In pieces: both may be mapped files.
+        The two are compared in pieces, since both may be mapped files.
         """
         pieces = zip(embedding.split(_ROWS), head.split(_ROWS), strict=True)
         if embedding.shape != head.shape or not all(
@@ -112,9 +112,9 @@ class HfSource(Source):
 def _found(
     path: Path, names: Names, model: ModelConfig, stored: Mapping[str, Stored]
 ) -> tuple[dict[str, Rule], dict[str, Entry]]:
-    """Rules with the keys as they stand in the files, and entries.
+    """Each rule with the keys as the files have them, and the entries.
 
-    Raises one ConversionError with all that is missing or misshapen.
+    Raises one ConversionError with every key that is missing or has another shape.
     """
     rules, entries, problems = {}, {}, []
     for name, place in places(model).items():
@@ -134,7 +134,9 @@ def _found(
 
 
 def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str, Stored]) -> Rule:
-    """Keys with the prefix or without it; of a tied model the head, where only that was kept."""
+    """The keys as the files have them, with the prefix or without. Of a tied model this may be the head's key, where
+    only the head was stored.
+    """
     keys = tuple(
         full if full in stored or key not in stored else key
         for full, key in zip(names.written(rule), rule.theirs, strict=True)
@@ -156,7 +158,7 @@ def _misfits(rule: Rule, shapes: list[tuple[int, ...]], stored: Mapping[str, Sto
 
 
 def recognises(path: Path) -> bool:
-    """A config.json beside files of weights under transformers' names."""
+    """Whether a folder has a config.json and weight files under transformers' names."""
     try:
         return (path / CONFIG).is_file() and bool(weight_files(path))
     except ConversionError:  # an index that cannot be read: opening says so

@@ -1,6 +1,7 @@
-"""How tensors of Hugging Face's become ours; each way with its inverse beside it.
+"""How Hugging Face's tensors become ours, each way beside its inverse.
 
-n heads, g key-value heads, r = n/g, d head dim. What can be a view of theirs is one; only joining takes memory.
+n heads, g key-value heads, r = n/g, d head dim. The result is a view of theirs where that is possible; only joining
+takes memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from megazero.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """ours: their tensors -> our tensor; theirs: the inverse.
+    """ours: their tensors -> our tensor. theirs: the inverse.
 
-    Both take tensors of the device "meta" too, for shapes.
+    Both also take tensors on the device "meta", to find out shapes.
     """
 
     ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]

@@ -1,4 +1,4 @@
-"""Names of Hugging Face's weights, as tables: a rule says which of their tensors make one of ours and how.
+"""Tables of Hugging Face's names: which of their tensors make one of ours, and how.
 
 In a rule `{i}` is the block's number.
 """
@@ -17,7 +17,7 @@ EMBEDDING, HEAD = "embedding.word.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters and the tensors it is made of."""
+    """One of our parameters, and the tensors of theirs that it is made of."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -36,7 +36,7 @@ def pair(ours: str, theirs: str, weight: Rearrangement = SAME, bias: Rearrangeme
 
 
 def separate(attention: str) -> tuple[Rule, Rule]:
-    """Query, key and value that are three layers over there."""
+    """The rules of query, key and value where a family has three layers for them."""
     weight, bias = (
         Rule(f"blocks.{{i}}.attention.qkv.{kind}", tuple(f"{attention}.{x}_proj.{kind}" for x in "qkv"), SEPARATE)
         for kind in ("weight", "bias")
@@ -46,7 +46,7 @@ def separate(attention: str) -> tuple[Rule, Rule]:
 
 @dataclass(frozen=True)
 class Names:
-    """The tensors of a family: the prefix that its files may lack (the head never has it), and its rules."""
+    """The tensors of a family: the prefix that files may lack (the head never has it), and the rules."""
 
     prefix: str
     rules: tuple[Rule, ...]
@@ -61,10 +61,10 @@ class Names:
         raise ValueError(f"there is no tensor for {name}")
 
     def written(self, rule: Rule) -> tuple[str, ...]:
-        """The keys of a rule as `save_pretrained` writes them."""
+        """The keys that `save_pretrained` writes for a rule."""
         return tuple(key if key == HEAD else self.prefix + key for key in rule.theirs)
 
 
 def their_shapes(rule: Rule, model: ModelConfig, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes of their tensors of a rule, from the shape of ours. No memory."""
+    """The shapes of a rule's tensors over there, from the shape of our tensor. Takes no memory."""
     return [tuple(tensor.shape) for tensor in rule.how.theirs(model, torch.empty(shape, device="meta"))]

@@ -26,7 +26,7 @@ def _head_dim(model: ModelConfig) -> int | str:
 
 
 def biases(model: ModelConfig) -> str:
-    """Which linear layers of a block have some, in words."""
+    """Which linear layers of a block have a bias, in words."""
     return {(True, True): "everywhere", (False, False): "nowhere"}.get(
         (attention_bias(model), mlp_bias(model)), "in some layers"
     )
@@ -54,7 +54,7 @@ ANY = (
 
 
 def windows(config: Config) -> Iterator[str]:
-    """Attention that does not look at the whole context."""
+    """Problems: attention that does not reach over the whole context."""
     window, used = config.get("sliding_window"), config.get("use_sliding_window")
     if window is not None and used is not False:
         yield f"sliding_window {window!r}: attention looks at the whole context"
@@ -64,7 +64,7 @@ def windows(config: Config) -> Iterator[str]:
 
 
 def nominal_length(default: int, *keys: str) -> Setting:
-    """The longest context of a model that has no table of positions."""
+    """A key with the longest context of a model that has no position table."""
 
     def fields(found: Any) -> dict[str, Any]:
         return {"seq_length": run_options()["seq_length"].from_value(found)}
@@ -73,7 +73,7 @@ def nominal_length(default: int, *keys: str) -> Setting:
 
 
 def learned_length(default: int, *keys: str) -> Setting:
-    """The positions that a table has rows for."""
+    """A key with the number of rows of the position table."""
 
     def fields(found: Any) -> dict[str, Any]:
         length = run_options()["seq_length"].from_value(found)
@@ -83,5 +83,7 @@ def learned_length(default: int, *keys: str) -> Setting:
 
 
 def copy_of(setting: Setting, default: Any, *keys: str) -> Setting:
-    """A key whose value is another's here; `Family.notes` says so where it was not."""
+    """A key that is written with the value of another setting. `Family.notes` reports where a config.json had a
+    different value.
+    """
     return Setting(keys, default, lambda found: {}, setting.value)

@@ -1,4 +1,4 @@
-"""What a family's config.json says, as data: `families.FAMILIES` has a table of these for each."""
+"""Types of the tables that describe a family's config.json. `families.FAMILIES` has the tables."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of config.json and what it is of ours.
+    """A key of config.json and the field of ours that it sets.
 
     keys     names that the key has had; the first is written
-    default  what transformers takes where it is absent or null
-    fields   its value -> fields of ModelConfig. Raises ValueError with a reason
-    value    ModelConfig -> its value
-    nominal  it bounds nothing: a model trained on shorter samples keeps the larger value
+    default  the value that transformers takes where the key is absent or null
+    fields   value of the key -> fields of ModelConfig. Raises ValueError with a reason
+    value    ModelConfig -> value of the key
+    nominal  the value is no bound: a model that was trained on shorter samples keeps the larger value
     """
 
     keys: tuple[str, ...]
@@ -32,11 +32,11 @@ class Setting:
     nominal: bool = False
 
     def entries(self, model: ModelConfig) -> dict[str, Any]:
-        """What is written of it."""
+        """The key and value to write."""
         return {self.keys[0]: self.value(model)}
 
     def read(self, config: Config) -> Any:
-        """The value. Raises ValueError where two names of the key are there and contradict each other."""
+        """The value in a config.json. Raises ValueError where it is there under two names with different values."""
         found = {key: config[key] for key in self.keys if config.get(key) is not None}
         first, *others = found.values() or [self.default]
         if any(other != first for other in others):
@@ -48,7 +48,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Demand:
-    """A key of config.json whose other values mean a model that megazero does not compute."""
+    """A key of config.json of which megazero supports only some values. The others mean a model that it does not
+    compute.
+    """
 
     key: str
     default: Any
@@ -63,7 +65,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Need:
-    """What a model of ours must be for a family to express it."""
+    """A property that a model of ours must have for a family to express it."""
 
     flag: str
     value: Callable[[ModelConfig], Any]
@@ -77,15 +79,15 @@ class Need:
 
 @dataclass(frozen=True)
 class Family:
-    """model_type and all that goes with it.
+    """A value of model_type, and everything that goes with it.
 
     architecture  the class with the head, as config.json names it
     fixed         fields of ModelConfig that every model of the family has
     eos           end of text where config.json names none
-    further       what speaks against a config.json beside the demands
-    written       keys of a new config.json beside the settings'
-    notes         what of a config.json is not carried over and decides nothing but training
-    unsaid        what of ours its config.json has no key for, and decides nothing but training
+    further       other problems that a config.json can have, beside the demands
+    written       keys of a new config.json, beside those of the settings
+    notes         keys of a config.json that are not carried over, and only matter to training
+    unsaid        fields of ours without a key in config.json, which only matter to training
     """
 
     model_type: str
@@ -103,7 +105,7 @@ class Family:
 
 
 def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None) -> Setting:
-    """A key that is a field of ours as it stands."""
+    """A key with the same values as a field of ours."""
 
     def fields(found: Any) -> dict[str, Any]:
         return {field: None if found is None else run_options()[field].from_value(found)}
@@ -112,7 +114,7 @@ def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], A
 
 
 def opposite(field: str, default: bool, *keys: str) -> Setting:
-    """A switch that is ours the other way round."""
+    """A switch that is on where the field of ours is off."""
 
     def fields(found: Any) -> dict[str, Any]:
         return {field: not run_options()[field].from_value(found)}
@@ -121,7 +123,7 @@ def opposite(field: str, default: bool, *keys: str) -> Setting:
 
 
 def one_of(field: str, default: str, table: Mapping[str, str], *keys: str) -> Setting:
-    """A word of theirs for one of ours; the first of theirs that means ours is written."""
+    """A key whose words stand for words of ours. Of several words that stand for the same, the first is written."""
 
     def fields(found: Any) -> dict[str, Any]:
         if found not in table:

@@ -21,8 +21,8 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 
 
 def write_tokenizer(source: Source, folder: Path, config: Config) -> None:
-    """Where none was carried along, files made of the run's tokenizer; where that cannot be, the source's report says
-    so.
+    """Make tokenizer files from the run's tokenizer, unless the source brought its own. Where that is not possible, the
+    source's report says so.
     """
     data = source.run.data
     if any((folder / name).is_file() for name in _BELONGING):
@@ -42,7 +42,7 @@ def write_tokenizer(source: Source, folder: Path, config: Config) -> None:
 
 
 def _write_bytes(place: Path, folder: Path) -> str:
-    """Ids 0 to 255 are bytes."""
+    """A tokenizer whose ids 0 to 255 are bytes."""
     vocab = {symbol: value for value, symbol in enumerate(byte_symbols())} | {END_OF_TEXT: 256}
     _write_byte_level(folder, vocab, [], {END_OF_TEXT: 256})
     return END_OF_TEXT
@@ -62,7 +62,7 @@ def _write_gpt2(place: Path, folder: Path) -> str | None:
 def _write_byte_level(
     folder: Path, vocab: Mapping[str, int], merges: list[list[str]], special: Mapping[str, int]
 ) -> None:
-    """tokenizer.json of the tokenizers library: GPT-2's cutting into words, and merges of bytes."""
+    """A tokenizer.json of the tokenizers library: words as GPT-2 cuts them, and merges of bytes."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     made: dict[str, Any] = {
@@ -90,7 +90,7 @@ def _write_byte_level(
 
 
 def _copy_hf(place: Path, folder: Path) -> None:
-    """tokenizer.json, and what transformers keeps beside it."""
+    """Copy tokenizer.json and the files that transformers keeps beside it."""
     file = place / "tokenizer.json" if place.is_dir() else place
     there = [file, *(file.parent / name for name in _BESIDE if (file.parent / name).is_file())]
     _refuse_links(*there)
@@ -105,7 +105,7 @@ def _copy_sentencepiece(place: Path, folder: Path) -> None:
 
 
 def _refuse_links(*files: Path) -> None:
-    """Raises DataError for one that leads out of its folder: what it leads to may be no tokenizer."""
+    """Raises DataError for a link that leads out of its folder: its target may be something else than a tokenizer."""
     for file in files:
         if not is_own(file):
             raise DataError(

@@ -1,6 +1,4 @@
-"""A source as a Hugging Face folder: tensors as a stream into shards, config.json, and the files that are carried
-along.
-"""
+"""Writing a source as a Hugging Face folder: tensors as a stream into shards, config.json, and the companions."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def write_hf(
 
 
 def _slots(source: Source, names: Names, dtype: torch.dtype) -> list[Slot]:
-    """Their tensors in the order in which ours are read."""
+    """The tensors to write, in the order in which ours are read."""
     found = []
     for name, entry in source.entries.items():
         rule = names.rule(name)
@@ -80,7 +78,7 @@ def _slots(source: Source, names: Names, dtype: torch.dtype) -> list[Slot]:
 
 
 def _shards(slots: Sequence[Slot], most: int) -> dict[str, list[Slot]]:
-    """File name -> what goes into it, in order."""
+    """File name -> its tensors, in order."""
     groups: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:
@@ -103,7 +101,7 @@ def _tensors(source: Source, names: Names, dtype: torch.dtype, advance: Advance)
 
 
 def _refuse_overflow(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """A weight beyond the range of the dtype would become infinite."""
+    """Refuse a weight that would become infinite in the dtype."""
     if tensor.dtype == dtype or torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
         return
     largest = max(abs(extreme.item()) for extreme in torch.aminmax(tensor))
@@ -121,7 +119,7 @@ def _write_configs(
     original: dict[str, Any] | None,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """config.json and generation_config.json; returns the former."""
+    """Write config.json and generation_config.json. Returns the former."""
     if original is not None and original.get("model_type") == family.model_type:
         made = kept_config(original, kept[CONFIG], family, source.run, dtype)
     else:
