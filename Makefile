@@ -7,6 +7,7 @@
 # make gpu-test   everything that needs an NVIDIA GPU to be tested, with the torch that is installed; 8 minutes, no network
 # make gpu-bench  ops and training steps on an NVIDIA GPU beside torch and transformers, likewise
 # make bench      ops, a training step by its parts, megazero beside its peers, generation beside transformers (BENCH=--quick: a smoke test)
+# make docs       build the documentation's site with sphinx; prints where it begins
 # make lint       ruff and mypy, without what the tests install
 # make install    the program alone, into .venv
 # make clean      remove caches and builds (.venv, runs and data stay)
@@ -18,7 +19,7 @@ MINUTES ?= 10
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain check test test-all parity fuzz gpu-test gpu-bench bench lint clean
+.PHONY: help install pretrain check test test-all parity fuzz gpu-test gpu-bench bench docs lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -39,6 +40,10 @@ $(VENV)/.installed-lint: $(INSTALL_FROM)
 
 $(VENV)/.installed-bench: $(INSTALL_FROM)
 	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" bench
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: $(INSTALL_FROM)
+	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" docs
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed
@@ -81,6 +86,11 @@ bench: $(VENV)/.installed-bench
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node 2 -m bench.exchange $(BENCH)
 	$(VENV)/bin/python -m bench.peers $(BENCH)
 	$(VENV)/bin/python -m bench.generate $(BENCH)
+
+# What make test installs has all that this needs.
+docs: $(or $(wildcard $(VENV)/.installed-test),$(VENV)/.installed-docs)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m sphinx -q -W --keep-going docs build/docs
+	@echo "$(CURDIR)/build/docs/index.html"
 
 lint: $(or $(wildcard $(VENV)/.installed-test),$(VENV)/.installed-lint)
 	$(VENV)/bin/ruff check .

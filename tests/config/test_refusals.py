@@ -1,4 +1,4 @@
-"""README's list of what is refused: every row is refused for the flags that it names, and for nothing else."""
+"""The page of what is refused: every row is refused for the flags that it names, and for nothing else."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from megazero.config.parse import ConfigError, parse_run
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "refused.md"
 
 
 def rows() -> list[str]:
     """The command lines of the first column; before "with" stands what each of the others is added to."""
-    _, _, after = README.read_text().partition("| refused | because |\n|---|---|\n")
+    _, _, after = PAGE.read_text().partition("| refused | because |\n|---|---|\n")
     assert after
     lines = []
     for row in after.split("\n\n")[0].splitlines():

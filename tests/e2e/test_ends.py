@@ -62,7 +62,7 @@ def test_ctrl_c_under_torchrun_saves_and_torchrun_says_1(flags: list[object], tm
     screen, status = on_a_terminal(command(2, [*flags, "--pp", 2]), " 3/100000 ", CTRL_C)
     last = metrics(tmp_path / "m")[-1]["iteration"]
     assert f"stopping: SIGINT\nsaved {tmp_path}/saved/iter_{last:07d}" in screen
-    assert status == 1 and screen.rstrip().endswith("got signal: 2"), "torchrun's own end, which README describes"
+    assert status == 1 and screen.rstrip().endswith("got signal: 2"), "as docs/reference/exit-status.md says"
     assert "KeyboardInterrupt" not in screen
 
 

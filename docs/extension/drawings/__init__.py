@@ -1,0 +1,23 @@
+"""Pictures of what the code does, made by calling it: each is a function of a few numbers that gives SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from docs.extension.drawings.batch import batch
+from docs.extension.drawings.buckets import buckets
+from docs.extension.drawings.grid import grid
+from docs.extension.drawings.schedule import schedule, schedules
+
+DRAWINGS: Mapping[str, Callable[..., str]] = MappingProxyType(
+    {"grid": grid, "schedule": schedule, "schedules": schedules, "buckets": buckets, "batch": batch}
+)
+
+
+def argument(word: str) -> tuple[str, int | str]:
+    """`tp=2` as ("tp", 2), `name=zb-v` as ("name", "zb-v"). Raises ValueError."""
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise ValueError(f"{word!r} is not name=value")
+    return name, int(value) if value.isdigit() else value

@@ -1,0 +1,36 @@
+"""A flag in a page's code font leads to its entry in the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from docutils import nodes
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.nodes import make_refnode
+
+from docs.extension.options import all_options, anchor
+
+HOME = "reference/flags"
+"""The page with an entry for each flag."""
+
+
+@cache
+def anchors() -> Mapping[str, str]:
+    """Every spelling of a flag -> where its entry is."""
+    return {spelled: anchor(option) for option in all_options() for spelled in (*option.flags, *option.negations)}
+
+
+class FlagLinks(SphinxPostTransform):
+    """`--tp 4` becomes a link, by its first word."""
+
+    default_priority = 200
+
+    def run(self, **kwargs: object) -> None:
+        if HOME not in self.env.found_docs:
+            return
+        for literal in list(self.document.findall(nodes.literal)):
+            flag = literal.astext().split(" ")[0].split("=")[0]
+            if flag in anchors() and not isinstance(literal.parent, nodes.reference | nodes.title | nodes.term):
+                link = make_refnode(self.app.builder, self.env.docname, HOME, anchors()[flag], literal.deepcopy())
+                literal.replace_self(link)

@@ -1,0 +1,78 @@
+"""How each command of the pages is run here.
+
+A command is a training, which runs shrunk on ranks of the pool; a program of `megazero`, which runs as it is in this
+process; a goal of make; or one that another test runs.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+
+ELSEWHERE: Mapping[str, str] = {
+    r"make (?!-)": "tests/docs/test_commands.py::test_make_knows_the_goals",
+    r"pip install \.": "tests/test_setup.py::test_an_isolated_build_makes_the_wheel_without_torch",
+    r"torchrun --nproc-per-node 48 ": "tests/e2e/test_mission.py::test_48_ranks_equal_one_process",
+    r"megazero pretrain$": "tests/e2e/test_first_run.py::test_the_bare_command",
+    r"(\w+=\S+ )*sbatch ": "tests/examples/test_recipes.py::test_slurm_starts_one_torchrun_per_node",
+    r"megazero harness run ": "tests/evaluation/test_harness.py::test_simple_evaluate",
+    r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",
+}
+"""Commands, as a regular expression that their beginning matches -> the test that runs them, or their like."""
+
+TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64"
+DATA = "--data-path my-data --tokenizer hf --tokenizer-path models/bloom"
+STEPS = "--global-batch-size 8 --eval-iters 0 --train-iters 2 --data-cache-path cache"
+EPOCHS = "--global-batch-size 4 --eval-iters 0 --data-cache-path cache"
+
+SHRUNK: Mapping[str, str] = {
+    r"megazero pretrain --ranks 2 --tp 2 --train-iters 20": f"{TINY} {DATA} {STEPS}",
+    r"megazero pretrain --ranks 4 ": f"{TINY} {DATA} {STEPS}",
+    r"megazero pretrain --ranks 2 --data-path .* --epochs 2": f"{TINY.replace('4', '1', 1)} {EPOCHS} --lr 3e-3",
+    r"megazero pretrain --ranks 2 --init-from runs/base ": EPOCHS,
+    r"megazero pretrain --train-iters 20 --metrics-file": f"{TINY} {DATA} {STEPS}",
+    r"torchrun .* --init-from models/gpt2 ": STEPS,
+    r"torchrun .* --instruction-data ": f"{STEPS} --seq-length 64",
+    r"torchrun .* --lora-rank ": f"{STEPS} --seq-length 64",
+    r"torchrun .* --save runs/a --save-interval 50": f"{TINY} {DATA} {STEPS} --train-iters 4 --exit-interval 2",
+    r"torchrun .* --load runs/a": f"{TINY} {DATA} {STEPS} --train-iters 4",
+}
+"""Trainings -> the flags that make them small; they win over those before them."""
+
+OTHER_NUMBERS: Mapping[str, str] = {"--vocab-size 32000": "--vocab-size 300", "iter_0000100": "iter_0000002"}
+"""What a page writes -> what is run: as large as twenty little texts allow, and as long as a shrunk run is."""
+
+
+def elsewhere(line: str) -> str | None:
+    """The test that runs a command, where it is none of those here."""
+    return next((test for pattern, test in ELSEWHERE.items() if re.match(pattern, line)), None)
+
+
+def training(line: str) -> tuple[int, list[str]] | None:
+    """(ranks, flags shrunk) of a training; None for a command that is none, or starts nothing."""
+    words = shlex.split(line)
+    if not re.match(r"(torchrun .*(pretrain_gpt[.]py|megazero pretrain)|megazero pretrain) ", line):
+        return None
+    if {"--validate-only", "--print-config", "--help"} & {*words}:
+        return None
+    ranks = 1
+    for count in ("--nproc-per-node", "--ranks"):
+        if count in words:
+            at = words.index(count)
+            ranks, words = int(words[at + 1]), words[:at] + words[at + 2 :]
+    first = words.index("pretrain_gpt.py" if "pretrain_gpt.py" in words else "pretrain")
+    more = next(flags for pattern, flags in SHRUNK.items() if re.match(pattern, line))
+    return ranks, [*words[first + 1 :], *more.split()]
+
+
+def program(line: str) -> list[str] | None:
+    """The words behind `megazero` of a command that runs in this process."""
+    words = shlex.split(line)
+    return words[1:] if words[0] == "megazero" else None
+
+
+def shrunk_numbers(line: str) -> str:
+    for written, run in OTHER_NUMBERS.items():
+        line = line.replace(written, run)
+    return line

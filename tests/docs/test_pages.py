@@ -1,0 +1,98 @@
+"""What holds of every page: links lead somewhere, named files exist, every page is in the site, nothing is made by hand
+that the code makes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, pages, prose, text_of
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+WEB = re.compile(r"https://[\w.-]+\.[a-z]{2,}(/[\w./%~#?=&+-]*)?$")
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and the site spell them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def wrong_links(page: str) -> list[str]:
+    here, wrong = ROOT / page, []
+    for link in LINK.findall(prose(page)):
+        path, _, anchor = link.partition("#")
+        there = (here.parent / path).resolve() if path else here
+        if "://" in link:
+            wrong += [] if WEB.match(link) else [link]
+        elif not there.exists() or (anchor and anchor not in anchors(there)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_and_named_files_exist(page: str) -> None:
+    named = re.findall(r"`((?:megazero|tools|tests|examples|fused_ops|docs|bench)/[\w./-]*)`", prose(page))
+    assert not wrong_links(page)
+    assert not [path for path in named if not (ROOT / path.rstrip("/")).exists()]
+
+
+def test_wrong_links_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# One\n[a](no.md) [b](#two) [c](#one) [d](http://x) [e](https://example.org/a) [f](p.md#one)\n"
+    (tmp_path / "p.md").write_text(text)
+    monkeypatch.setattr("tests.docs.test_pages.ROOT", tmp_path)
+    monkeypatch.setattr("tests.docs.pages.ROOT", tmp_path)
+    assert wrong_links("p.md") == ["no.md", "#two", "http://x"]
+    text_of.cache_clear()
+
+
+def test_every_page_is_in_the_site() -> None:
+    """Each is named by a table of contents."""
+    listed = set()
+    for page in pages():
+        for contents in re.findall(r"```\{toctree\}\n(.*?)```", text_of(page), re.S):
+            entries = [line.strip() for line in contents.splitlines() if line.strip() and not line.startswith(":")]
+            listed |= {str((ROOT / page).parent.relative_to(ROOT) / f"{entry}.md") for entry in entries}
+    site = {page for page in pages() if page.startswith("docs/") and page != "docs/index.md"}
+    assert site - listed == set() and listed - site == set()
+
+
+def test_the_first_screen_says_it_all() -> None:
+    screen = "\n".join(text_of("README.md").splitlines()[:30])
+    for needed in (
+        "make pretrain",
+        "make test",
+        "torchrun --nproc-per-node 48 pretrain_gpt.py --tp 4 --pp 12 --zero-stage 1",
+    ):
+        assert needed in screen
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len(text_of("README.md").splitlines()) <= 100
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """As `make docs` builds it: a name that leads nowhere is a warning, and a warning is an error."""
+    if importlib.util.find_spec("sphinx") is None or importlib.util.find_spec("furo") is None:
+        pytest.skip("sphinx, myst-parser and furo are not installed")
+    made = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    flags = (tmp_path / "reference" / "flags.html").read_text()
+    assert 'id="flag-tp"' in flags and "Tensor-parallel ranks." in flags
+    assert 'href="../reference/flags.html#flag-zero-stage"' in (tmp_path / "how-to" / "layout.html").read_text()
+    assert "<svg" in (tmp_path / "how-it-works" / "grid.html").read_text()
