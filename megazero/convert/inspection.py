@@ -1,8 +1,7 @@
-"""What is inside a checkpoint, as plain records: for `megazero inspect`, and for programs that want to know
-the same.
+"""What is inside a checkpoint, as plain records: for `inspect` and for other programs.
 
-Checkpoints of our own are read from their manifest, without building the model they hold; those of other programs
-through their reader.
+A checkpoint of our own is read from its manifest, without building the model. One of another program is read through
+its reader.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NATIVE_FILES = "fragments-*-of-*.safetensors"
 
 
 class SourceTensors:
-    """`Tensors` of a source: the tensor that was asked for last is kept, which may be a view of a mapped file."""
+    """The `Tensors` of a source. It keeps the last tensor that was read, which may be a view of a mapped file."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -52,11 +51,12 @@ class Inspected:
     """An open checkpoint; a context manager that closes its files.
 
     path      its own folder
-    run       what wrote it, as far as that is known
-    position  iteration, consumed samples and tokens, ...: what the format says of the training
+    run       the run that wrote it, as far as that is known
+    position  iteration, consumed samples and tokens, ...: what the format says about the training
     layout    sizes of the axes that wrote it, by name; None where the format does not say
     files     names and bytes, relative to the folder
-    manifest  of a checkpoint of our own; source: of another program's
+    manifest  of a checkpoint of our own
+    source    of a checkpoint of another program
     """
 
     path: Path
@@ -82,9 +82,9 @@ class Inspected:
         return sum(shape.nbytes for shape in self.tensors.shapes.values())
 
     def verify(self, threads: int, advance: Callable[[int], None]) -> list[str]:
-        """What is wrong, a sentence each. Our own checkpoints: every hash.
+        """Everything that is wrong, one sentence each. For a checkpoint of our own every hash is compared.
 
-        Other programs' record none: every tensor is read once.
+        Other programs record no hashes: every tensor is read once.
         """
         if self.manifest is not None:
             return verify(self.path, self.manifest, threads, advance)
@@ -100,7 +100,7 @@ class Inspected:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint of megazero or one of such, damaged ones included."""
+    """Whether a folder is a checkpoint of megazero or holds such checkpoints, damaged ones included."""
     inside = [path, *(found for _, found in folders.listing(path))]
     if any((folder / MANIFEST).is_file() or any(folder.glob(_NATIVE_FILES)) for folder in inside):
         return True
@@ -108,9 +108,9 @@ def is_ours(path: Path) -> bool:
 
 
 def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
-    """The checkpoint in a folder, or the one that `latest` names.
+    """Open the checkpoint in a folder, or the one that `latest` names.
 
-    Raises Damaged, ValueError for what is no checkpoint or cannot be read.
+    Raises Damaged. Raises ValueError for a folder that is not a checkpoint or cannot be read.
     """
     if format not in (None, "megazero") or not is_ours(path):
         return _open_other(path, format)
@@ -128,14 +128,14 @@ def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
 
 
 def holds_adapters(inspected: Inspected) -> bool:
-    """Whether its tensors are adapters and not a model."""
+    """Whether the checkpoint holds adapters instead of a model."""
     return inspected.manifest is not None and inspected.run.lora.lora_rank is not None
 
 
 def open_merged(inspected: Inspected) -> Inspected:
-    """The model of a checkpoint of adapters: its base, with them added.
+    """Open the model of a checkpoint of adapters: the base model with the adapters added.
 
-    Raises ConversionError where the base is not there.
+    Raises ConversionError where the base model is not there.
     """
     merged = _open_other(inspected.path, None)
     return replace(merged, format=f"{merged.format}, adapters merged with their base")
@@ -163,10 +163,10 @@ def _open_other(path: Path, format: str | None) -> Inspected:
 
 
 def checkpoints_in(root: Path) -> list[Record]:
-    """The checkpoints of a folder by iteration: name, iteration, bytes of the files, whether `latest` names it, what is
-    wrong with it.
+    """The checkpoints of a folder by iteration: name, iteration, bytes of the files, whether `latest` names it, and
+    what is wrong with it.
 
-    Looked at are the manifest and the headers of all files; `verify` looks at the rest.
+    This reads the manifest and the headers of all files; `verify` reads the rest.
     """
     named = folders.named(root)
     found = []
@@ -189,8 +189,10 @@ def checkpoints_in(root: Path) -> list[Record]:
 
 
 def contents(inspected: Inspected) -> Record:
-    """Everything but values. config: every field, by section. elsewhere: files that other nodes have on their own
-    disks.
+    """Everything about a checkpoint but its values.
+
+    config     every field, by section
+    elsewhere  files that other nodes have on their own disks
     """
     tensors = {
         name: {
@@ -230,10 +232,10 @@ def tensor_statistics(inspected: Inspected, name: str) -> Record:
 def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Record:
     """What differs between two checkpoints, of any formats and layouts.
 
-    config    fields that differ: [a's value, b's]. Of two programs' checkpoints the model's shape, derived values
-              worked out, and the precision only, for the rest is no program's but ours
-    tensors   by name and column: elements, bit_equal, largest and relative difference; None where one of the two is not
-    finite identical whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
+    config     fields that differ: [a's value, b's]. Between two programs only the model's shape (with derived values
+               worked out) and the precision are compared: the other fields are megazero's own
+    tensors    by name and column: elements, bit_equal, largest and relative difference; None where one is not finite
+    identical  whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
     """
     ours, theirs = a.tensors.shapes, b.tensors.shapes
     both = [name for name in ours if name in theirs]
@@ -273,7 +275,7 @@ def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Recor
 
 
 def compared_bytes(a: Inspected, b: Inspected) -> int:
-    """What `compare` reads."""
+    """Bytes that `compare` reads."""
     total = 0
     for name, shape in a.tensors.shapes.items():
         other = b.tensors.shapes.get(name)
@@ -300,7 +302,7 @@ def _config_difference(a: Inspected, b: Inspected) -> dict[str, dict[str, list[A
 
 
 def _shape(run: Run) -> dict[str, Any]:
-    """What a model's weights fix; how it was trained, its sequence length for instance, is no part of it."""
+    """The settings of a model that its weights fix. How it was trained, such as the sequence length, is left out."""
     return {name: value(run.model) for name, value in SHAPE.items()}
 
 

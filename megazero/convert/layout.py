@@ -1,4 +1,4 @@
-"""Whether a model can be split over so many ranks, by the rules of a training run."""
+"""Whether a model can be split over a number of ranks, by the rules of a training run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megazero.config.validate import problems_of
 
 
 def layout_problems(model: ModelConfig, *, tp: int, pp: int, dp: int = 1) -> list[str]:
-    """What speaks against it, as validation words it; empty where nothing does."""
+    """The reasons why it cannot, in the words of the run's validation; empty where it can."""
     parallel = ParallelConfig(tp=tp, pp=pp)
     asked = Run(
         replace(model, document_mask=False),

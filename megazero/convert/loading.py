@@ -1,4 +1,4 @@
-"""A trained model in memory, from a checkpoint of any format: whole in this process, or a rank's part of it."""
+"""A trained model in memory from a checkpoint of any format: whole in this process, or one rank's part of it."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ class Opened:
     generation: Mapping[str, Any]
 
     def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
-        """The token that ends a document: the run's, else that of the tokenizer which is used; None where neither has
-        one.
-        """
+        """The token that ends a document: the run's, or else the tokenizer's. None where neither has one."""
         known = self.run.data.eod_id
         return known if known is not None or tokenizer is None else tokenizer.eod_id
 
@@ -72,17 +70,18 @@ def open_model(
     precision: str | None = None,
     format: str | None = None,
 ) -> Opened:
-    """The model of a checkpoint of any known format on this rank of the grid, whose dp copies hold the same.
+    """Load this rank's part of the model of a checkpoint of any known format. All dp replicas load the same.
 
-    precision: of the weights and of what is computed; None: what the model was trained in. Communicates nothing: every
-    rank reads what it needs. Raises ConversionError for what cannot be opened, or cannot be split as the grid asks.
+    precision: of the weights and of the computation; None: the precision of the training. Communicates nothing: every
+    rank reads what it needs. Raises ConversionError for a checkpoint that cannot be opened, or cannot be split over the
+    grid.
     """
     with open_source(Path(path).expanduser(), format) as source:
         return open_on(source, grid, precision)
 
 
 def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> Opened:
-    """As `open_model`, of a source that is open."""
+    """As `open_model`, for a source that is open."""
     run = for_inference(source.run, grid, precision)
     stages = build_stages(run, grid)
     fill_stages(stages, source)
@@ -97,14 +96,14 @@ def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> 
 
 
 def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:
-    """As `load`, of a source that is open."""
+    """As `load`, for a source that is open."""
     return Model(open_on(source, single_process_grid(device), precision))
 
 
 def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> Run:
-    """The run with nothing of its training's layout, split as this grid is.
+    """The run without the layout of its training, split over this grid instead.
 
-    Raises ConversionError where it cannot be.
+    Raises ConversionError where it cannot be split.
     """
     parallel = ParallelConfig(tp=grid.axes.tp, pp=grid.axes.pp, device=grid.device.type)
     optimizer = OptimizerConfig(precision=precision or run.optimizer.precision)
@@ -116,10 +115,10 @@ def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> 
 
 
 class Model(nn.Module):
-    """A whole model in one process: what `load` gives. Parameters carry megazero's global names.
+    """A whole model in one process, as `load` returns it. Parameters have megazero's global names.
 
     config     its shape
-    run        what is known of the run that wrote it
+    run        the run that wrote it, as far as that is known
     tokenizer  its own, or None
     report     what became of the checkpoint's keys
     ends       tokens at which `generate` ends
@@ -136,12 +135,14 @@ class Model(nn.Module):
         return self.run.model
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 [b, s] -> logits [b, s, v] in the model's dtype; position i predicts the token after it."""
+        """ids int64 [b, s] -> logits [b, s, v] in the model's dtype. The logits at position i predict the token after
+        it.
+        """
         batch = MicroBatch(ids, ids, None, torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device))
         return self.stage.logits(None, batch).transpose(0, 1)
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
-        """A prompt's ids and those that follow, up to one of `ends`.
+        """The ids of a prompt and those that follow, up to one of `ends`.
 
         `megazero.inference` has more: batches, streams, grids.
         """
@@ -155,12 +156,12 @@ class Model(nn.Module):
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 512, sampling: Sampling = GREEDY
     ) -> str:
-        """What the model answers to turns of a conversation, {"role": ..., "content": ...} each, by the chat template
-        beside its tokenizer.
+        """The model's answer to the turns of a conversation, {"role": ..., "content": ...} each, by the tokenizer's
+        chat template.
 
-        It ends where `generate` does, and with the token that ends a turn there. The answer has no special tokens; what
-        turns spell like one is text. Raises DataError for a model without a chat template, and for turns that it
-        refuses.
+        It ends where `generate` does, or with the template's token for the end of a turn. The answer has no special
+        tokens. Text in a turn that spells a special token stays text. Raises DataError for a model without a chat
+        template, and for turns that the template refuses.
         """
         tokens = self._chat_tokens
         ends = self.ends | tokens.ends

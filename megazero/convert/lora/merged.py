@@ -1,4 +1,4 @@
-"""A checkpoint of low-rank adapters as a model: the weights that they belong to, with the adapters added."""
+"""A checkpoint of low-rank adapters as a model: the base model's weights with the adapters added."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FACTORS = _A, _B = "lora_a", "lora_b"
 
 
 class AdaptedSource(Source):
-    """W + scale B A wherever a layer has an adapter, in W's own dtype; everything else as in the base.
+    """W + scale B A, in W's dtype, where a layer has an adapter. All other tensors are the base model's.
 
-    adapters  the checkpoint of adapters, whose entries they are
-    base      the model beneath; may have adapters of its own, which are merged already
+    adapters  the checkpoint of adapters; its entries are the adapters
+    base      the model that they belong to; if that has adapters of its own, they are merged already
     """
 
     def __init__(self, adapters: Source, base: Source) -> None:
@@ -48,7 +48,7 @@ class AdaptedSource(Source):
 
 
 class AdaptersAlone(Source):
-    """The adapters of an `AdaptedSource`, unmerged and without moments; `base` is the model beneath."""
+    """The adapters of an `AdaptedSource`, not merged and without moments. `base` is the model that they belong to."""
 
     def __init__(self, both: AdaptedSource) -> None:
         under = both.adapters
@@ -61,15 +61,15 @@ class AdaptersAlone(Source):
 
 
 class UnboundAdapters(Source):
-    """Adapters under another program's names. Which of ours these are depends on the model."""
+    """Adapters under another program's names. Their names of ours depend on the model."""
 
     def on(self, base: Source) -> Source:
-        """The adapters by our names. Raises ConversionError where they are not of this model."""
+        """The adapters of this model under our names. Raises ConversionError where they do not belong to it."""
         raise NotImplementedError
 
 
 def weight_of(name: str) -> str:
-    """The matrix that an adapter's factor belongs to: "blocks.3.mlp.up.lora_a" -> "blocks.3.mlp.up.weight"."""
+    """The weight that a factor of an adapter belongs to: "blocks.3.mlp.up.lora_a" -> "blocks.3.mlp.up.weight"."""
     layer, _, factor = name.rpartition(".")
     assert factor in (_A, _B), name
     return f"{layer}.weight"
@@ -77,10 +77,10 @@ def weight_of(name: str) -> str:
 
 @torch.no_grad()
 def merged(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """weight + factor b a, rounded once to weight's dtype: [out, in], [r, in], [out, r]. Sums in fp32, fp64 where
-    anything is fp64.
+    """weight + factor b a, rounded once to weight's dtype: [out, in], [r, in], [out, r]. Sums are in fp32, or in fp64
+    where anything is fp64.
 
-    Block of rows by block, so that the memory is a copy of the weight and little more.
+    It works on blocks of rows, so that it takes little more memory than a copy of the weight.
     """
     dtype = torch.promote_types(torch.promote_types(wide(weight.dtype), a.dtype), b.dtype)
     out, a = torch.empty_like(weight, memory_format=torch.contiguous_format), a.to(dtype)
@@ -94,7 +94,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
 def adapted_source(adapters: Source, open_base: Callable[[Path], Source]) -> AdaptedSource:
     """The model of a checkpoint of adapters.
 
-    Raises ConversionError where the model beneath is not where the checkpoint says, or another.
+    Raises ConversionError where the base model is not where the checkpoint says, or is a different model.
     """
     where = adapters.run.checkpoint.init_from
     if where is None:
@@ -115,6 +115,6 @@ def adapted_source(adapters: Source, open_base: Callable[[Path], Source]) -> Ada
 
 
 def _shape(adapters: Source, name: str) -> tuple[int, int]:
-    """Of the matrix that its adapters add to."""
+    """The shape of the weight that a pair of factors adds to."""
     layer = name.removesuffix("weight")
     return adapters.entries[layer + _B].shape[0], adapters.entries[layer + _A].shape[1]

@@ -1,8 +1,8 @@
 """Adapters in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors.
 
-Where one layer of ours is several of theirs (query, key and value), each of these gets the same A and its own rows of
-B. PEFT computes x A^T B^T whatever way round the layer keeps its weight; `fan_in_fan_out` says that it is kept the
-other way (GPT-2).
+Where one layer of ours is several of theirs (query, key and value), each of them gets the same A and its own rows of B.
+PEFT computes x A^T B^T however a layer stores its weight. `fan_in_fan_out` says that the layer stores it transposed
+(GPT-2).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOM = {"qkv": "attention", "output": "attention", "gate": "mlp", "up": "mlp", "
 
 @dataclass(frozen=True)
 class Pair:
-    """The adapter of one of our layers, and the modules over there that it becomes one of each.
+    """The adapter of one of our layers, and the modules of theirs that get it.
 
     layer    "blocks.3.attention.qkv"
     modules  "model.layers.3.self_attn.q_proj", ...
@@ -45,7 +45,7 @@ class Pair:
     rule: Rule
 
     def parts(self, model: ModelConfig, b: Tensor) -> list[Tensor]:
-        """B's rows for each module, in their order: [out, r] -> [out of the module, r]."""
+        """The rows of B for each module, in the modules' order: [out, r] -> [out of the module, r]."""
         theirs = self.rule.how.theirs(model, b)
         return [part.t() for part in theirs] if _transposed(self.rule) else theirs
 
@@ -59,7 +59,7 @@ def _transposed(rule: Rule) -> bool:
 
 
 def pairs_of_block(names: Names, number: int, layers: tuple[str, ...]) -> Iterator[Pair]:
-    """Of these linear layers of a block."""
+    """The pairs of a block for these linear layers."""
     for layer in layers:
         ours = f"blocks.{number}.{ROOM[layer]}.{layer}"
         rule = names.rule(f"{ours}.weight")
@@ -67,7 +67,7 @@ def pairs_of_block(names: Names, number: int, layers: tuple[str, ...]) -> Iterat
 
 
 def key_of(module: str, factor: str) -> str:
-    """Of A or B of a module, in adapter_model.safetensors."""
+    """The key of a module's A or B in adapter_model.safetensors."""
     return f"base_model.model.{module}.lora_{factor}.weight"
 
 
@@ -78,7 +78,9 @@ def pairs(names: Names, model: ModelConfig, lora: LoraConfig) -> list[Pair]:
 
 
 def target_modules(names: Names, model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """The ends of module names that PEFT matches: the last part, two parts where another layer has the same."""
+    """The ends of module names that PEFT matches: the last part of the name, or two parts where another layer has the
+    same last part.
+    """
     every = [module for pair in pairs_of_block(names, 0, layers_of(model)) for module in pair.modules]
     wanted = [module for pair in pairs_of_block(names, 0, adapted(lora, model)) for module in pair.modules]
 
@@ -90,7 +92,7 @@ def target_modules(names: Names, model: ModelConfig, lora: LoraConfig) -> list[s
 
 
 def config_of(names: Names, model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
-    """What adapter_config.json says. base: path or name of the model, as PEFT is to find it."""
+    """The content of adapter_config.json. base: the path or name at which PEFT will look for the base model."""
     number = alpha(lora)
     return {
         "peft_type": "LORA",
@@ -118,7 +120,8 @@ def write_adapters(
     advance: Advance = lambda _: None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write both files into an existing folder. adapters: a checkpoint's, unmerged. dtype: None keeps theirs.
+    """Write both files into an existing folder. adapters: a checkpoint's adapters, not merged. dtype: None keeps
+    theirs.
 
     Raises OSError.
     """
@@ -149,7 +152,7 @@ def _slots(pair: Pair, adapters: Source, wanted: torch.dtype | None) -> Iterator
 
 
 def names_for(model: ModelConfig, base: Source) -> Names:
-    """The names of the family that the model beneath is of; of one that computes the same, where it is of none.
+    """The names of the base model's family, or of a family that computes the same where the model comes from none.
 
     Raises ConversionError.
     """
@@ -158,7 +161,7 @@ def names_for(model: ModelConfig, base: Source) -> Names:
 
 
 def adapters_of(source: Source) -> Source:
-    """What of a source is written (`Format.part`). Raises ConversionError where it has no adapters."""
+    """The part of a source that is written (`Format.part`). Raises ConversionError where it has no adapters."""
     if not isinstance(source, AdaptedSource):
         raise ConversionError(
             f"{source.path} holds no adapters as they were trained; --to peft writes those of a run with --lora-rank"

@@ -1,8 +1,8 @@
-"""Adapters that PEFT has written, on the model that they belong to.
+"""Adapters that PEFT wrote, on the model that they belong to.
 
-Over there query, key and value may have adapters of their own, or only some of them one. Ours is one layer: adapters
-that share A become one of the same rank, others one whose A has all of theirs above each other, and whose B has zeros
-where a part has nothing.
+In PEFT query, key and value may have an adapter each, or only some of them have one. For us they are one layer.
+Adapters that share A become one of the same rank. Others become one with all their A above each other, and with zeros
+in B where a part has no adapter.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _DEMANDS: Mapping[str, tuple[Any, ...]] = {
 
 
 def recognises(path: Path) -> bool:
-    """The two files of PEFT."""
+    """Whether a folder has PEFT's two files."""
     return (path / CONFIG).is_file() and (path / TENSORS).is_file()
 
 
 def open_peft(path: Path) -> PeftAdapters:
-    """Adapters whose names follow once the model is known (`PeftAdapters.on`). Raises ConversionError."""
+    """Adapters that get their names once the model is known (`PeftAdapters.on`). Raises ConversionError."""
     config = read_json(path / CONFIG)
     wrong = [
         f"{key} {config[key]!r}" for key, allowed in _DEMANDS.items() if key in config and config[key] not in allowed
@@ -72,7 +72,7 @@ def open_peft(path: Path) -> PeftAdapters:
 
 
 class PeftAdapters(UnboundAdapters):
-    """The files, of which model ever."""
+    """PEFT's two files, before the model that they belong to is known."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
         base = config.get("base_model_name_or_path")
@@ -86,7 +86,7 @@ class PeftAdapters(UnboundAdapters):
 
 @dataclass(frozen=True)
 class _Part:
-    """One of their layers within one of ours: its adapter, if it has one, and what its B is multiplied by."""
+    """One of their layers inside one of ours: its adapter, if it has one, and the factor of its B."""
 
     a: Stored | None = None
     b: Stored | None = None
@@ -98,7 +98,7 @@ class _Part:
 
 
 class BoundAdapters(Source):
-    """The adapters under our names."""
+    """The adapters of a known model, under our names."""
 
     def __init__(self, files: PeftAdapters, base: Source) -> None:
         run = replace(
@@ -163,7 +163,7 @@ class BoundAdapters(Source):
 
 
 def _rows(model: ModelConfig, pair: Pair, parts: list[_Part], shared: bool, entry: Entry) -> Iterator[Tensor]:
-    """B of each part, in the columns that are its own."""
+    """The rows of B for each part. A part that shares no A has values only in its own columns."""
     start = 0
     for part, whole in zip(parts, pair.parts(model, torch.empty(entry.shape, device="meta")), strict=True):
         if shared:

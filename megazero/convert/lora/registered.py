@@ -1,4 +1,4 @@
-"""PEFT's adapters as a format: read with the model beneath and merged, written alone."""
+"""PEFT's adapters as a format. They are read together with the base model and merged; they are written alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what Megatron's tensor-parallel ranks hold under their names to global tensors of ours."""
+"""Global tensors of ours from what Megatron's tensor-parallel ranks hold under their own names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Ranks = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Found:
-    """Where one of our tensors is: a key, which half of its rows, and the key of a tied copy on the last stage if there
-    is one.
+    """Where one of our tensors is: a key, the half of its rows that is ours, and the key of a tied copy on the last
+    stage, if any.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Found:
 class Assembly:
     """The tensors of a model among those of a checkpoint. Nothing is read before `tensor` is called.
 
-    Raises ConversionError with every name that is missing, every tensor that the model has no place for, and every
+    Raises ConversionError that lists every name that is missing, every tensor that the model does not have, and every
     shape that differs.
     """
 
@@ -62,7 +62,7 @@ class Assembly:
             raise ConversionError(f"{where} does not hold the model that its arguments describe: " + "; ".join(shown))
 
     def tensor(self, name: str, ranks: Ranks | None = None) -> Tensor:
-        """One of our global tensors, vocabulary padding cut off. ranks: the same keys with other values (moments)."""
+        """One of our global tensors, without vocabulary padding. ranks: other values under the same keys (moments)."""
         values = self.ranks if ranks is None else ranks
         if name not in self.found:
             return torch.zeros(self.places[name].shape, dtype=self.dtype(name, ranks))
@@ -72,7 +72,7 @@ class Assembly:
         return join(found.key, pieces, tp_axis(name), self.report, rows)
 
     def dtype(self, name: str, ranks: Ranks | None = None) -> torch.dtype:
-        """What the tensor is stored in."""
+        """The dtype in which the tensor is stored."""
         stands_for = name if name in self.found else name.replace("output.bias", "qkv.bias")
         return (self.ranks if ranks is None else ranks)[0][self.found[stands_for].key].dtype
 
@@ -93,7 +93,7 @@ class Assembly:
         return Found(key, named.half, copies[0] if copies else None)
 
     def _account(self) -> Iterator[str]:
-        """Puts every key of the checkpoint into the report; yields those that cannot be left out."""
+        """Put every key of the checkpoint into the report. Yields the keys that cannot be left out."""
         used = {key: name for name, found in self.found.items() for key in (found.key, found.copy) if key is not None}
         for key in dict.fromkeys(key for rank in self.ranks for key in rank):
             if key in used:

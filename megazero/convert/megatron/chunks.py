@@ -1,4 +1,4 @@
-"""Model chunks: what a rank's file holds, and all of them as one model."""
+"""Model chunks: those in one rank's file, and all of them joined to one model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def chunks_of(where: str, state: Mapping[str, Any]) -> list[Chunk]:
 
 
 def flat(nested: Mapping[str, Any], before: str = "") -> Chunk:
-    """Nested dictionaries as one, keys joined with dots.
+    """Nested dictionaries as one, with keys joined by dots.
 
-    What is no tensor (Transformer Engine's bytes) becomes an empty one, under its name.
+    A value that is not a tensor (bytes of Transformer Engine) becomes an empty tensor under its name.
     """
     found: Chunk = {}
     for key, value in nested.items():
@@ -40,13 +40,13 @@ def flat(nested: Mapping[str, Any], before: str = "") -> Chunk:
 
 
 def in_model_order(stages: list[list[Chunk]]) -> list[Chunk]:
-    """The chunks of one tp rank as layers follow each other: virtual stage v of every pipeline stage, then v + 1."""
+    """The chunks of one tp rank in the order of the layers: virtual stage v of every pipeline stage, then v + 1."""
     return [stage[v] for v in range(len(stages[0])) for stage in stages]
 
 
 def misplaced(chunks: list[Chunk]) -> Iterator[str]:
-    """What shows that a tp rank's chunks do not stand in the model's order: only the first has an embedding, only the
-    last a final norm.
+    """The evidence that a tp rank's chunks are not in the model's order: only the first has an embedding, only the last
+    a final norm.
     """
     last = len(chunks) - 1
     for names, right, what in ((EMBEDDING, 0, "first"), (FINAL, last, "last")):
@@ -62,7 +62,7 @@ def misplaced(chunks: list[Chunk]) -> Iterator[str]:
 
 
 def numbered(chunks: list[Chunk]) -> Chunk:
-    """All chunks as one, their layers counted over the whole model."""
+    """All chunks as one, with layers numbered over the whole model."""
     whole: Chunk = {}
     before = 0
     for chunk in chunks:

@@ -1,9 +1,9 @@
-"""Reading Megatron-LM's torch_dist checkpoints: Megatron-core's tensors, whole, in a checkpoint of torch.distributed.
+"""Reading Megatron-LM's torch_dist checkpoints: whole tensors of Megatron-core in a checkpoint of torch.distributed.
 
-All layers' tensors of one name are one, with the layer as its first axis, or one for each layer. A gated layer's first
-matrix is [gate; up] over all ranks. The optimizer's state goes by the names of the model's tensors where it was saved
-for any layout ("fully_sharded_model_space", "fully_reshardable", which call a master fp32_param and param); its values
-may lie in flat shards.
+The tensors of one name of all layers are one tensor, with the layer as first axis, or one tensor per layer. The first
+matrix of a gated layer is [gate; up] over all ranks. The optimizer's state goes by the names of the model's tensors
+where it was saved for any layout ("fully_sharded_model_space", "fully_reshardable", which name a master fp32_param and
+param). Its values may lie in flat shards.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _OTHERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Found:
-    """Where one of our tensors is. layer: its index along the first axis, of all layers' tensor; half: which half of
-    its rows is ours.
+    """Where one of our tensors is. layer: its index on the first axis, of a tensor of all layers. half: the half of the
+    rows that is ours.
     """
 
     key: str
@@ -69,7 +69,7 @@ class Found:
     half: int | None
 
     def inside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the layer's tensor."""
+        """The shape of the layer's tensor."""
         return shape if self.layer is None else shape[1:]
 
 
@@ -89,7 +89,7 @@ class TorchDistSource(Source):
 
 
 def open_torch_dist(folder: Path) -> TorchDistSource:
-    """The checkpoint in this folder of an iteration. Raises ConversionError."""
+    """Open the checkpoint in the folder of an iteration. Raises ConversionError."""
     _refuse_other_backends(folder)
     if not (folder / COMMON).is_file():
         raise ConversionError(f"{folder} has no {COMMON}, whose arguments tell the model's shape")
@@ -116,9 +116,9 @@ def _refuse_other_backends(folder: Path) -> None:
 
 
 class _Tensors:
-    """A model's tensors in a checkpoint.
+    """The tensors of a model in a checkpoint.
 
-    Raises ConversionError with all that is missing, too much, or of another shape.
+    Raises ConversionError with everything that is missing, too much, or of another shape.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class _Tensors:
         return None
 
     def tensor(self, name: str, prefix: str) -> Tensor:
-        """One of our global tensors, vocabulary padding cut off. prefix: before the model's key, of a state of the
-        optimizer.
+        """One of our global tensors, without vocabulary padding. prefix: what stands before the model's key, for a
+        state of the optimizer.
         """
         if name in self.zeros:
             return torch.zeros(self.places[name].shape, dtype=self.dtype(name, prefix))
@@ -185,9 +185,7 @@ class _Tensors:
         return self.checkpoint.tensors[prefix + self.found[stands_for].key].dtype
 
     def state(self) -> dict[str, str]:
-        """Column -> what stands before the model's keys; empty where the optimizer's state is not there for every
-        tensor.
-        """
+        """Column -> prefix of the model's keys. Empty where the optimizer's state does not cover every tensor."""
         prefixes = {match[0] for name in self.checkpoint.tensors if (match := _STATE.match(name)) is not None}
         found = {}
         for column, names in STATES.items():
@@ -248,7 +246,9 @@ class _Tensors:
 
 
 def _steps(optimizer: Any) -> float:
-    """Adam's count, wherever Megatron's optimizers have put it: the largest "step" of any group or state."""
+    """Adam's step count: the largest "step" of any group or state, since Megatron's optimizers differ in where they
+    keep it.
+    """
     found = [0.0]
     waiting = [optimizer]
     while waiting:

@@ -1,5 +1,5 @@
-"""Where Megatron-LM puts a checkpoint: the folder of an iteration, and in it a file per rank, or one of torch's
-distributed checkpoints.
+"""Where Megatron-LM puts a checkpoint: a folder per iteration, with a file per rank or a checkpoint of
+torch.distributed in it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
 def iteration_folder(name: str) -> str:
-    """What the tracker's word stands for."""
+    """The name of the folder that the tracker's word stands for."""
     return name if name == "release" else f"iter_{int(name):07d}"
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder of the checkpoint: `path` itself, the one that its tracker names, or without a tracker its newest.
+    """The folder of the checkpoint: `path` itself, the one that its tracker names, or the newest where there is no
+    tracker.
 
     Raises ConversionError.
     """
@@ -43,9 +44,9 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def recognises(path: Path) -> bool:
-    """A checkpoint's own folder, or one that leads to it.
+    """Whether a folder is a checkpoint, or leads to one.
 
-    Megatron-DeepSpeed writes the tracker too, beside a `latest` of its own.
+    Megatron-DeepSpeed writes the same tracker, but a `latest` beside it.
     """
     try:
         if _is_one(checkpoint_folder(path)):
@@ -62,7 +63,7 @@ def _is_one(folder: Path) -> bool:
 def rank_files(folder: Path) -> Mapping[tuple[int, int], Path]:
     """(tp rank, pipeline stage) -> its file.
 
-    Raises ConversionError, with all that is wrong, where the grid is not whole.
+    Raises ConversionError with everything that is missing, where ranks of the grid have no file.
     """
     found: dict[tuple[int, int], Path] = {}
     problems = []

@@ -1,8 +1,8 @@
-"""What Megatron-LM calls our tensors.
+"""Megatron-LM's names for our tensors.
 
-Three ways of naming are in use: the legacy model's (nested dictionaries, here joined with dots), Megatron-core's with
-its own layers, and Megatron-core's with Transformer Engine, which keeps a norm inside the linear layer behind it. A
-tensor of ours is in a file under the first of its names that is there.
+There are three ways of naming: the legacy model's (nested dictionaries, here joined with dots), Megatron-core's with
+its own layers, and Megatron-core's with Transformer Engine, which keeps a norm inside the linear layer after it. Each
+of our tensors has a list of names; the first that a file has is used.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megazero.convert.source import places
 
 @dataclass(frozen=True)
 class Theirs:
-    """names: what a tensor may be called, global layer numbers filled in. half: which half of its rows is ours, of a
-    gated layer's [gate; up] (0 or 1); None: all of it.
+    """The names of a tensor, with the numbers of layers over the whole model. half: the half of its rows that is ours
+    (0 or 1), for a gated layer's [gate; up]; None: all rows.
     """
 
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ IGNORED: Mapping[str, str] = {
 
 
 def theirs(model: ModelConfig) -> dict[str, Theirs]:
-    """Every tensor of a model of ours by its global name."""
+    """Every tensor of a model by its global name."""
     return {name: _of(name, model) for name in places(model)}
 
 
@@ -94,11 +94,13 @@ def _of(name: str, model: ModelConfig) -> Theirs:
 
 
 def core_name(name: str, model: ModelConfig) -> Theirs:
-    """What Megatron-core with Transformer Engine calls one of our tensors, layers counted over the whole model."""
+    """The name of one of our tensors in Megatron-core with Transformer Engine, with layers numbered over the whole
+    model.
+    """
     found = _of(name, model)
     return Theirs(found.names[:1], found.half)
 
 
 def why_ignored(key: str) -> str | None:
-    """The reason for which a key is of no use, if it is a known one."""
+    """Why a key is not needed, if it is one of those that are known not to be."""
     return next((why for pattern, why in IGNORED.items() if re.fullmatch(pattern, key)), None)

@@ -1,9 +1,9 @@
-"""The optimizer's state in Megatron's torch format: masters and moments under numbers, which have to be given names.
+"""The optimizer's state in Megatron's torch format: masters and moments under numbers, which need names.
 
-Megatron sorts the parameters of a rank's chunks, in the order of its modules (which is the order of the state
-dictionary too), into groups with and without weight decay, and numbers what it finds. Nothing in the file says which
-number is which parameter. But a 16-bit parameter is its fp32 master rounded: where that holds for every tensor, bit for
-bit, the order is certain. Where it does not, nothing is carried over.
+Megatron sorts the parameters of a rank's chunks into groups with and without weight decay, in the order of its modules,
+and numbers them. The state dictionary has the same order. Nothing in the file says which number is which parameter. But
+a 16-bit parameter is its rounded fp32 master: where this holds for every tensor, bit for bit, the order is certain.
+Where it does not hold, no state is carried over.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _COMPARED = 4096
 
 @dataclass(frozen=True)
 class State:
-    """columns: "weight" (masters) and the moments, for each tp rank by the model's keys; empty where there is nothing
-    that is certain, and why_not says why. steps: what Adam has counted.
+    """The optimizer's state of all ranks.
+
+    columns  "weight" (masters) and the moments, per tp rank by the model's keys; empty where their order is unclear
+    why_not  the reason, where it is
+    steps    Adam's step count
     """
 
     columns: Mapping[str, Ranks] = field(default_factory=dict)
@@ -38,7 +41,7 @@ class State:
 
 
 class _Unclear(Exception):
-    """A state whose numbers cannot be given names."""
+    """Nothing shows which number is which parameter."""
 
 
 def optimizer_state(
@@ -48,7 +51,7 @@ def optimizer_state(
     pp: int,
     folder: Path,
 ) -> State:
-    """The state of all ranks, (tp rank, stage) -> file; or why there is none."""
+    """The state of all ranks, (tp rank, stage) -> file; or the reason why there is none."""
     beside = [path for name in ("distrib_optim.pt", "optim.pt") for path in folder.glob(f"mp_rank_*/{name}")]
     if beside:
         return State(
@@ -74,7 +77,7 @@ def optimizer_state(
 
 @dataclass(frozen=True)
 class _Named:
-    """A rank's state: per column and chunk by the model's keys."""
+    """The state of one rank, for each column and chunk by the model's keys."""
 
     columns: Mapping[str, list[Chunk]]
     steps: float
@@ -112,7 +115,7 @@ def _named(state: Mapping[str, Any], chunks: list[Chunk]) -> _Named:
 
 
 def _members(chunks: list[Chunk], *, decays: bool) -> Iterator[tuple[int, str]]:
-    """(chunk, key) of the parameters with weight decay, or without: vectors and biases have none."""
+    """(chunk, key) of the parameters with weight decay, or of those without: vectors and biases have none."""
     for index, chunk in enumerate(chunks):
         for key, value in chunk.items():
             if why_ignored(key) is None and (value.dim() > 1 and not key.endswith(".bias")) == decays:
@@ -133,7 +136,7 @@ def _agree(key: str, model: Tensor, values: Mapping[str, Any]) -> None:
 
 
 def _steps(inner: Mapping[str, Any]) -> float:
-    """Adam's count: apex and Transformer Engine keep it in the group, torch with each parameter."""
+    """Adam's step count. apex and Transformer Engine keep it in the group, torch with each parameter."""
     counts = [group["step"] for group in inner["param_groups"] if group.get("step") is not None]
     counts += [state["step"] for state in inner["state"].values() if "step" in state]
     return max((float(count) for count in counts), default=0.0)

@@ -32,7 +32,9 @@ VERSION = 3.0
 
 
 class MegatronSource(Source):
-    """A checkpoint of Megatron-LM in torch's format, weights and, where its order is certain, the optimizer's state."""
+    """A checkpoint of Megatron-LM in torch's format: the weights and, where its order is certain, the optimizer's
+    state.
+    """
 
     def __init__(self, path: Path, run: Run, position: Position, assembly: Assembly, state: State) -> None:
         self._assembly = assembly
@@ -49,7 +51,7 @@ class MegatronSource(Source):
 
 
 def open_torch(folder: Path) -> MegatronSource:
-    """The checkpoint in this folder of an iteration. Raises ConversionError."""
+    """Open the checkpoint in the folder of an iteration. Raises ConversionError."""
     files = rank_files(folder)
     states = {rank: read_torch_file(path, KNOWN) for rank, path in files.items()}
     tp, pp = (1 + max(rank[axis] for rank in states) for axis in (0, 1))
@@ -77,11 +79,10 @@ def open_torch(folder: Path) -> MegatronSource:
 def described(
     folder: Path, states: Mapping[str, Any], grid: tuple[int, int] | None = None
 ) -> tuple[Mapping[str, Any], ModelConfig]:
-    """The arguments of the first file, and the model that they describe.
+    """The arguments in the first file, and the model that they describe.
 
-    states: file -> its content. grid: (tp, pp) that there are files for, where there is one per rank. Raises one
-    ConversionError with every version but
-    3.0, every hole in the grid and all that the arguments ask for and is not supported.
+    states: file -> its content. grid: (tp, pp) of the files, where there is one per rank. Raises one ConversionError
+    with every version but 3.0, every rank without a file, and every argument that is not supported.
     """
     problems = [problem for name, state in states.items() for problem in _version_problems(name, state)]
     first = next(iter(states.values()))
@@ -118,7 +119,7 @@ def _version_problems(name: str, state: Any) -> Iterator[str]:
 
 
 def args_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments that a rank's file keeps."""
+    """The arguments in a rank's file."""
     args = state.get("args")
     if isinstance(args, Record):
         return args.state
@@ -128,7 +129,7 @@ def args_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def note_padding(report: Report, args: Mapping[str, Any], model: ModelConfig) -> None:
-    """Say what became of the rows that Megatron pads the vocabulary with."""
+    """Report what became of the rows with which Megatron pads the vocabulary."""
     padded, true = args.get("padded_vocab_size"), true_vocabulary(args)
     if not true:
         report.notes.append(
@@ -179,7 +180,7 @@ def _account_for_the_rest(report: Report, state: Mapping[str, Any], optimizer: S
 
 
 def unused_of_common(report: Report, state: Mapping[str, Any]) -> None:
-    """Say why what stands beside the model is not used."""
+    """Report why the values beside the model are not used."""
     for key in state:
         if key not in _TAKEN and not key.startswith("model"):
             report.unused[key] = _REST.get(key, "nothing in a checkpoint of ours")

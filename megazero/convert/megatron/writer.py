@@ -35,8 +35,8 @@ other.
 def write_megatron(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
     """Write a folder with Megatron's tracker and one iteration, for tp x pp ranks.
 
-    The vocabulary is padded to a multiple of make_vocab_size_divisible_by x tp. A tied embedding stands on the last
-    stage too. Raises ConversionError for what Megatron-LM does not have.
+    The vocabulary is padded to a multiple of make_vocab_size_divisible_by x tp. A tied embedding is written on the last
+    stage too. Raises ConversionError for a model that Megatron-LM does not have.
     """
     model, precision = source.model, source.run.optimizer.precision
     dtype = options.dtype or compute_dtype(precision)
@@ -111,7 +111,7 @@ def _write_stage(
     rest: dict[str, object],
     advance: Advance,
 ) -> None:
-    """The files of a stage's tp ranks, all at once: a tensor is read once and cut."""
+    """Write the files of a stage's tp ranks, all at once: each tensor is read once and cut."""
     structure = {**rest, "model": {key: Hollow(_local_shape(source, names, options.tp), dtype) for key, names in slots}}
     with ExitStack() as opened:
         files = []
@@ -128,8 +128,8 @@ def _write_stage(
 
 
 def _feed(file: TorchFileWriter, whole: Tensor, name: str, rows: int, rank: int, tp: int, dtype: torch.dtype) -> None:
-    """A rank's part of a tensor that has `rows` rows with its padding, which is zeros; converted a few million elements
-    at a time.
+    """Write a rank's part of a tensor that has `rows` rows with padding. Padding is zeros. A few million elements are
+    converted at a time.
     """
     if rows == whole.shape[0]:
         part, missing = cut(name, whole, tp)[rank], 0
@@ -148,7 +148,7 @@ def _rows(source: Source, name: str, tp: int) -> int:
 
 
 def _local_shape(source: Source, names: Sequence[str], tp: int) -> tuple[int, ...]:
-    """What a tp rank holds of the tensors, one below the other."""
+    """The shape of a tp rank's part of the tensors, joined on the first axis."""
     first = names[0]
     shape = [sum(_rows(source, name, tp) for name in names), *source.entries[first].shape[1:]]
     axis = tp_axis(first)
