@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megazero.convert.hf.families import from_transformers
 from megazero.convert.stages import fill
 from megazero.model.stage import Stage
 from megazero.mpu.place import Parameter, Place, StateGroup, place_of
+from tests.convert.transformers_tensors import from_transformers
 
 
 @dataclass(frozen=True)

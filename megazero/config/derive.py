@@ -69,12 +69,6 @@ def pipeline_schedule(parallel: ParallelConfig) -> str:
     return "interleaved" if parallel.virtual_stages > 1 else "1f1b"
 
 
-def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """dp: what tp and pp leave of the world."""
-    assert world_size % (parallel.tp * parallel.pp) == 0, "validation holds this"
-    return world_size // (parallel.tp * parallel.pp)
-
-
 def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
     """The run with what the tokenizer decides filled in, where the flags left it open."""
     model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)

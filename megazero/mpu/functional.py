@@ -66,12 +66,6 @@ def _scatter_sum_first(x: Tensor, group: Group) -> Tensor:
     return part
 
 
-def _split_first(x: Tensor, group: Group) -> Tensor:
-    part = _part(x.shape[0], group)
-    # A clone, so that the rest of x can be freed.
-    return x.narrow(0, group.index * part, part).clone(memory_format=torch.contiguous_format)
-
-
 def _gather_last(x: Tensor, group: Group) -> Tensor:
     parts = x.new_empty(group.size, *x.shape)
     all_gather(parts, x.contiguous(), group).wait()
@@ -112,22 +106,6 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     return _adjoined(x, group, _scatter_sum_first, _gather_first)
 
 
-def split_sequence(x: Tensor, group: Group) -> Tensor:
-    """Replicated [s, ...] -> own part [s/t, ...]. Forward: nothing travels. Backward: all-gather.
-
-    Raises ValueError when t does not divide s.
-    """
-    return _adjoined(x, group, _split_first, _gather_first)
-
-
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """[..., k/t] -> replicated [..., k], used alike by all ranks. Forward: all-gather. Backward: nothing travels."""
     return _adjoined(x, group, _gather_last, _split_last)
-
-
-def split_last(x: Tensor, group: Group) -> Tensor:
-    """Replicated [..., k] -> own part [..., k/t]. Forward: nothing travels. Backward: all-gather.
-
-    Raises ValueError when t does not divide k.
-    """
-    return _adjoined(x, group, _split_last, _gather_last)

@@ -27,12 +27,6 @@ from megazero.mpu.place import Kind, Parameter, StateGroup, place_of, shard
 Device = torch.device | str
 
 
-def padded_vocab_size(vocab: int, multiple: int, tp: int) -> int:
-    """Rows of the vocabulary in memory: the next multiple of `multiple` x tp."""
-    step = multiple * tp
-    return -(-vocab // step) * step
-
-
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W and b shared out over tp: [s(/t), b, in] -> [s, b, out/t].
 

@@ -5,7 +5,6 @@ Peak rates are dense (no sparsity) tensor-core rates from the makers' data sheet
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -198,15 +197,6 @@ def _machine_bytes(field: str) -> int | None:
         return int(Path("/proc/meminfo").read_text().split(f"{field}:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return None
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_bytes` start anew from what is held now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):  # some containers forbid it: then the peak is the process's whole life
-        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to VmRSS (proc(5))
 
 
 def return_free_memory(device: torch.device) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -166,20 +165,3 @@ class GraphCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
-
-
-def raise_on_synchronisation(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """For tests: within the block, what makes the host wait for the device is an error (as far as
-    torch knows of it).
-    """
-
-    @contextlib.contextmanager
-    def forbidden() -> Iterator[None]:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-    return forbidden() if device.type == "cuda" else contextlib.nullcontext()

@@ -88,6 +88,10 @@ def test_derived_numbers() -> None:
     llama = parse_run(["--preset", "llama-7b"], None).model
     assert ffn_width(llama) == 11_008
     assert padded_vocab(parse_run(["--vocab-size", "1003"], None).model, 3) == 1152
+    assert padded_vocab(parse_run(["--vocab-size", "5", "--make-vocab-size-divisible-by", "4"], None).model, 4) == 16
+    assert (
+        padded_vocab(parse_run(["--vocab-size", "1003", "--make-vocab-size-divisible-by", "1"], None).model, 3) == 1005
+    )
     assert padded_vocab(parse_run(["--preset", "bloom-176b"], None).model, 4) == 250_880
 
 

@@ -9,9 +9,9 @@ import pytest
 from fused_ops import fp8
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine
 from megazero.system.device import cuda_available
-from megazero.system.streams import raise_on_synchronisation
 from tests.e2e.command import metrics, run
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
+from tests.gpu.synchronisation import raise_on_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from megazero.mpu import collectives
 from megazero.mpu.grid import Axes, Coordinates, Group, ProcessGrid, solo, stream_options
 from megazero.system import device as devices
-from megazero.system.streams import raise_on_synchronisation
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
+from tests.gpu.synchronisation import raise_on_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,8 @@ from fused_ops import linear
 from fused_ops.linear import add_weight_gradient
 from megazero.data.loader import TrainLoader
 from megazero.system import device as devices
-from megazero.system.streams import raise_on_synchronisation
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
+from tests.gpu.synchronisation import raise_on_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,

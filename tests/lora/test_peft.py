@@ -16,12 +16,12 @@ import megazero
 from megazero.cli import inspect
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
-from megazero.convert.hf.families import from_transformers
 from megazero.convert.lora.merged import AdaptedSource
 from megazero.convert.native import open_native
 from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
+from tests.convert.transformers_tensors import from_transformers
 from tests.lora.families import CONFIGS, saved_base, their_base
 from tests.parity.float64 import in_float64
 from tests.parity.training import data_flags, job_on_rank, train

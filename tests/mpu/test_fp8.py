@@ -15,11 +15,11 @@ from fused_ops.fp8 import ROLES
 from fused_ops.swiglu import swiglu
 from megazero.mpu import fp8 as module
 from megazero.mpu.fp8 import Fp8, Fp8Layer
-from megazero.mpu.functional import split_sequence
 from megazero.mpu.grid import Axes, Group, build_grid, solo
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair
 from megazero.mpu.place import place_of
 from megazero.mpu.random import initialise
+from tests.mpu.splitting import split_sequence
 from tests.places import Piece, assemble, gradients_of
 from tests.ranks import run_ranks
 

@@ -18,8 +18,6 @@ from megazero.mpu.functional import (
     gather_sequence,
     reduce_from_tp,
     reduce_scatter_sequence,
-    split_last,
-    split_sequence,
 )
 from megazero.mpu.grid import Axes, Group, build_grid
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair
@@ -63,9 +61,7 @@ FUNCTIONS = {
     "reduce_from_tp": (reduce_from_tp, lambda t: (3, 2), False, True),
     "gather_sequence": (gather_sequence, lambda t: (2, 1, 2), False, False),
     "reduce_scatter_sequence": (reduce_scatter_sequence, lambda t: (2 * t, 1, 2), False, False),
-    "split_sequence": (split_sequence, lambda t: (2 * t, 1, 2), True, False),
     "gather_last": (gather_last, lambda t: (2, 2, 3), False, True),
-    "split_last": (split_last, lambda t: (2, 2 * t), True, False),
     "column product": (product(False), lambda t: (3, 2, 2), True, False),
     "column product, sequence parallel": (product(True), lambda t: (2, 1, 2), False, False),
     "column product's weight": (weight_product, lambda t: (3, 2), False, False),
@@ -128,12 +124,9 @@ def test_second_derivatives():
 
 def refusals(rank: int) -> list[str]:
     group = build_grid(Axes(tp=2)).tp
-    messages = []
-    for function, shape in [(split_sequence, (3, 2)), (reduce_scatter_sequence, (3, 2)), (split_last, (2, 3))]:
-        with pytest.raises(ValueError, match="3") as error:
-            function(torch.zeros(shape), group)
-        messages.append(str(error.value))
-    return messages
+    with pytest.raises(ValueError, match="3") as error:
+        reduce_scatter_sequence(torch.zeros(3, 2), group)
+    return [str(error.value)]
 
 
 def test_what_does_not_divide_is_refused():
@@ -145,7 +138,7 @@ def strided(rank: int) -> bool:
     group = build_grid(Axes(tp=2)).tp
     x = drawn(3, 4, seed=rank).t().requires_grad_()
     good = True
-    for function in (copy_to_tp, reduce_from_tp, gather_sequence, reduce_scatter_sequence, split_sequence, gather_last):
+    for function in (copy_to_tp, reduce_from_tp, gather_sequence, reduce_scatter_sequence, gather_last):
         y, dense = function(x, group), function(x.detach().contiguous().requires_grad_(), group)
         w = drawn(*reversed(y.shape), seed=5).permute(*reversed(range(y.dim())))
         good &= torch.equal(y, dense)

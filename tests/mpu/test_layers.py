@@ -16,19 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_ops.swiglu import swiglu
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megazero.mpu.functional import split_sequence
 from megazero.mpu.grid import Axes, Group, build_grid, solo
 from megazero.mpu.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel_pair,
-    padded_vocab_size,
 )
 from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.place import Kind, StateGroup, place_of
 from megazero.mpu.random import initialise
+from tests.mpu.splitting import split_sequence
 from tests.places import Piece, assemble, gradients_of, values_of
 from tests.ranks import run_ranks
 
@@ -53,7 +52,7 @@ class Network(nn.Module):
         self.group, self.case = group, case
         common: dict[str, Any] = {"sequence_parallel": case.sequence_parallel, "dtype": dtype, "device": "cpu"}
         linear: dict[str, Any] = {"std": 0.5, **common}
-        padded = padded_vocab_size(VOCAB, 4, group.size)
+        padded = -(-VOCAB // (4 * group.size)) * 4 * group.size
         self.embedding = VocabParallelEmbedding(
             "embedding", VOCAB, HIDDEN, padded, group, std=1.0, state_group=StateGroup.REPLICAS, **common
         )
@@ -215,14 +214,6 @@ def test_what_travels():
     parallel_sequence = {("all_gather", torch.float64): 3 * whole, ("reduce_scatter", torch.float64): 2 * whole}
     assert run_ranks(2, counted, False) == [plain] * 2
     assert run_ranks(2, counted, True) == [parallel_sequence] * 2
-
-
-@pytest.mark.parametrize(
-    ("vocab", "multiple", "tp", "padded"),
-    [(50257, 128, 4, 50688), (1003, 1, 3, 1005), (250880, 128, 4, 250880), (5, 4, 4, 16)],
-)
-def test_padded_vocabulary(vocab, multiple, tp, padded):
-    assert padded_vocab_size(vocab, multiple, tp) == padded
 
 
 def test_adjacency_is_exact():

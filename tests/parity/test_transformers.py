@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias
 from megazero.config.schema import ModelConfig
-from megazero.convert.hf.families import from_transformers, to_transformers
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.place import place_of
+from tests.convert.transformers_tensors import from_transformers, to_transformers
 from tests.parity.float64 import in_float64
 from tests.places import assemble, gradients_of, load_transformers_state, worst_difference
 

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.convert.hf.families import from_transformers
 from megazero.model.batch import MicroBatch
 from megazero.train.job import Job
+from tests.convert.transformers_tensors import from_transformers
 from tests.parity.float64 import in_float64
 from tests.parity.test_transformers import shake, their_model
 from tests.parity.training import Recorder, data_flags, job_on_rank

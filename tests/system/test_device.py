@@ -1,5 +1,6 @@
 """The device room: memory is measured, cards are known by name."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,8 @@ def test_a_control_groups_limit_counts(kind: str, tmp_path: Path, monkeypatch: p
 
 
 def test_peak_memory_sees_what_was_freed() -> None:
-    device.reset_peak_memory(CPU)
+    with contextlib.suppress(OSError):  # some containers forbid it: then the peak is the process's whole life
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to VmRSS (proc(5))
     before = device.peak_memory_bytes(CPU)
     block = np.ones(64 << 20, dtype=np.uint8)
     held = device.peak_memory_bytes(CPU)
