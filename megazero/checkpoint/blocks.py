@@ -38,7 +38,7 @@ _LENGTH = 8
 
 
 @dataclass(frozen=True)
-class Later:
+class DeferredTensor:
     """A 1-D tensor that is made when its turn to be written comes, so that no two are in memory at once."""
 
     elements: int
@@ -53,7 +53,7 @@ class Later:
         return self.elements * self.dtype.itemsize
 
 
-Values = Tensor | Later
+Values = Tensor | DeferredTensor
 
 
 def dtype_code(tensor: Values) -> str:
@@ -116,7 +116,7 @@ def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Values]], block_bytes: in
 
 
 def _blocks(values: Values, block_bytes: int) -> Iterator[Tensor]:
-    tensor = values.make() if isinstance(values, Later) else values
+    tensor = values.make() if isinstance(values, DeferredTensor) else values
     assert (
         tensor.dim() == 1
         and tensor.is_contiguous()

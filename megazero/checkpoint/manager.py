@@ -39,7 +39,7 @@ class State(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint whose manifest has been read: where it is, and what it says of its run."""
 
     path: Path
@@ -58,7 +58,7 @@ class Found:
         return self.manifest.layout
 
 
-def find(load: str | Path) -> Found | None:
+def find(load: str | Path) -> FoundCheckpoint | None:
     """The newest complete checkpoint under `--load`, or None when there never was one. Needs no process group.
 
     Raises Damaged, naming file and checkpoint and the one before, ValueError for a newer format.
@@ -67,10 +67,10 @@ def find(load: str | Path) -> Found | None:
     return open_checkpoint(path) if path else None
 
 
-def open_checkpoint(path: Path) -> Found:
+def open_checkpoint(path: Path) -> FoundCheckpoint:
     """The checkpoint in this very folder. Raises as `find` does."""
     try:
-        return Found(path, read_manifest(path))
+        return FoundCheckpoint(path, read_manifest(path))
     except Damaged as error:
         raise _with_offer(error, path) from error
 
@@ -91,7 +91,7 @@ def _with_offer(error: Damaged, path: Path) -> Damaged:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadStatistics:
     """bytes: read from files by all ranks together. seconds: until the state was filled."""
 
     bytes: int
@@ -200,7 +200,7 @@ class Checkpoints:
         """Wait for the save in the background, and give its outcome, once: failed on all ranks or on none."""
         return self._background.wait()
 
-    def find(self) -> Found | None:
+    def find(self) -> FoundCheckpoint | None:
         """The checkpoint to start from, or None: no --load, or nothing complete there.
 
         Rank 0 decides: were every rank to look for itself, a leftover run that saves just now could divide them. Where
@@ -225,11 +225,11 @@ class Checkpoints:
             self._together(lambda: _nothing_here(Path(load)))
             return None
         path = next((path for path in paths if self._all_have(path)), paths[0])
-        found: list[Found] = []
+        found: list[FoundCheckpoint] = []
         self._together(lambda: found.append(open_checkpoint(path)))
         return found[0]
 
-    def load(self, found: Found) -> Loaded:
+    def load(self, found: FoundCheckpoint) -> LoadStatistics:
         """Fill the state from a checkpoint of any layout and precision; weights only with --finetune or
         --no-load-optim.
 
@@ -256,7 +256,7 @@ class Checkpoints:
         self._together(read, found.path)
         self._state.after_load()
         all_reduce(amount, self._grid.world).wait()
-        return Loaded(int(amount.item()), time.perf_counter() - began)
+        return LoadStatistics(int(amount.item()), time.perf_counter() - began)
 
     def _claimed(self) -> SavePhases:
         if self._root is None:

@@ -13,7 +13,7 @@ from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import read_fragments
-from megazero.checkpoint.window import Shape
+from megazero.checkpoint.window import TensorInfo
 from megazero.mpu.place import Box, Kind, Place
 from megazero.zero.fragment import Fragment
 
@@ -41,8 +41,8 @@ class Checkpoint:
             found.layout,
             found.manifest,
         )
-        self.tensors: Mapping[str, Shape] = {
-            name: Shape(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
             for name, stored in found.manifest.tensors.items()
         }
 

@@ -19,8 +19,10 @@ from megazero.checkpoint.reshard import FlatRange, overlaps
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A global tensor without its values: shape, and the stored dtype of each column."""
+class TensorInfo:
+    """A global tensor without its values: shape, without vocabulary padding, and the stored dtype of each column
+    ("weight", "exp_avg", "exp_avg_sq").
+    """
 
     shape: tuple[int, ...]
     columns: Mapping[str, torch.dtype]
@@ -29,17 +31,21 @@ class Shape:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
+    def nbytes(self, column: str = "weight") -> int:
+        """Bytes of a column."""
+        return self.numel * self.columns[column].itemsize
+
     @property
-    def nbytes(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of all columns."""
-        return sum(self.numel * dtype.itemsize for dtype in self.columns.values())
+        return sum(map(self.nbytes, self.columns))
 
 
 class Tensors(Protocol):
     """Global tensors by name, whatever holds them."""
 
     @property
-    def shapes(self) -> Mapping[str, Shape]: ...
+    def shapes(self) -> Mapping[str, TensorInfo]: ...
 
     def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a tensor in row-major order, 1-D on the CPU, in the stored dtype.
@@ -58,7 +64,7 @@ class StoredTensors:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest, self.files = manifest, OpenFiles(folder, manifest)
         self.shapes = {
-            name: Shape(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
+            name: TensorInfo(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
             for name, stored in manifest.tensors.items()
         }
         self._kept: tuple[tuple[int, str, int], Tensor] | None = None

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.inventory import TABLES
 from megazero.convert.hf.config import CONFIG, GENERATION, NAMED_IDS, ids_of, read_json
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
+from megazero.convert.source import WEIGHT, ConversionError, Source
 
 
 class _Changed(Source):
@@ -34,7 +35,7 @@ class Rounded(_Changed):
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         optimizer = replace(source.run.optimizer, precision=PRECISION_OF[dtype])
-        entries = {name: Entry(entry.shape, {WEIGHT: dtype}) for name, entry in source.entries.items()}
+        entries = {name: TensorInfo(entry.shape, {WEIGHT: dtype}) for name, entry in source.entries.items()}
         super().__init__(source, run=replace(source.run, optimizer=optimizer), entries=entries)
         self.dtype = dtype
 
@@ -74,7 +75,7 @@ class Trimmed(_Changed):
             )
         self.names = [name for name in TABLES if name in source.entries]
         shorter = {
-            name: Entry((vocabulary, *source.entries[name].shape[1:]), source.entries[name].columns)
+            name: TensorInfo((vocabulary, *source.entries[name].shape[1:]), source.entries[name].columns)
             for name in self.names
         }
         run = replace(source.run, model=replace(source.model, vocab_size=vocabulary))

@@ -21,7 +21,7 @@ from megazero.checkpoint.reader import check_files, read_manifest
 from megazero.checkpoint.resume_changes import run_from
 from megazero.checkpoint.statistics import difference, statistics
 from megazero.checkpoint.verify import elsewhere, verify
-from megazero.checkpoint.window import Shape, StoredTensors, Tensors
+from megazero.checkpoint.window import StoredTensors, TensorInfo, Tensors
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.config.shape import SHAPE
@@ -37,7 +37,7 @@ class SourceTensors:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.shapes = {name: Shape(entry.shape, entry.columns) for name, entry in source.entries.items()}
+        self.shapes = {name: TensorInfo(entry.shape, entry.columns) for name, entry in source.entries.items()}
         self._kept: tuple[tuple[str, str], Tensor] | None = None
 
     def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
@@ -79,7 +79,7 @@ class Inspected:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(shape.nbytes for shape in self.tensors.shapes.values())
+        return sum(shape.total_bytes for shape in self.tensors.shapes.values())
 
     def verify(self, threads: int, advance: Callable[[int], None]) -> list[str]:
         """Everything that is wrong, one sentence each. For a checkpoint of our own every hash is compared.
@@ -198,7 +198,7 @@ def contents(inspected: Inspected) -> Record:
         name: {
             "shape": list(shape.shape),
             "elements": shape.numel,
-            "bytes": shape.nbytes,
+            "bytes": shape.total_bytes,
             "columns": {column: str(dtype).removeprefix("torch.") for column, dtype in shape.columns.items()},
         }
         for name, shape in inspected.tensors.shapes.items()
@@ -287,7 +287,7 @@ def compared_bytes(a: Inspected, b: Inspected) -> int:
     return total
 
 
-def _dtypes(shape: Shape) -> dict[str, str]:
+def _dtypes(shape: TensorInfo) -> dict[str, str]:
     return {column: str(dtype).removeprefix("torch.") for column, dtype in shape.columns.items()}
 
 

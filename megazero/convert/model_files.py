@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from megazero.checkpoint.manager import Found
+from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.schema import Run
 from megazero.convert.companions import companions, contents_of, write_companions
 from megazero.convert.registry import open_source
@@ -22,7 +22,7 @@ OF_THE_MODEL = ("config.json", "generation_config.json")
 """What stays where the run has a tokenizer of its own choice."""
 
 
-def model_files(run: Run, found: Found | None) -> Callable[[Path], None] | None:
+def model_files(run: Run, found: FoundCheckpoint | None) -> Callable[[Path], None] | None:
     """What puts them into the folder of a checkpoint that is being written; None where there are none. Called by one
     rank.
 

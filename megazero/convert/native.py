@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.blocks import DTYPES, Later
+from megazero.checkpoint.blocks import DTYPES, DeferredTensor
 from megazero.checkpoint.format import MANIFEST, CheckpointError, FragmentSpec, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
 from megazero.checkpoint.resume_changes import record_of, run_from
+from megazero.checkpoint.window import TensorInfo
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
 from megazero.convert.companions import companions, contents_of, write_companions
 from megazero.convert.formats import Advance, Format, TargetOptions
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source, places
 from megazero.mpu.place import Box, Place
 from megazero.system.reading import about
 from megazero.zero.fragment import Fragment
@@ -75,9 +76,9 @@ class NativeSource(Source):
         return values.view(shape)
 
 
-def _entry(manifest: Manifest, name: str) -> Entry:
+def _entry(manifest: Manifest, name: str) -> TensorInfo:
     stored = manifest.tensors[name]
-    return Entry(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
+    return TensorInfo(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
 
 
 def _refuse_misfits(path: Path, manifest: Manifest, wanted: dict[str, Place]) -> None:
@@ -149,7 +150,7 @@ def _files(source: Source, options: TargetOptions, advance: Advance) -> Iterator
             column: (options.dtype if column == WEIGHT else None) or entry.columns[column] for column in source.columns
         }
         columns = {
-            column: Later(entry.numel, dtype, partial(_values, source, name, column, dtype, advance))
+            column: DeferredTensor(entry.numel, dtype, partial(_values, source, name, column, dtype, advance))
             for column, dtype in dtypes.items()
         }
         group.append(Fragment(everything[name], 0, entry.numel, **columns))

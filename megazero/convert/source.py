@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.schema import LoraConfig, ModelConfig, Run
 from megazero.convert.report import Report
 from megazero.model.layout import ModelLayout
@@ -31,23 +32,6 @@ MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 class ConversionError(ValueError):
     """A checkpoint that cannot be read or written as asked. The message says what, where, and what would help."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A global tensor before it is read. shape: without vocabulary padding. columns: "weight", "exp_avg", "exp_avg_sq"
-    -> stored dtype.
-    """
-
-    shape: tuple[int, ...]
-    columns: Mapping[str, torch.dtype]
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def nbytes(self, column: str = WEIGHT) -> int:
-        return self.numel * self.columns[column].itemsize
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ class Source:
     format: str
     path: Path
     run: Run
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorInfo]
     position: Position = Position()
     companions: Mapping[str, Path] = field(default_factory=dict)
     report: Report = field(default_factory=Report)

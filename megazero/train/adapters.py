@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megazero.checkpoint.agreement import agree
-from megazero.checkpoint.manager import Found
+from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.reader import read_manifest
 from megazero.config.level import ConfigError
 from megazero.config.schema import Run
@@ -25,7 +25,7 @@ PEFT = "peft"
 """Folder of a checkpoint that PEFT opens."""
 
 
-def with_base(run: Run, found: Found | None) -> Run:
+def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
     """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint
     of --load says.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.fence import new_token
-from megazero.checkpoint.manager import Checkpoints, Found
+from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import Run
 from megazero.convert.model_files import model_files
@@ -20,7 +20,9 @@ from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
 
 
-def claim_checkpoints(run: Run, grid: ProcessGrid, optimizer: ShardedOptimizer, found: Found | None) -> Checkpoints:
+def claim_checkpoints(
+    run: Run, grid: ProcessGrid, optimizer: ShardedOptimizer, found: FoundCheckpoint | None
+) -> Checkpoints:
     """What this run loads and where it saves, the folder taken over from an earlier job. Called by all ranks.
 
     found: what it resumes from, whose model files go on. Raises ConfigError where the folder takes no files.

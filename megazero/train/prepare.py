@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from megazero.checkpoint.manager import Found
+from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.config.derive import with_vocabulary
 from megazero.config.level import ConfigError
@@ -45,7 +45,7 @@ class Prepared:
     datasets: Datasets
     tokenizer: ListedTokenizer | None
     text: str
-    found: Found | None
+    found: FoundCheckpoint | None
     changes: tuple[Change, ...]
 
 
@@ -90,7 +90,9 @@ def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer
     return run, tokenizer, corpus.description
 
 
-def _ordered_as(found: Found | None, run: Run, build: Callable[[int], tuple[Datasets, str]]) -> tuple[Datasets, str]:
+def _ordered_as(
+    found: FoundCheckpoint | None, run: Run, build: Callable[[int], tuple[Datasets, str]]
+) -> tuple[Datasets, str]:
     """Datasets for the samples asked for; for those used where a checkpoint's order is theirs, as that of earlier
     versions is.
 
@@ -137,7 +139,7 @@ def _datasets(
     return datasets, text
 
 
-def samples_asked(run: Run, found: Found | None) -> int:
+def samples_asked(run: Run, found: FoundCheckpoint | None) -> int:
     """Training samples that the datasets are built for, as Megatron-LM does: --train-samples as given, though what is
     left of them for no whole batch is never used. Epochs, shares of a blend and with these the order from the first
     sample on follow from it.
@@ -145,7 +147,7 @@ def samples_asked(run: Run, found: Found | None) -> int:
     return samples_used(run, found) if run.schedule.train_samples is None else run.schedule.train_samples
 
 
-def samples_used(run: Run, found: Found | None) -> int:
+def samples_used(run: Run, found: FoundCheckpoint | None) -> int:
     """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been
     others, and its own.
     """
@@ -163,7 +165,7 @@ def _validates_elsewhere(run: Run) -> bool:
     return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
 
 
-def _changes(found: Found | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:
+def _changes(found: FoundCheckpoint | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:
     if found is None:
         return ()
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
@@ -173,7 +175,7 @@ def _changes(found: Found | None, run: Run, world_size: int, datasets: Datasets)
     return comparison.changes
 
 
-def _same_order(found: Found, datasets: Datasets) -> bool:
+def _same_order(found: FoundCheckpoint, datasets: Datasets) -> bool:
     """Whether samples come as they did for the checkpoint; true where it does not say (conversations, before they were
     counted).
     """
@@ -181,7 +183,7 @@ def _same_order(found: Found, datasets: Datasets) -> bool:
     return not then or then == [list(plan) for plan in datasets.train.plans]
 
 
-def _other_order(run: Run, found: Found, datasets: Datasets) -> list[str]:
+def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> list[str]:
     """A run of another length may need other epochs, and these are shuffled together: the order changes from the first
     sample on. That of conversations changes when there are others in the files.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megazero.checkpoint.folder import listing
 from megazero.checkpoint.format import CheckpointError
-from megazero.checkpoint.manager import Found, find
+from megazero.checkpoint.manager import FoundCheckpoint, find
 from megazero.checkpoint.resume_changes import compare, run_from
 from megazero.config.derive import with_vocabulary
 from megazero.config.schema import CheckpointConfig, Run
@@ -41,7 +41,7 @@ class Present:
 
     run: Run
     tokenizer: ListedTokenizer | None
-    found: Found | None
+    found: FoundCheckpoint | None
     problems: tuple[str, ...]
 
 
@@ -53,7 +53,7 @@ def look(run: Run, world_size: int | None) -> Present:
     """
     problems: list[str] = [*_unusable_places(run), *_missing_data(run)]
     tokenizer: ListedTokenizer | None = None
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     with _collected(problems):
         tokenizer = _tokenizer(run)
     if tokenizer is not None:
@@ -81,13 +81,13 @@ def absences(run: Run) -> tuple[str, ...]:
     return look(run, None).problems
 
 
-def other_run(run: Run, found: Found, world_size: int) -> list[str]:
+def other_run(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
     """Why the run may not go on from this checkpoint, as far as the two runs tell."""
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
     return [f"{found.path}: {problem}" for problem in comparison.problems]
 
 
-def starts_at(run: Run, found: Found | None) -> tuple[int, int]:
+def starts_at(run: Run, found: FoundCheckpoint | None) -> tuple[int, int]:
     """(iteration, consumed samples) that the run starts from."""
     if found is None or run.checkpoint.finetune:
         return 0, 0

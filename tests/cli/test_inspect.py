@@ -19,7 +19,7 @@ from megazero.checkpoint.blocks import write_file
 from megazero.checkpoint.format import MANIFEST
 from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.verify import verify
-from megazero.checkpoint.window import Shape, StoredTensors
+from megazero.checkpoint.window import StoredTensors, TensorInfo
 from megazero.cli.inspect import main
 from megazero.config.dump import run_dict
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
@@ -229,7 +229,7 @@ class Given:
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
-        self.shapes = {name: Shape(tuple(t.shape), {"weight": t.dtype}) for name, t in tensors.items()}
+        self.shapes = {name: TensorInfo(tuple(t.shape), {"weight": t.dtype}) for name, t in tensors.items()}
 
     def window(self, name: str, column: str, start: int, stop: int) -> torch.Tensor:
         return self.tensors[name].reshape(-1)[start:stop]

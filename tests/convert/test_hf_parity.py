@@ -16,11 +16,11 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
 NEW = 10
-Theirs = Mapping[str, tuple[Path, Tensor, list[list[int]]]]
+MegatronTensor = Mapping[str, tuple[Path, Tensor, list[list[int]]]]
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> MegatronTensor:
     """Case -> its folder and what transformers answers."""
     folder = tmp_path_factory.mktemp("hf")
     return {
@@ -28,7 +28,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     }
 
 
-def check(name: str, found: Answer, theirs: Theirs) -> None:
+def check(name: str, found: Answer, theirs: MegatronTensor) -> None:
     logits, text = found
     _, expected, generated = theirs[name]
     if logits is not None:
@@ -38,7 +38,7 @@ def check(name: str, found: Answer, theirs: Theirs) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_process(name: str, theirs: Theirs) -> None:
+def test_one_process(name: str, theirs: MegatronTensor) -> None:
     found = answer(str(theirs[name][0]), single_process_grid("cpu"), prompts(), NEW)
     assert found[0] is not None
     check(name, found, theirs)
@@ -49,7 +49,7 @@ def test_one_process(name: str, theirs: Theirs) -> None:
     ("ranks", "layouts"),
     [(2, [(2, 1), (1, 2)]), (3, [(1, 3)]), (4, [(4, 1), (2, 2)]), (6, [(2, 3)]), (12, [(4, 3)])],
 )
-def test_layouts(ranks: int, layouts: list[tuple[int, int]], theirs: Theirs) -> None:
+def test_layouts(ranks: int, layouts: list[tuple[int, int]], theirs: MegatronTensor) -> None:
     names = {tp: [name for name, case in CASES.items() if tp in case.tps] for tp, _ in layouts}
     jobs = [(tp, pp, [str(theirs[name][0]) for name in names[tp]]) for tp, pp in layouts]
     by_rank = run_ranks(ranks, answers, jobs, prompts(), NEW)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from megazero.convert.files.torch_file import read_torch_file
-from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
+from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter, write_torch_file
 from megazero.convert.files.unpickle import Record, record_type, unpickle
 from megazero.convert.source import ConversionError
 
@@ -391,7 +391,10 @@ def test_torch_opens_what_is_written(tmp_path: Path) -> None:
         "last": torch.arange(12.0).view(3, 4),
         "size": torch.Size([2, 3]),
     }
-    hollow = {**made, **{key: Hollow(tuple(made[key].shape), made[key].dtype) for key in ("pieces", "empty", "last")}}
+    hollow = {
+        **made,
+        **{key: TensorPlaceholder(tuple(made[key].shape), made[key].dtype) for key in ("pieces", "empty", "last")},
+    }
     path = tmp_path / "file.pt"
     with TorchFileWriter(path, hollow) as writer:
         for piece in (pieces[:1], pieces[1:], made["last"][:2], made["last"][2:]):
@@ -414,12 +417,12 @@ def test_torch_opens_what_is_written(tmp_path: Path) -> None:
 def test_a_file_that_is_not_full_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(AssertionError, match="4 elements of a tensor are missing"),
-        TorchFileWriter(tmp_path / "a", Hollow((2, 3), torch.float32)) as writer,
+        TorchFileWriter(tmp_path / "a", TensorPlaceholder((2, 3), torch.float32)) as writer,
     ):
         writer.feed(torch.ones(2))
     with (
         pytest.raises(AssertionError, match="7 elements where 6 are missing"),
-        TorchFileWriter(tmp_path / "a", Hollow((2, 3), torch.float32)) as writer,
+        TorchFileWriter(tmp_path / "a", TensorPlaceholder((2, 3), torch.float32)) as writer,
     ):
         writer.feed(torch.ones(7))
 

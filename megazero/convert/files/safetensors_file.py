@@ -30,7 +30,7 @@ BLOCK = 1 << 24
 """Elements that are converted and written at once."""
 
 
-class Slot(NamedTuple):
+class TensorHeader(NamedTuple):
     """A tensor in the header."""
 
     key: str
@@ -43,7 +43,7 @@ class Slot(NamedTuple):
 
 
 def write_safetensors(
-    path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, slots: Sequence[TensorHeader], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write tensors to a new file and sync it to the disk.
 

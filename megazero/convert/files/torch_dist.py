@@ -31,7 +31,7 @@ KNOWN = ("torch.distributed.*", "megatron.*", "pathlib.*")
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredChunk:
     """A box of a tensor, and the bytes of a file that hold it."""
 
     box: Box
@@ -41,12 +41,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class ChunkedTensor:
     """A tensor that has not been read yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredChunk, ...]
 
 
 class DistributedCheckpoint:
@@ -72,7 +72,7 @@ class DistributedCheckpoint:
             for key, info in places.items()
             if isinstance(key, Record)
         }
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, ChunkedTensor] = {}
         self.objects: list[str] = []
         problems: list[str] = []
         for name, record in described.items():
@@ -116,7 +116,7 @@ class DistributedCheckpoint:
             whole[_within(common, wanted)] = self._part(name, piece, common, stored.dtype)
         return whole
 
-    def _part(self, name: str, piece: Piece, common: Box, dtype: torch.dtype) -> Tensor:
+    def _part(self, name: str, piece: StoredChunk, common: Box, dtype: torch.dtype) -> Tensor:
         """The part of a piece that lies in the box `common`. Of the piece's first axis only the indices of that part
         are read.
         """
@@ -134,7 +134,7 @@ class DistributedCheckpoint:
         return value[inside]
 
 
-def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]], Record]) -> Stored:
+def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]], Record]) -> ChunkedTensor:
     shape, dtype = tuple(record.get("size")), _dtype(record.get("properties"))
     if dtype is None:
         raise ConversionError(f"{name} has no dtype")
@@ -166,8 +166,8 @@ def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]
                 f"the piece of {name} at {list(offsets)} is said to lie in {shown(length)} bytes at {shown(offset)} of "
                 f"{file}"
             )
-        pieces.append(Piece(box, file, offset, length))
-    return Stored(shape, dtype, tuple(pieces))
+        pieces.append(StoredChunk(box, file, offset, length))
+    return ChunkedTensor(shape, dtype, tuple(pieces))
 
 
 def _are_sizes(numbers: tuple[Any, ...]) -> bool:

@@ -1,8 +1,8 @@
 """Writing files that torch.load opens, as a stream: first the structure, then the elements of its tensors.
 
-A tensor is announced as a `Hollow`, and its elements follow in pieces of any size. So several files can be filled from
-one tensor, and no file is ever in memory. The pickle is written here instruction by instruction, so that it can name
-classes that are not installed.
+A tensor is announced as a `TensorPlaceholder`, and its elements follow in pieces of any size. So several files can be
+filled from one tensor, and no file is ever in memory. The pickle is written here instruction by instruction, so that it
+can name classes that are not installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ZIP64_FROM, _ZIP64_BYTES = (1 << 31) - 1, 20
 
 
 @dataclass(frozen=True)
-class Hollow:
+class TensorPlaceholder:
     """The shape and dtype of a tensor whose elements come later."""
 
     shape: tuple[int, ...]
@@ -43,8 +43,8 @@ class TorchFileWriter:
     """Writes a file of torch.save; a context manager. Leaving it before all tensors are full is an error.
 
     structure: dictionaries, lists, tuples, numbers, strings, torch dtypes and sizes, `Record`s (written as objects of
-    the classes that they name), tensors and `Hollow`s. `feed` takes the elements of the hollow ones in the structure's
-    order. Every tensor has a storage of its own.
+    the classes that they name), tensors and `TensorPlaceholder`s. `feed` takes the elements of the placeholders in
+    the structure's order. Every tensor has a storage of its own.
     """
 
     def __init__(self, path: Path, structure: Any) -> None:
@@ -55,7 +55,7 @@ class TorchFileWriter:
             self._small("data.pkl", b"\x80\x02" + b"".join(pickled.parts) + b".")
             self._small("byteorder", b"little")
             self._small("version", b"3\n")
-            self._tensors: Iterator[tuple[int, Hollow | Tensor]] = iter(enumerate(pickled.tensors))
+            self._tensors: Iterator[tuple[int, TensorPlaceholder | Tensor]] = iter(enumerate(pickled.tensors))
             self._entry: IO[bytes] | None = None
             self._missing = 0
             self._path = path
@@ -96,7 +96,7 @@ class TorchFileWriter:
         for number, tensor in self._tensors:
             numel = tensor.numel() if isinstance(tensor, Tensor) else tensor.numel
             entry = self._open(f"data/{number}", numel * tensor.dtype.itemsize)
-            if isinstance(tensor, Hollow) and numel:
+            if isinstance(tensor, TensorPlaceholder) and numel:
                 self._entry, self._hollow, self._missing = entry, tensor, numel
                 return
             with entry:
@@ -140,14 +140,14 @@ class _Pickle:
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        self.tensors: list[Hollow | Tensor] = []
+        self.tensors: list[TensorPlaceholder | Tensor] = []
 
     def value(self, value: Any) -> None:
         """Append the instructions that make a value."""
         simple = {type(None): b"N", bool: b"\x88" if value is True else b"\x89"}.get(type(value))
         if simple is not None:
             self.parts.append(simple)
-        elif isinstance(value, Tensor | Hollow):
+        elif isinstance(value, Tensor | TensorPlaceholder):
             self._tensor(value)
         elif isinstance(value, Record):
             self._record(value)
@@ -187,7 +187,7 @@ class _Pickle:
             self.value(record.state)
             self.parts.append(b"b")
 
-    def _tensor(self, tensor: Tensor | Hollow) -> None:
+    def _tensor(self, tensor: Tensor | TensorPlaceholder) -> None:
         shape = tuple(tensor.shape)
         kind = next(name for name, dtype in STORAGES.items() if dtype == tensor.dtype)
         number = len(self.tensors)

@@ -26,7 +26,7 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
+class LazyTensor:
     """A tensor that has not been read yet: its shape, its dtype, and a function that reads it as a view of the mapped
     file.
     """
@@ -60,7 +60,7 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     return found
 
 
-def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, Stored]:
+def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, LazyTensor]:
     """Every tensor of the folder by its key. Files stay open until `closing` closes.
 
     Raises ConversionError, naming what is missing or damaged.
@@ -71,7 +71,7 @@ def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, Stored]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ConversionError(f"{folder} lacks {len(missing)} of its {len(files)} files: {', '.join(missing)}")
-    found: dict[str, Stored] = {}
+    found: dict[str, LazyTensor] = {}
     for file in files:
         for key, stored in safetensors_of(file, closing) if file.suffix == ".safetensors" else _of_torch(file):
             if key in found:
@@ -80,14 +80,14 @@ def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, Stored]:
     return found
 
 
-def safetensors_of(path: Path, closing: ExitStack) -> Iterator[tuple[str, Stored]]:
+def safetensors_of(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of one file by key. It stays open until `closing` closes. Raises ConversionError."""
     try:
         file: Any = closing.enter_context(safe_open(path, "pt"))
         for key in file.keys():  # noqa: SIM118 - no mapping
             header = file.get_slice(key)
             code = header.get_dtype()
-            yield key, Stored(tuple(header.get_shape()), _DTYPES.get(code), code, partial(file.get_tensor, key))
+            yield key, LazyTensor(tuple(header.get_shape()), _DTYPES.get(code), code, partial(file.get_tensor, key))
     except (SafetensorError, OSError) as error:
         raise ConversionError(f"{path} is no whole safetensors file: {error}") from error
 
@@ -96,7 +96,7 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _of_torch(path: Path) -> Iterator[tuple[str, Stored]]:
+def _of_torch(path: Path) -> Iterator[tuple[str, LazyTensor]]:
     state = read_torch_file(path)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
@@ -107,7 +107,7 @@ def _of_torch(path: Path) -> Iterator[tuple[str, Stored]]:
             dtype = value.dtype if value.dtype in CODES else None
             yield (
                 str(key),
-                Stored(
+                LazyTensor(
                     tuple(value.shape), dtype, str(value.dtype).removeprefix("torch."), partial(_itself, value.detach())
                 ),
             )

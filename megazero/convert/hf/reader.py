@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.config import CONFIG, GENERATION, family_of, named_dtype, read_config, read_json, run_of
-from megazero.convert.hf.files import Stored, stored_tensors, weight_files
+from megazero.convert.hf.files import LazyTensor, stored_tensors, weight_files
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, their_shapes
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Source, places
+from megazero.convert.source import WEIGHT, ConversionError, Source, places
 from megazero.convert.tokenizers import tokenizer_files
 
 COMPANIONS = (
@@ -110,8 +111,8 @@ class HfSource(Source):
 
 
 def _found(
-    path: Path, names: Names, model: ModelConfig, stored: Mapping[str, Stored]
-) -> tuple[dict[str, Rule], dict[str, Entry]]:
+    path: Path, names: Names, model: ModelConfig, stored: Mapping[str, LazyTensor]
+) -> tuple[dict[str, Rule], dict[str, TensorInfo]]:
     """Each rule with the keys as the files have them, and the entries.
 
     Raises one ConversionError with every key that is missing or has another shape.
@@ -126,14 +127,14 @@ def _found(
             continue
         kinds = {dtype for key in rule.theirs if (dtype := stored[key].dtype)}
         rules[name] = rule
-        entries[name] = Entry(place.shape, {WEIGHT: reduce(torch.promote_types, kinds)})
+        entries[name] = TensorInfo(place.shape, {WEIGHT: reduce(torch.promote_types, kinds)})
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConversionError(f"{path} does not hold the model of its {CONFIG}: {'; '.join(problems[:_SHOWN])}{more}")
     return rules, entries
 
 
-def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str, Stored]) -> Rule:
+def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str, LazyTensor]) -> Rule:
     """The keys as the files have them, with the prefix or without. Of a tied model this may be the head's key, where
     only the head was stored.
     """
@@ -147,7 +148,7 @@ def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str
     return replace(rule, theirs=keys)
 
 
-def _misfits(rule: Rule, shapes: list[tuple[int, ...]], stored: Mapping[str, Stored]) -> Iterator[str]:
+def _misfits(rule: Rule, shapes: list[tuple[int, ...]], stored: Mapping[str, LazyTensor]) -> Iterator[str]:
     for key, shape in zip(rule.theirs, shapes, strict=True):
         if key not in stored:
             yield f"{key} {list(shape)} is missing ({rule.ours})"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megazero.config.dtypes import compute_dtype
 from megazero.convert.companions import own
-from megazero.convert.files.safetensors_file import Slot, write_safetensors
+from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import (
     CONFIG,
@@ -67,19 +67,19 @@ def write_hf(
     write_tokenizer(source, folder, made)
 
 
-def _slots(source: Source, names: Names, dtype: torch.dtype) -> list[Slot]:
+def _slots(source: Source, names: Names, dtype: torch.dtype) -> list[TensorHeader]:
     """The tensors to write, in the order in which ours are read."""
     found = []
     for name, entry in source.entries.items():
         rule = names.rule(name)
         shapes = their_shapes(rule, source.model, entry.shape)
-        found += [Slot(key, dtype, shape) for key, shape in zip(names.written(rule), shapes, strict=True)]
+        found += [TensorHeader(key, dtype, shape) for key, shape in zip(names.written(rule), shapes, strict=True)]
     return found
 
 
-def _shards(slots: Sequence[Slot], most: int) -> dict[str, list[Slot]]:
+def _shards(slots: Sequence[TensorHeader], most: int) -> dict[str, list[TensorHeader]]:
     """File name -> its tensors, in order."""
-    groups: list[list[Slot]] = [[]]
+    groups: list[list[TensorHeader]] = [[]]
     size = 0
     for slot in slots:
         if groups[-1] and size + slot.nbytes > most:

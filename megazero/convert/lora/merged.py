@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fused_ops.blocks import rows_of, wide
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.lora import scale
 from megazero.config.schema import LoraConfig
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
+from megazero.convert.source import WEIGHT, ConversionError, Source
 
 FACTORS = _A, _B = "lora_a", "lora_b"
 """Last parts of the names of A [r, in] and B [out, r]."""
@@ -27,7 +28,9 @@ class AdaptedSource(Source):
 
     def __init__(self, adapters: Source, base: Source) -> None:
         run = replace(adapters.run, lora=LoraConfig())
-        entries = {name: Entry(entry.shape, {WEIGHT: entry.columns[WEIGHT]}) for name, entry in base.entries.items()}
+        entries = {
+            name: TensorInfo(entry.shape, {WEIGHT: entry.columns[WEIGHT]}) for name, entry in base.entries.items()
+        }
         companions = {**base.companions, **adapters.companions}
         super().__init__(adapters.format, adapters.path, run, entries, adapters.position, companions, base.report)
         self.adapters, self.base = adapters, base
@@ -52,7 +55,9 @@ class AdaptersAlone(Source):
 
     def __init__(self, both: AdaptedSource) -> None:
         under = both.adapters
-        entries = {name: Entry(entry.shape, {WEIGHT: entry.columns[WEIGHT]}) for name, entry in under.entries.items()}
+        entries = {
+            name: TensorInfo(entry.shape, {WEIGHT: entry.columns[WEIGHT]}) for name, entry in under.entries.items()
+        }
         super().__init__(both.format, both.path, under.run, entries, both.position, both.companions, both.report)
         self.base, self._under = both.base, under
 

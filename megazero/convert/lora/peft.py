@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megazero.config.lora import adapted, alpha, layers_of
 from megazero.config.schema import LoraConfig, ModelConfig
-from megazero.convert.files.safetensors_file import Slot, write_safetensors
+from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import family_for, read_json
 from megazero.convert.hf.rearrange import TRANSPOSED, TRANSPOSED_THIRDS
@@ -143,12 +143,12 @@ def write_adapters(
         os.fsync(file.fileno())
 
 
-def _slots(pair: Pair, adapters: Source, wanted: torch.dtype | None) -> Iterator[Slot]:
+def _slots(pair: Pair, adapters: Source, wanted: torch.dtype | None) -> Iterator[TensorHeader]:
     a, b = (adapters.entries[f"{pair.layer}.{factor}"] for factor in FACTORS)
     rows = pair.parts(adapters.model, torch.empty(b.shape, device="meta"))
     for module, part in zip(pair.modules, rows, strict=True):
         for factor, shape, dtype in (("A", a.shape, a.columns[WEIGHT]), ("B", tuple(part.shape), b.columns[WEIGHT])):
-            yield Slot(key_of(module, factor), wanted or dtype, shape)
+            yield TensorHeader(key_of(module, factor), wanted or dtype, shape)
 
 
 def names_for(model: ModelConfig, base: Source) -> Names:

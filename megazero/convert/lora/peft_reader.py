@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.lora import layers_of, scale
 from megazero.config.options import run_options
 from megazero.config.schema import CheckpointConfig, LoraConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.hf.config import read_json
-from megazero.convert.hf.files import Stored, safetensors_of
+from megazero.convert.hf.files import LazyTensor, safetensors_of
 from megazero.convert.lora.merged import FACTORS, UnboundAdapters
 from megazero.convert.lora.peft import CONFIG, TENSORS, Pair, key_of, names_for, pairs_of_block
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Source
+from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.system.reading import shown
 
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
@@ -74,7 +75,7 @@ def open_peft(path: Path) -> PeftAdapters:
 class PeftAdapters(UnboundAdapters):
     """PEFT's two files, before the model that they belong to is known."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], stored: Mapping[str, LazyTensor]) -> None:
         base = config.get("base_model_name_or_path")
         lora = LoraConfig(lora_rank=int(config["r"]), lora_alpha=float(config["lora_alpha"]))
         super().__init__("peft", path, Run(checkpoint=CheckpointConfig(init_from=base), lora=lora), {})
@@ -88,8 +89,8 @@ class PeftAdapters(UnboundAdapters):
 class _Part:
     """One of their layers inside one of ours: its adapter, if it has one, and the factor of its B."""
 
-    a: Stored | None = None
-    b: Stored | None = None
+    a: LazyTensor | None = None
+    b: LazyTensor | None = None
     factor: float = 1.0
 
     @property
@@ -109,7 +110,7 @@ class BoundAdapters(Source):
         super().__init__("peft", files.path, run, {}, closing=files.closing)
         names, left = names_for(base.model, base), set(files.stored)
         self._layers: dict[str, tuple[Pair, list[_Part], bool]] = {}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorInfo] = {}
         for number in range(base.model.num_layers):
             for pair in pairs_of_block(names, number, layers_of(base.model)):
                 keys = [(key_of(module, "A"), key_of(module, "B")) for module in pair.modules]
@@ -137,7 +138,7 @@ class BoundAdapters(Source):
         own = lora.lora_alpha / (math.sqrt(rank) if files.by_root else rank)
         return _Part(files.stored[a], files.stored[b], own / scale(lora))
 
-    def _entries(self, base: Source, pair: Pair, parts: list[_Part]) -> Iterator[tuple[str, Entry]]:
+    def _entries(self, base: Source, pair: Pair, parts: list[_Part]) -> Iterator[tuple[str, TensorInfo]]:
         weight = base.entries[f"{pair.layer}.weight"].shape
         theirs = pair.parts(base.model, torch.empty(weight, device="meta"))
         for module, part, whole in zip(pair.modules, parts, theirs, strict=True):
@@ -150,8 +151,8 @@ class BoundAdapters(Source):
         (dtype, *_) = (part.a.dtype for part in parts if part.a is not None)
         assert dtype is not None
         a, b = (f"{pair.layer}.{factor}" for factor in FACTORS)
-        yield a, Entry((rank, weight[1]), {WEIGHT: dtype})
-        yield b, Entry((weight[0], rank), {WEIGHT: dtype})
+        yield a, TensorInfo((rank, weight[1]), {WEIGHT: dtype})
+        yield b, TensorInfo((weight[0], rank), {WEIGHT: dtype})
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         layer, _, factor = name.rpartition(".")
@@ -162,7 +163,7 @@ class BoundAdapters(Source):
         return pair.whole(self.model, list(_rows(self.model, pair, parts, shared, self.entries[name])))
 
 
-def _rows(model: ModelConfig, pair: Pair, parts: list[_Part], shared: bool, entry: Entry) -> Iterator[Tensor]:
+def _rows(model: ModelConfig, pair: Pair, parts: list[_Part], shared: bool, entry: TensorInfo) -> Iterator[Tensor]:
     """The rows of B for each part. A part that shares no A has values only in its own columns."""
     start = 0
     for part, whole in zip(parts, pair.parts(model, torch.empty(entry.shape, device="meta")), strict=True):

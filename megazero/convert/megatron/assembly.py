@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.config.inventory import TABLES, WORDS, tp_axis
 from megazero.config.schema import ModelConfig
-from megazero.convert.megatron.names import TIED_COPIES, Theirs, theirs, why_ignored
+from megazero.convert.megatron.names import TIED_COPIES, MegatronTensor, theirs, why_ignored
 from megazero.convert.report import Report
 from megazero.convert.shards import agree, join
 from megazero.convert.source import ConversionError, places
@@ -20,7 +20,7 @@ Ranks = Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Found:
+class TensorKey:
     """Where one of our tensors is: a key, the half of its rows that is ours, and the key of a tied copy on the last
     stage, if any.
     """
@@ -76,7 +76,7 @@ class Assembly:
         stands_for = name if name in self.found else name.replace("output.bias", "qkv.bias")
         return (self.ranks if ranks is None else ranks)[0][self.found[stands_for].key].dtype
 
-    def _piece(self, rank: Mapping[str, Tensor], found: Found, index: str) -> Tensor:
+    def _piece(self, rank: Mapping[str, Tensor], found: TensorKey, index: str) -> Tensor:
         piece = rank[found.key]
         if found.half is not None:
             piece = piece.chunk(2)[found.half]
@@ -84,13 +84,13 @@ class Assembly:
             return piece
         return agree(f"{found.key} and {found.copy} (tp rank {index})", [piece, rank[found.copy]], self.report)
 
-    def _find(self, name: str, named: Theirs) -> Found | None:
+    def _find(self, name: str, named: MegatronTensor) -> TensorKey | None:
         key = next((key for key in named.names if all(key in rank for rank in self.ranks)), None)
         if key is None:
             return None
         tied = name == WORDS and not self.model.untie_embeddings_and_output_weights
         copies = [copy for copy in TIED_COPIES if tied and all(copy in rank for rank in self.ranks)]
-        return Found(key, named.half, copies[0] if copies else None)
+        return TensorKey(key, named.half, copies[0] if copies else None)
 
     def _account(self) -> Iterator[str]:
         """Put every key of the checkpoint into the report. Yields the keys that cannot be left out."""

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.inventory import TABLES
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.files.torch_dist import DistributedCheckpoint, fragments, rows_of, unflattened
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import read_json
-from megazero.convert.megatron.names import Theirs, theirs, why_ignored
+from megazero.convert.megatron.names import MegatronTensor, theirs, why_ignored
 from megazero.convert.megatron.source import KNOWN, described, note_padding, position_of, unused_of_common
 from megazero.convert.megatron_args import has_qkv_bias_alone, run_from_args
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
@@ -34,7 +35,6 @@ from megazero.convert.source import (
     MOMENTS,
     WEIGHT,
     ConversionError,
-    Entry,
     Position,
     Source,
     places,
@@ -59,7 +59,7 @@ _OTHERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Found:
+class TensorKey:
     """Where one of our tensors is. layer: its index on the first axis, of a tensor of all layers. half: the half of the
     rows that is ours.
     """
@@ -80,7 +80,7 @@ class TorchDistSource(Source):
         dtypes = {
             name: {column: stored.dtype(name, prefix) for column, prefix in columns.items()} for name in stored.places
         }
-        entries = {name: Entry(place.shape, dtypes[name]) for name, place in stored.places.items()}
+        entries = {name: TensorInfo(place.shape, dtypes[name]) for name, place in stored.places.items()}
         super().__init__("megatron", path, run, entries, position, report=stored.report)
         self._stored, self._prefixes = stored, columns
 
@@ -145,16 +145,16 @@ class _Tensors:
                 + "; ".join(problems[:20] + more)
             )
 
-    def _find(self, name: str, named: Theirs) -> Found | None:
+    def _find(self, name: str, named: MegatronTensor) -> TensorKey | None:
         for key in named.names:
             match = _LAYER.fullmatch(key)
             together = [] if match is None else [(f"{match[1]}{match[3]}", int(match[2]))]
             for wanted, layer in [(key, None), *together]:
                 if wanted in self.checkpoint.tensors:
-                    return Found(wanted, layer, named.half)
+                    return TensorKey(wanted, layer, named.half)
                 apart = "" if named.half is None else f"{wanted}_{'wv'[named.half]}"
                 if apart in self.checkpoint.tensors:
-                    return Found(apart, layer, None)
+                    return TensorKey(apart, layer, None)
         return None
 
     def tensor(self, name: str, prefix: str) -> Tensor:
@@ -213,7 +213,7 @@ class _Tensors:
                 return False
         return True
 
-    def _cut(self, stored: tuple[int, ...], whole: tuple[int, ...], found: Found) -> bool:
+    def _cut(self, stored: tuple[int, ...], whole: tuple[int, ...], found: TensorKey) -> bool:
         cuts = fragments(stored, whole)
         return cuts is not None and (found.layer is None or cuts[0] == whole[0])
 

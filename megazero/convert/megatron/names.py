@@ -16,7 +16,7 @@ from megazero.convert.source import places
 
 
 @dataclass(frozen=True)
-class Theirs:
+class MegatronTensor:
     """The names of a tensor, with the numbers of layers over the whole model. half: the half of its rows that is ours
     (0 or 1), for a gated layer's [gate; up]; None: all rows.
     """
@@ -77,28 +77,30 @@ IGNORED: Mapping[str, str] = {
 """Keys, as regular expressions, that hold nothing of the model; and why."""
 
 
-def theirs(model: ModelConfig) -> dict[str, Theirs]:
+def theirs(model: ModelConfig) -> dict[str, MegatronTensor]:
     """Every tensor of a model by its global name."""
     return {name: _of(name, model) for name in places(model)}
 
 
-def _of(name: str, model: ModelConfig) -> Theirs:
+def _of(name: str, model: ModelConfig) -> MegatronTensor:
     if not name.startswith("blocks."):
-        return Theirs(_WHOLE.get(name, ()))
+        return MegatronTensor(_WHOLE.get(name, ()))
     _, number, rest = name.split(".", 2)
     part, _, kind = rest.rpartition(".")
     half = None
     if model.activation == "swiglu" and part in ("mlp.gate", "mlp.up"):
         part, half = "mlp.up", ("mlp.gate", "mlp.up").index(part)
-    return Theirs(tuple(f"{blocks}.{number}.{prefix}{kind}" for prefix in _IN_BLOCK[part] for blocks in BLOCKS), half)
+    return MegatronTensor(
+        tuple(f"{blocks}.{number}.{prefix}{kind}" for prefix in _IN_BLOCK[part] for blocks in BLOCKS), half
+    )
 
 
-def core_name(name: str, model: ModelConfig) -> Theirs:
+def core_name(name: str, model: ModelConfig) -> MegatronTensor:
     """The name of one of our tensors in Megatron-core with Transformer Engine, with layers numbered over the whole
     model.
     """
     found = _of(name, model)
-    return Theirs(found.names[:1], found.half)
+    return MegatronTensor(found.names[:1], found.half)
 
 
 def why_ignored(key: str) -> str | None:

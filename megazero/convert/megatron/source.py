@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.files.torch_file import read_torch_file
@@ -19,7 +20,7 @@ from megazero.convert.megatron.optimizer import State, optimizer_state
 from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args, true_vocabulary
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source
 
 KNOWN = (
     *("megatron.*", "apex.*", "transformer_engine.*", "torch.distributed.*", "torch.nn.*", "torch.optim.*"),
@@ -41,7 +42,7 @@ class MegatronSource(Source):
         self._columns: Mapping[str, Ranks] = {WEIGHT: assembly.ranks, **state.columns}
         entries = {}
         for name, place in assembly.places.items():
-            entries[name] = Entry(
+            entries[name] = TensorInfo(
                 place.shape, {column: assembly.dtype(name, ranks) for column, ranks in self._columns.items()}
             )
         super().__init__("megatron", path, run, entries, position, report=assembly.report)

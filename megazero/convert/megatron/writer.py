@@ -17,7 +17,7 @@ from megazero.config.derive import padded_vocab
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.inventory import TABLES, WORDS, tp_axis
 from megazero.convert.files.safetensors_file import flat_pieces
-from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter
 from megazero.convert.files.unpickle import record_type
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron.folders import FILES, TRACKER, iteration_folder, rank_folder
@@ -26,7 +26,7 @@ from megazero.convert.megatron_args import args_of
 from megazero.convert.shards import cut
 from megazero.convert.source import ConversionError, Source
 
-Slot = tuple[str, tuple[str, ...]]
+TensorHeader = tuple[str, tuple[str, ...]]
 """A tensor of theirs: its key, layers counted in the stage, and those of ours that its rows are made of, one after the
 other.
 """
@@ -77,7 +77,7 @@ def write_megatron(source: Source, folder: Path, options: TargetOptions, advance
     (folder / TRACKER).write_text(f"{word}\n")
 
 
-def _slots(source: Source, stage: int, stages: int) -> Iterator[Slot]:
+def _slots(source: Source, stage: int, stages: int) -> Iterator[TensorHeader]:
     model = source.model
     layers = model.num_layers // stages
     own = range(stage * layers, (stage + 1) * layers)
@@ -106,13 +106,16 @@ def _write_stage(
     inside: Path,
     options: TargetOptions,
     stage: int,
-    slots: Sequence[Slot],
+    slots: Sequence[TensorHeader],
     dtype: torch.dtype,
     rest: dict[str, object],
     advance: Advance,
 ) -> None:
     """Write the files of a stage's tp ranks, all at once: each tensor is read once and cut."""
-    structure = {**rest, "model": {key: Hollow(_local_shape(source, names, options.tp), dtype) for key, names in slots}}
+    structure = {
+        **rest,
+        "model": {key: TensorPlaceholder(_local_shape(source, names, options.tp), dtype) for key, names in slots},
+    }
     with ExitStack() as opened:
         files = []
         for rank in range(options.tp):

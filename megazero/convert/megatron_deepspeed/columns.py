@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megazero.config.inventory import WORDS, tp_axis
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
-from megazero.convert.megatron_deepspeed.names import Theirs
+from megazero.convert.megatron_deepspeed.names import PipelineTensor
 from megazero.convert.megatron_deepspeed.weights import Weights, halved, label
-from megazero.convert.megatron_deepspeed.zero import Slice, Zero, pieces_of
+from megazero.convert.megatron_deepspeed.zero import PartitionSlice, Zero, pieces_of
 from megazero.convert.report import Report
 from megazero.convert.shards import agree, join
 from megazero.convert.source import ConversionError
 
-Held = Mapping[tuple[int, str], tuple[int, list[Slice]]]
+Held = Mapping[tuple[int, str], tuple[int, list[PartitionSlice]]]
 """Of one tp rank: (layer, key) -> (model-parallel rank whose files hold it, where)."""
 
 
@@ -64,15 +64,15 @@ class Columns:
         pieces = [halved(self._of_rank(t, where, column), where) for t in range(self.tp)]
         return join(key, pieces, axis, self.report, self.weights.rows(name))
 
-    def _slices(self, rank: int, parts: Sequence[Slice], column: str) -> list[Tensor]:
+    def _slices(self, rank: int, parts: Sequence[PartitionSlice], column: str) -> list[Tensor]:
         return pieces_of(self.files, self.listing, rank, parts, column)
 
-    def _of_rank(self, t: int, where: Theirs, column: str) -> Tensor:
+    def _of_rank(self, t: int, where: PipelineTensor, column: str) -> Tensor:
         pieces = self._slices(*self.held[t][where.layer, where.key], column)
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return flat.view(self.weights.stored[where.layer][t][where.key].shape)
 
-    def _like_copies(self, name: str, where: Theirs, column: str, whole: Tensor) -> Tensor:
+    def _like_copies(self, name: str, where: PipelineTensor, column: str, whole: Tensor) -> Tensor:
         """The table itself where every stage's copy of it is the same, compared slice by slice; else their mean."""
         others = []
         for copy in self._copies(name, where):
@@ -88,7 +88,7 @@ class Columns:
 
     def _held(self, t: int) -> Held:
         """A parameter of the tied embedding is in the first and in the last stage; the first one's counts."""
-        found: dict[tuple[int, str], tuple[int, list[Slice]]] = {}
+        found: dict[tuple[int, str], tuple[int, list[PartitionSlice]]] = {}
         for stage in reversed(range(self.stages)):
             rank = stage * self.tp + t
             for parameter, parts in self.zero.slices[rank].items():
@@ -97,7 +97,7 @@ class Columns:
                     found[place] = rank, parts
         return found
 
-    def _copies(self, name: str, where: Theirs) -> list[list[tuple[int, list[Slice]]]]:
+    def _copies(self, name: str, where: PipelineTensor) -> list[list[tuple[int, list[PartitionSlice]]]]:
         """The tied table's copies on other stages, which are trained with it. (The rest of a tied embedding is idle
         there.)
         """
@@ -112,7 +112,7 @@ class Columns:
             [(s * self.tp + t, self.zero.slices[s * self.tp + t][parameter]) for t in range(self.tp)] for s in others
         ]
 
-    def _problems(self, where: Theirs) -> list[str]:
+    def _problems(self, where: PipelineTensor) -> list[str]:
         counts = []
         for t in range(self.tp):
             _, parts = self.held[t].get((where.layer, where.key), (0, []))

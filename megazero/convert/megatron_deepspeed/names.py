@@ -44,7 +44,7 @@ IGNORED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Theirs:
+class PipelineTensor:
     """layer: number of the layer's files. key: in them. half: which half of a rank's rows is ours, of a gated layer's
     [gate; up].
     """
@@ -117,26 +117,26 @@ def found_layers(keys: Mapping[int, tuple[str, ...]], where: str) -> Layers:
     return Layers(embedding[0], tuple(blocks), final[0], head[0] if head else None)
 
 
-def theirs(model: ModelConfig, layers: Layers, head_key: str = "lm_head.weight") -> dict[str, Theirs]:
+def theirs(model: ModelConfig, layers: Layers, head_key: str = "lm_head.weight") -> dict[str, PipelineTensor]:
     """Every tensor of a model by its global name."""
     return {name: _of(name, model, layers, head_key) for name in places(model)}
 
 
-def _of(name: str, model: ModelConfig, layers: Layers, head_key: str) -> Theirs:
+def _of(name: str, model: ModelConfig, layers: Layers, head_key: str) -> PipelineTensor:
     if name in _EMBEDDING:
-        return Theirs(layers.embedding, _EMBEDDING[name])
+        return PipelineTensor(layers.embedding, _EMBEDDING[name])
     if name in _FINAL:
-        return Theirs(layers.final, _FINAL[name])
+        return PipelineTensor(layers.final, _FINAL[name])
     if name in _HEAD:
         assert layers.head is not None
-        return Theirs(layers.head, head_key)
+        return PipelineTensor(layers.head, head_key)
     _, number, rest = name.split(".", 2)
     part, _, kind = rest.rpartition(".")
     half = None
     if model.activation == "swiglu" and part in ("mlp.gate", "mlp.up"):
         half = ("mlp.gate", "mlp.up").index(part)
         part = "mlp.up"
-    return Theirs(layers.blocks[int(number)], f"{_PARTS[part]}.{kind}", half)
+    return PipelineTensor(layers.blocks[int(number)], f"{_PARTS[part]}.{kind}", half)
 
 
 def why_ignored(key: str) -> str | None:

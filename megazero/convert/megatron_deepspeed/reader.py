@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.schema import Run
 from megazero.convert.companions import companions
@@ -27,7 +28,7 @@ from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import Weights, label, stored_layers
 from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
 from megazero.convert.report import Report
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source
 
 
 class MegatronDeepSpeedSource(Source):
@@ -45,7 +46,7 @@ class MegatronDeepSpeedSource(Source):
     ) -> None:
         dtypes = columns.zero.dtypes if columns else {}
         entries = {
-            name: Entry(shape, {WEIGHT: weights.dtype(name), **dtypes}) for name, shape in weights.shapes.items()
+            name: TensorInfo(shape, {WEIGHT: weights.dtype(name), **dtypes}) for name, shape in weights.shapes.items()
         }
         super().__init__("megatron-deepspeed", path, run, entries, position, companions, report)
         self.weights, self.columns_of = weights, columns

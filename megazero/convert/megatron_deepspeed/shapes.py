@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megazero.convert.megatron_deepspeed.names import Layers
-from megazero.convert.megatron_deepspeed.weights import Stored
+from megazero.convert.megatron_deepspeed.weights import LayerTensor
 from megazero.convert.report import Report
 from megazero.convert.source import ConversionError
 
@@ -18,7 +18,7 @@ it.
 
 def args_from_shapes(
     said: Mapping[str, Any],
-    stored: Mapping[int, tuple[Mapping[str, Stored], ...]],
+    stored: Mapping[int, tuple[Mapping[str, LayerTensor], ...]],
     layers: Layers,
     where: str,
     report: Report,
@@ -57,14 +57,16 @@ def args_from_shapes(
     return {**{name: value for name, value in said.items() if value is not None}, **facts, **assumed}
 
 
-def _two(ranks: tuple[Mapping[str, Stored], ...], key: str, where: str) -> tuple[int, int]:
+def _two(ranks: tuple[Mapping[str, LayerTensor], ...], key: str, where: str) -> tuple[int, int]:
     shape = ranks[0][key].shape
     if len(shape) != 2:
         raise ConversionError(f"{where}: {key} has the shape {list(shape)}, a table is expected")
     return shape[0], shape[1]
 
 
-def _widths(said: Mapping[str, Any], block: tuple[Mapping[str, Stored], ...], tp: int, hidden: int) -> dict[str, Any]:
+def _widths(
+    said: Mapping[str, Any], block: tuple[Mapping[str, LayerTensor], ...], tp: int, hidden: int
+) -> dict[str, Any]:
     """The feed-forward width, and whether two matrices (swiglu) stand in the first one."""
     up, down = block[0].get("mlp.dense_h_to_4h.weight"), block[0].get("mlp.dense_4h_to_h.weight")
     if up is None or down is None or len(up.shape) != 2 or len(down.shape) != 2:

@@ -9,7 +9,7 @@ from megazero.config.derive import padded_vocab
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.formats import TargetOptions
-from megazero.convert.megatron_deepspeed.names import Layers, Theirs, bloom_layers, theirs
+from megazero.convert.megatron_deepspeed.names import Layers, PipelineTensor, bloom_layers, theirs
 from megazero.convert.source import ConversionError, places
 from megazero.mpu.place import Place
 
@@ -20,7 +20,7 @@ class Written:
     rank.
     """
 
-    where: Theirs
+    where: PipelineTensor
     names: tuple[str, ...]
     shape: tuple[int, ...]
     decays: bool
@@ -79,7 +79,10 @@ def plan(model: ModelConfig, options: TargetOptions) -> Plan:
     rows = padded_vocab(model, options.tp)
     tensors = tuple(
         Written(
-            Theirs(*key), tuple(names), _local(names, everything, options.tp, rows), everything[names[0]].kind.decays
+            PipelineTensor(*key),
+            tuple(names),
+            _local(names, everything, options.tp, rows),
+            everything[names[0]].kind.decays,
         )
         for key, names in sorted(by_key.items(), key=lambda item: item[0][0])
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
-from megazero.convert.megatron_deepspeed.names import Layers, Theirs, theirs, why_ignored
+from megazero.convert.megatron_deepspeed.names import Layers, PipelineTensor, theirs, why_ignored
 from megazero.convert.report import Report
 from megazero.convert.shards import join
 from megazero.convert.source import ConversionError, places
@@ -22,19 +22,19 @@ from megazero.convert.source import ConversionError, places
 
 
 @dataclass(frozen=True)
-class Stored:
+class LayerTensor:
     """Shape and dtype of a tensor in a layer file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str, Stored], ...]]:
+def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str, LayerTensor], ...]]:
     """layer -> for each tp rank key -> shape and dtype. Reads no tensor.
 
     Raises ConversionError where ranks of a layer have different keys.
     """
-    found: dict[int, tuple[Mapping[str, Stored], ...]] = {}
+    found: dict[int, tuple[Mapping[str, LayerTensor], ...]] = {}
     for layer, paths in listing.layers.items():
         ranks = []
         for path in paths:
@@ -43,7 +43,7 @@ def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str
                 raise ConversionError(f"{path} holds a {type(content).__name__} and no dictionary of tensors")
             ranks.append(
                 {
-                    key: Stored(tuple(value.shape), value.dtype)
+                    key: LayerTensor(tuple(value.shape), value.dtype)
                     for key, value in content.items()
                     if isinstance(value, Tensor)
                 }
@@ -64,7 +64,7 @@ class Weights:
         self,
         files: Files,
         listing: Listing,
-        stored: Mapping[int, tuple[Mapping[str, Stored], ...]],
+        stored: Mapping[int, tuple[Mapping[str, LayerTensor], ...]],
         layers: Layers,
         model: ModelConfig,
         report: Report,
@@ -132,7 +132,7 @@ class Weights:
         problems = []
         for layer, ranks in self.stored.items():
             for key in ranks[0]:
-                shown = label(Theirs(layer, key))
+                shown = label(PipelineTensor(layer, key))
                 if (layer, key) in used:
                     self.report.mapped.append(shown)
                 elif (why := why_ignored(key)) is not None:
@@ -164,11 +164,11 @@ class Weights:
         return f"{label(where)} has {kind}, {name} is {list(wanted)}"
 
 
-def label(where: Theirs) -> str:
+def label(where: PipelineTensor) -> str:
     """How reports and errors name a tensor of a layer file."""
     return f"layer {where.layer} {where.key}"
 
 
-def halved(piece: Tensor, where: Theirs) -> Tensor:
+def halved(piece: Tensor, where: PipelineTensor) -> Tensor:
     """A tp rank's rows of ours, where a gated layer's two matrices are stored as one."""
     return piece if where.half is None else piece.chunk(2)[where.half]

@@ -13,7 +13,7 @@ import torch
 
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
-from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
+from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter, write_torch_file
 from megazero.convert.files.unpickle import record_type
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.arguments import arguments, universal_info
@@ -50,7 +50,7 @@ def _write_layer(
     source: Source, inside: Path, planned: Plan, layer: int, tp: int, dtype: torch.dtype, advance: Advance
 ) -> None:
     tensors = planned.of_layer(layer)
-    content = {written.where.key: Hollow(written.shape, dtype) for written in tensors}
+    content = {written.where.key: TensorPlaceholder(written.shape, dtype) for written in tensors}
     with ExitStack() as opened:
         files = [opened.enter_context(TorchFileWriter(inside / layer_file(layer, t), content)) for t in range(tp)]
         for written in tensors:

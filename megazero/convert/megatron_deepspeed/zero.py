@@ -40,7 +40,7 @@ STATE, BASE, MASTERS, MAPPINGS = (
 
 
 @dataclass(frozen=True)
-class Slice:
+class PartitionSlice:
     """Consecutive elements of a parameter: `numel` from `start` of a group's flat vector in the file
     of a dp partition.
     """
@@ -60,7 +60,7 @@ class Zero:
     steps    what Adam counts; scaler: the loss scaler's state, if any; hyper: the first group's numbers
     """
 
-    slices: list[dict[str, list[Slice]]]
+    slices: list[dict[str, list[PartitionSlice]]]
     dtypes: dict[str, torch.dtype]
     steps: float = 0.0
     scaler: Record | None = None
@@ -116,7 +116,7 @@ def column_of(state: Mapping[str, Any], column: str, group: int) -> Tensor:
     return state[MASTERS][group] if column == WEIGHT else _group_states(state)[group][column]
 
 
-def pieces_of(files: Files, listing: Listing, rank: int, slices: Sequence[Slice], column: str) -> list[Tensor]:
+def pieces_of(files: Files, listing: Listing, rank: int, slices: Sequence[PartitionSlice], column: str) -> list[Tensor]:
     """A parameter's elements on one model-parallel rank: 1-D views, in order."""
     found = []
     for part in slices:
@@ -200,14 +200,14 @@ def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
     return found
 
 
-def _by_mappings(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Slice]]:
-    found: dict[str, list[Slice]] = {}
+def _by_mappings(states: Sequence[Mapping[str, Any]]) -> dict[str, list[PartitionSlice]]:
+    found: dict[str, list[PartitionSlice]] = {}
     for partition, state in enumerate(states):
         mappings = state[MAPPINGS]
         for group, mapping in mappings.items() if isinstance(mappings, dict) else enumerate(mappings):
             for name, address in mapping.items():
                 numel, start = _address(address)
-                found.setdefault(name, []).append(Slice(partition, group, start, numel))
+                found.setdefault(name, []).append(PartitionSlice(partition, group, start, numel))
     return found
 
 
@@ -226,7 +226,7 @@ def _address(address: Any) -> tuple[int, int]:
 
 def _by_shapes(
     files: Files, listing: Listing, rank: int, states: Sequence[Mapping[str, Any]]
-) -> dict[str, list[Slice]]:
+) -> dict[str, list[PartitionSlice]]:
     """Parameters follow each other in the joined vector, as `param_shapes` has them; each with its alignment behind it,
     if it has one.
     """
@@ -237,7 +237,7 @@ def _by_shapes(
             "says by param_shapes which "
             f"parameters they hold. To convert the weights alone, move the *_optim_states.pt files elsewhere"
         )
-    found: dict[str, list[Slice]] = {}
+    found: dict[str, list[PartitionSlice]] = {}
     for group, named in enumerate(shapes):
         lengths = [state[MASTERS][group].numel() for state in states]
         gaps = (states[0].get("param_alignment_paddings") or [[0] * len(each) for each in shapes])[group]
@@ -249,18 +249,18 @@ def _by_shapes(
     return found
 
 
-def _cut(lengths: Sequence[int], group: int, at: int, numel: int) -> Iterator[Slice]:
+def _cut(lengths: Sequence[int], group: int, at: int, numel: int) -> Iterator[PartitionSlice]:
     """Elements [at, at + numel) of a vector whose parts have these lengths."""
     begin = 0
     for partition, length in enumerate(lengths):
         start, stop = max(at, begin), min(at + numel, begin + length)
         if start < stop:
-            yield Slice(partition, group, start - begin, stop - start)
+            yield PartitionSlice(partition, group, start - begin, stop - start)
         begin += length
 
 
 def _refuse_overhangs(
-    listing: Listing, rank: int, slices: Mapping[str, Sequence[Slice]], states: Sequence[Mapping[str, Any]]
+    listing: Listing, rank: int, slices: Mapping[str, Sequence[PartitionSlice]], states: Sequence[Mapping[str, Any]]
 ) -> None:
     """A slice lies inside every column's vector; what crosses a border goes to the end of one and on from the beginning
     of the next.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter
 from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.folders import zero_file
@@ -32,7 +32,7 @@ _ADDRESS = record_type("deepspeed.utils.tensor_fragment.fragment_address")
 
 
 @dataclass(frozen=True)
-class Cut:
+class FlatGroup:
     """A group of parameters as one vector per model-parallel rank. size: of a partition."""
 
     parameters: list[Written]
@@ -87,13 +87,15 @@ def _tell(source: Source, planned: Plan, stage: int, advance: Advance, whole: bo
                 advance(sum(source.entries[name].nbytes(column) for column in MOMENTS))
 
 
-def _cut(parameters: list[Written], dp: int) -> Cut:
+def _cut(parameters: list[Written], dp: int) -> FlatGroup:
     numel = sum(math.prod(written.shape) for written in parameters)
     padding = -numel % (2 * dp)
-    return Cut(parameters, parameters[0].decays, (numel + padding) // dp, padding)
+    return FlatGroup(parameters, parameters[0].decays, (numel + padding) // dp, padding)
 
 
-def _fill(source: Source, planned: Plan, group: Cut, column: str, files: Sequence[Sequence[TorchFileWriter]]) -> None:
+def _fill(
+    source: Source, planned: Plan, group: FlatGroup, column: str, files: Sequence[Sequence[TorchFileWriter]]
+) -> None:
     """One column of a group into the files of a stage: files[tp rank][dp partition]."""
     dtype = _dtype(source, column)
     at = [0] * len(files)
@@ -127,15 +129,17 @@ def _dtype(source: Source, column: str) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _state(source: Source, planned: Plan, groups: Sequence[Cut], d: int, dp: int) -> dict[str, Any]:
+def _state(source: Source, planned: Plan, groups: Sequence[FlatGroup], d: int, dp: int) -> dict[str, Any]:
     """The state of dp partition d; tensors in the order of `_order`."""
     optimizer, steps = source.run.optimizer, int(source.position.optimizer_steps)
-    hollow = {
-        column: [Hollow((group.size,), _dtype(source, column)) for group in groups] for column in (WEIGHT, *MOMENTS)
+    placeholders = {
+        column: [TensorPlaceholder((group.size,), _dtype(source, column)) for group in groups]
+        for column in (WEIGHT, *MOMENTS)
     }
-    masters = {"single_partition_of_fp32_groups": hollow[WEIGHT]}
+    masters = {"single_partition_of_fp32_groups": placeholders[WEIGHT]}
     states = {
-        g: {EXP_AVG: hollow[EXP_AVG][g], EXP_AVG_SQ: hollow[EXP_AVG_SQ][g], "step": steps} for g in range(len(groups))
+        g: {EXP_AVG: placeholders[EXP_AVG][g], EXP_AVG_SQ: placeholders[EXP_AVG_SQ][g], "step": steps}
+        for g in range(len(groups))
     }
     described = [
         {
@@ -162,7 +166,7 @@ def _state(source: Source, planned: Plan, groups: Sequence[Cut], d: int, dp: int
     }
 
 
-def _mapping(planned: Plan, group: Cut, d: int) -> dict[str, Record]:
+def _mapping(planned: Plan, group: FlatGroup, d: int) -> dict[str, Record]:
     """Parameter -> what partition d has of it."""
     found = {}
     at, begin, end = 0, d * group.size, (d + 1) * group.size

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.convert.files.safetensors_file import Slot, flat_pieces, write_safetensors
+from megazero.checkpoint.window import TensorInfo
+from megazero.convert.files.safetensors_file import TensorHeader, flat_pieces, write_safetensors
 from megazero.convert.files.torch_file import read_torch_file
-from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter
+from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import read_json
 from megazero.convert.hf.files import stored_tensors, weight_files
@@ -28,11 +29,11 @@ from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import KNOWN
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source, places
 from megazero.convert.tracker import named_folder
 from megazero.convert.universal.folders import model_states
-from megazero.convert.universal.held import Held, HeldSource, Parameter, precision_of
 from megazero.convert.universal.names import written_names
+from megazero.convert.universal.whole_tensors import WholeTensor, WholeTensors, WholeTensorSource, precision_of
 from megazero.convert.universal.writer import run_args
 
 TORCH_FILE, SAFETENSORS_FILE, ARGS_FILE = "pytorch_model.bin", "model.safetensors", "megatron_args.json"
@@ -72,21 +73,23 @@ def open_consolidated(path: Path) -> Source:
     }
     report.unused |= {name: f"of type {tensor.code}" for name, tensor in stored.items() if name not in numbers}
     parameters = {
-        name: Parameter(tensor.shape, tensor.dtype or torch.float32, partial(_weight, tensor.read))
+        name: WholeTensor(tensor.shape, tensor.dtype or torch.float32, partial(_weight, tensor.read))
         for name, tensor in numbers.items()
     }
-    held = Held(str(path), parameters, report)
+    held = WholeTensors(str(path), parameters, report)
     args = held.completed(said)
     model = model_from_args(args, str(path))
     note_padding(report, args, model)
     held.take(model, 1)
     report.notes.append("weights only: a state dictionary has no optimizer state")
-    entries = {name: Entry(place.shape, {WEIGHT: held.parameter(name).dtype}) for name, place in places(model).items()}
+    entries = {
+        name: TensorInfo(place.shape, {WEIGHT: held.parameter(name).dtype}) for name, place in places(model).items()
+    }
     iteration, samples = (int(args.get(name) or 0) for name in ("iteration", "consumed_train_samples"))
     position = Position(
         iteration, samples, int(args.get("consumed_train_tokens") or samples * model.seq_length), float(iteration)
     )
-    source = HeldSource(
+    source = WholeTensorSource(
         "consolidated",
         path,
         with_schedule(run_from_args(args, model, precision_of(args)), args),
@@ -116,7 +119,9 @@ def write_torch(source: Source, folder: Path, options: TargetOptions, advance: A
     """
     args = run_args(source, options.dtype)
     slots = _slots(source, options)
-    with TorchFileWriter(folder / TORCH_FILE, {slot.key: Hollow(slot.shape, slot.dtype) for slot in slots}) as file:
+    with TorchFileWriter(
+        folder / TORCH_FILE, {slot.key: TensorPlaceholder(slot.shape, slot.dtype) for slot in slots}
+    ) as file:
         for slot, made_of in zip(slots, written_names(source.model).values(), strict=True):
             for value in _read(source, made_of, advance):
                 for piece in flat_pieces(value, slot.dtype):
@@ -133,12 +138,12 @@ def write_state_safetensors(source: Source, folder: Path, options: TargetOptions
     _write_args(args, folder)
 
 
-def _slots(source: Source, options: TargetOptions) -> list[Slot]:
+def _slots(source: Source, options: TargetOptions) -> list[TensorHeader]:
     dtype = options.dtype or torch.float32
     found = []
     for key, made_of in written_names(source.model).items():
         rows = sum(source.entries[name].shape[0] for name in made_of)
-        found.append(Slot(key, dtype, (rows, *source.entries[made_of[0]].shape[1:])))
+        found.append(TensorHeader(key, dtype, (rows, *source.entries[made_of[0]].shape[1:])))
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megazero.config.schema import ModelConfig
-from megazero.convert.megatron_deepspeed.names import TIED, Layers, Theirs, bloom_layers, found_layers, theirs
+from megazero.convert.megatron_deepspeed.names import TIED, Layers, PipelineTensor, bloom_layers, found_layers, theirs
 
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _PLAIN = re.compile(r"language_model\.(?:encoder|transformer)\.layers\.(\d+)\.(.+)")
@@ -32,7 +32,7 @@ class Named:
     names: Mapping[tuple[int, str], str]
     layers: Layers
 
-    def theirs(self, model: ModelConfig) -> dict[str, Theirs]:
+    def theirs(self, model: ModelConfig) -> dict[str, PipelineTensor]:
         """Every tensor of a model by its global name."""
         return theirs(model, self.layers)
 

@@ -15,13 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import Files
 from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of, with_loss_scale
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
-from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Position, Source, places
 from megazero.convert.universal.folders import (
     OPTIMIZER,
     STATES,
@@ -31,7 +32,7 @@ from megazero.convert.universal.folders import (
     model_states,
     parameters,
 )
-from megazero.convert.universal.held import Held, HeldSource, Parameter, precision_of
+from megazero.convert.universal.whole_tensors import WholeTensor, WholeTensors, WholeTensorSource, precision_of
 
 _PARAM = "param"
 
@@ -50,7 +51,7 @@ def open_universal(path: Path) -> Source:
             f"{folder} has no mp_rank_*_model_states.pt with a dictionary, whose arguments tell the model's shape"
         )
     folders = parameters(folder)
-    held = Held(str(folder), {name: _parameter(files, inside) for name, inside in folders.items()}, report)
+    held = WholeTensors(str(folder), {name: _parameter(files, inside) for name, inside in folders.items()}, report)
     args = held.completed(args_of(folder, state))
     model = model_from_args(args, str(folder))
     note_padding(report, args, model)
@@ -58,22 +59,22 @@ def open_universal(path: Path) -> Source:
     columns = (WEIGHT, *MOMENTS) if _has_moments(held, folders) else (WEIGHT,)
     dtypes = {column: {name: _dtype(held, name, column) for name in held.theirs} for column in columns}
     entries = {
-        name: Entry(place.shape, {column: dtypes[column][name] for column in columns})
+        name: TensorInfo(place.shape, {column: dtypes[column][name] for column in columns})
         for name, place in places(model).items()
     }
     known = _optimizer(folder, files, report) | {name: value for name, value in args.items() if value is not None}
     run = with_schedule(run_from_args(known, model, precision_of(args)), args)
     run = with_loss_scale(run, _optimizer_state(folder, files).get("loss_scaler"))
     position = _position(folder, files, args, state, folders, report)
-    source = HeldSource("universal", folder, run, position, held, entries)
+    source = WholeTensorSource("universal", folder, run, position, held, entries)
     source.closing.callback(files.close)
     return source
 
 
-def _parameter(files: Files, folder: Path) -> Parameter:
+def _parameter(files: Files, folder: Path) -> WholeTensor:
     content = _content(files, folder, WEIGHT)
     value = content[_PARAM]
-    return Parameter(
+    return WholeTensor(
         tuple(value.shape),
         value.dtype,
         partial(_value, files, folder),
@@ -98,12 +99,12 @@ def _content(files: Files, folder: Path, column: str) -> Mapping[str, Any]:
     return content
 
 
-def _dtype(held: Held, name: str, column: str) -> Any:
+def _dtype(held: WholeTensors, name: str, column: str) -> Any:
     parameter = held.parameter(name)
     return parameter.dtype if column == WEIGHT else parameter.read(column).dtype
 
 
-def _has_moments(held: Held, folders: Mapping[str, Path]) -> bool:
+def _has_moments(held: WholeTensors, folders: Mapping[str, Path]) -> bool:
     """Whether every parameter of the model has both."""
     without = [
         name for name in held.report.mapped if not all((folders[name] / STATES[moment]).is_file() for moment in MOMENTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import OptimizerConfig
 from megazero.convert.files.safetensors_file import flat_pieces
-from megazero.convert.files.torch_file_writer import Hollow, TorchFileWriter, write_torch_file
+from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter, write_torch_file
 from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.arguments import arguments
@@ -69,7 +69,7 @@ def _parameter(source: Source, made_of: Sequence[str]) -> dict[str, Any]:
     """What a parameter's file holds. A replicated one has no axis to be cut along."""
     first = made_of[0]
     rows = sum(source.entries[name].shape[0] for name in made_of)
-    content: dict[str, Any] = {"param": Hollow((rows, *source.entries[first].shape[1:]), torch.float32)}
+    content: dict[str, Any] = {"param": TensorPlaceholder((rows, *source.entries[first].shape[1:]), torch.float32)}
     axis = tp_axis(first)
     if axis is not None:
         content["cat_dim"] = axis

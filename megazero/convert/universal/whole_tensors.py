@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.inventory import TABLES
 from megazero.config.schema import ModelConfig, Run
-from megazero.convert.megatron_deepspeed.names import Theirs, why_ignored
+from megazero.convert.megatron_deepspeed.names import PipelineTensor, why_ignored
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
-from megazero.convert.megatron_deepspeed.weights import Stored
+from megazero.convert.megatron_deepspeed.weights import LayerTensor
 from megazero.convert.report import Report
-from megazero.convert.source import WEIGHT, ConversionError, Entry, Position, Source, places
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source, places
 from megazero.convert.universal.names import named
 
 PARTS, SUBSHAPE, VOCABULARY = "param_n_sub_params", "sub_param_shape", "vocab_tensor"
@@ -27,7 +28,7 @@ WORD_KEY = "word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Parameter:
+class WholeTensor:
     """A whole tensor before it is read. flags: what a universal checkpoint says of it beside its value. read: of a
     column, the value.
     """
@@ -38,19 +39,19 @@ class Parameter:
     flags: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Held:
+class WholeTensors:
     """The parameters of a checkpoint by (layer, key) of Megatron-DeepSpeed's pipeline, and which of them make a model
     of ours.
     """
 
-    def __init__(self, where: str, parameters: Mapping[str, Parameter], report: Report) -> None:
+    def __init__(self, where: str, parameters: Mapping[str, WholeTensor], report: Report) -> None:
         self.where, self.report = where, report
         self.named, others = named(parameters, where)
         report.unused |= {
             name: why_ignored(name) or "no parameter of a GPT or BLOOM goes by this name" for name in others
         }
         self.parameters = {place: parameters[name] for place, name in self.named.names.items()}
-        self.theirs: Mapping[str, Theirs] = {}
+        self.theirs: Mapping[str, PipelineTensor] = {}
         self.ranks = 1
 
     def completed(self, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,9 +62,9 @@ class Held:
         word = self.parameters[self.named.layers.embedding, WORD_KEY]
         if word.flags.get(VOCABULARY):
             said = {**said, "padded_vocab_size": None, "vocab_size": word.shape[0], "tokenizer_type": None}
-        stored: dict[int, dict[str, Stored]] = {}
+        stored: dict[int, dict[str, LayerTensor]] = {}
         for (layer, key), parameter in self.parameters.items():
-            stored.setdefault(layer, {})[key] = Stored(parameter.shape, parameter.dtype)
+            stored.setdefault(layer, {})[key] = LayerTensor(parameter.shape, parameter.dtype)
         whole = {layer: (keys,) for layer, keys in stored.items()}
         return args_from_shapes(said, whole, self.named.layers, self.where, self.report)
 
@@ -83,7 +84,7 @@ class Held:
                 f"{self.where} does not hold the model that its arguments describe: " + "; ".join(problems[:20] + more)
             )
 
-    def parameter(self, name: str) -> Parameter:
+    def parameter(self, name: str) -> WholeTensor:
         """What one of our tensors is made of."""
         where = self.theirs[name]
         return self.parameters[where.layer, where.key]
@@ -133,11 +134,17 @@ def precision_of(args: Mapping[str, Any]) -> str:
     return "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
 
 
-class HeldSource(Source):
-    """A checkpoint whose tensors are read through `Held`."""
+class WholeTensorSource(Source):
+    """A checkpoint whose tensors are read through `WholeTensors`."""
 
     def __init__(
-        self, format: str, path: Path, run: Run, position: Position, held: Held, entries: Mapping[str, Entry]
+        self,
+        format: str,
+        path: Path,
+        run: Run,
+        position: Position,
+        held: WholeTensors,
+        entries: Mapping[str, TensorInfo],
     ) -> None:
         super().__init__(format, path, run, entries, position, report=held.report)
         self._held = held
