@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from megazero.data.preprocess import Reader
+from megazero.data.preprocess import ReaderOptions
 from megazero.data.tokenizer import KINDS
 
 
@@ -32,8 +32,8 @@ def add_reader_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def reader_of(args: argparse.Namespace) -> Reader:
-    return Reader(
+def reader_of(args: argparse.Namespace) -> ReaderOptions:
+    return ReaderOptions(
         args.json_key, args.format, args.document, args.encoding_errors, tuple(args.include), args.skip_undecodable
     )
 

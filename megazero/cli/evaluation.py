@@ -16,7 +16,7 @@ from megazero.config.level import ConfigError
 from megazero.convert.loading import Opened, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
-from megazero.data.preprocess import Reader
+from megazero.data.preprocess import ReaderOptions
 from megazero.data.progress import Progress, to_stderr
 from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.documents import Document, indexed_documents, text_documents
@@ -70,7 +70,7 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
             )
         if args.append_eod and eod is None:
             raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
-        reader = Reader(args.json_key, args.text_format, args.document, args.encoding_errors)
+        reader = ReaderOptions(args.json_key, args.text_format, args.document, args.encoding_errors)
         yield from text_documents(args.input, reader, tokenizer, eod if args.append_eod else None)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megazero.cli.data_flags import add_reader_flags, add_tokenizer_flags, cores, reader_of
 from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser
-from megazero.data.preprocess import Job, preprocess
+from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import to_stderr
 
 DESCRIPTION = "Turn text (jsonl or plain; .gz, .zst; folders) into PREFIX.bin and PREFIX.idx for training, or neither."
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepared(args: argparse.Namespace) -> None:
-    job = Job(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod)
+    job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod)
     done = preprocess(
         args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
     )

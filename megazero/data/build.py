@@ -13,12 +13,12 @@ from megazero.config.schema import DataConfig
 from megazero.data.blend import built, normalise
 from megazero.data.cache import default_root
 from megazero.data.dataset import BlendedDataset, EmptyDataset, Samples, blend_of, one_dataset
-from megazero.data.facts import facts_of, require_ids_below
+from megazero.data.id_range import id_range_of, require_ids_below
 from megazero.data.indexed import DataError, IndexedDataset
-from megazero.data.made_with import made_with, path_of, require_made_with
 from megazero.data.orders import split_bounds
 from megazero.data.progress import Report, silent
 from megazero.data.tokenizer import ListedTokenizer
+from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
 
 SPLITS = ("train", "valid", "test")
 Requests = tuple[int | None, int | None, int | None]
@@ -113,9 +113,9 @@ def build_datasets(
     named = parse_valid_data_path(cfg.valid_data_path)
     prefixes = (*blend.prefixes, *named.values())
     if tokenizer is not None and any(path_of(prefix).exists() for prefix in prefixes):
-        now = made_with(tokenizer, cfg.tokenizer or "tokenizer")
+        now = tokenizer_record(tokenizer, cfg.tokenizer or "tokenizer")
         for prefix in prefixes:
-            require_made_with(prefix, now)
+            require_tokenizer_record(prefix, now)
     opened = {prefix: _open(prefix, vocab_size, root, report) for prefix in prefixes}
 
     def single(prefix: str, name: str, bounds: tuple[int, int], requested: int | None) -> Samples:
@@ -147,7 +147,7 @@ def _open(prefix: str, vocab_size: int | None, root: Path, report: Report) -> In
     data = IndexedDataset(prefix)
     if data.dtype.kind not in "iu":
         raise DataError(f"{data.idx_path}: dtype {data.dtype} holds no token ids")
-    facts = facts_of(data, root, report)
+    facts = id_range_of(data, root, report)
     if vocab_size is not None:
         require_ids_below(vocab_size, data, facts)
     return data

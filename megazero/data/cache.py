@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.data.file_array import DataError, FileArray, OpenFile
 from megazero.data.progress import Report, clock
-from megazero.data.stored import DataError, FileArray, OpenFile
 from megazero.system.durable import sync_folder
 from megazero.system.reading import BOUNDS, Unreadable, read_object
 from megazero.telemetry.units import size

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.chat import ROLES, STRANGE, ChatTemplate, Rendered, has_template, template_of
-from megazero.data.documents import Raw, documents, opened
+from megazero.data.documents import RawDocument, documents, opened
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
@@ -36,7 +36,7 @@ AT_ONCE = 512
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TokenizedConversation:
     """ids: its tokens. learned: which of them the loss is taken on; the first token follows nothing, so it never is."""
 
     ids: NDArray[np.int32]
@@ -44,7 +44,7 @@ class Conversation:
 
 
 @dataclass
-class Encoder:
+class ConversationEncoder:
     """Lines to conversations. eod_id: what ends a completion. vocab_size: of the model."""
 
     tokenizer: Tokenizer
@@ -52,10 +52,10 @@ class Encoder:
     vocab_size: int
     template: ChatTemplate | None = field(default=None, init=False)
 
-    def encode(self, lines: Sequence[Raw]) -> list[Conversation]:
+    def encode(self, lines: Sequence[RawDocument]) -> list[TokenizedConversation]:
         """Raises DataError naming file and line."""
         records = [(raw, self._in_one_shape(raw, _record(raw))) for raw in lines]
-        found: list[Conversation | None] = [
+        found: list[TokenizedConversation | None] = [
             None if "messages" in record else self._completed(raw, record) for raw, record in records
         ]
         chats = [number for number, conversation in enumerate(found) if conversation is None]
@@ -69,7 +69,7 @@ class Encoder:
                 found[number] = self._learned_spans(raw, text, encoded)
         return [conversation for conversation in found if conversation is not None]
 
-    def _in_one_shape(self, raw: Raw, record: dict[str, Any]) -> dict[str, Any]:
+    def _in_one_shape(self, raw: RawDocument, record: dict[str, Any]) -> dict[str, Any]:
         with _named(raw):
             return in_one_shape(record, self._has_template)
 
@@ -77,7 +77,7 @@ class Encoder:
     def _has_template(self) -> bool:
         return has_template(self.tokenizer)
 
-    def _completed(self, raw: Raw, record: dict[str, Any]) -> Conversation:
+    def _completed(self, raw: RawDocument, record: dict[str, Any]) -> TokenizedConversation:
         prompt, completion = (_text(raw, record, key) for key in ("prompt", "completion"))
         if not completion:
             raise _wrong(raw, "the completion is empty, so there is nothing to learn")
@@ -109,20 +109,20 @@ class Encoder:
                 return before, alone
         return whole[:shared], whole[shared:]
 
-    def _rendered(self, raw: Raw, record: dict[str, Any]) -> Rendered:
+    def _rendered(self, raw: RawDocument, record: dict[str, Any]) -> Rendered:
         messages = _messages(raw, record["messages"])
         more = {key: record[key] for key in ("tools", "documents") if key in record}
         template = self._chat_template(raw)
         with _named(raw):
             return template.render(messages, **more)
 
-    def _chat_template(self, raw: Raw) -> ChatTemplate:
+    def _chat_template(self, raw: RawDocument) -> ChatTemplate:
         if self.template is None:
             with _named(raw):
                 self.template = template_of(self.tokenizer)
         return self.template
 
-    def _written(self, raws: Sequence[Raw], texts: list[str]) -> list[Encoded]:
+    def _written(self, raws: Sequence[RawDocument], texts: list[str]) -> list[Encoded]:
         """All at once; one after the other where one of them is wrong, to say which."""
         assert isinstance(self.tokenizer, HuggingFaceTokenizer), "there was a template"
         try:
@@ -133,7 +133,7 @@ class Encoder:
                     self.tokenizer.encode_written([text])
             raise
 
-    def _learned_spans(self, raw: Raw, rendered: Rendered, encoded: Encoded) -> Conversation:
+    def _learned_spans(self, raw: RawDocument, rendered: Rendered, encoded: Encoded) -> TokenizedConversation:
         """A token is learned when a character of it was written by an assistant, and when it lies
         between such tokens.
         """
@@ -151,7 +151,7 @@ class Encoder:
             )
         return self._conversation(raw, [token[0] for token in encoded], learned)
 
-    def _conversation(self, raw: Raw, ids: list[int], learned: Any) -> Conversation:
+    def _conversation(self, raw: RawDocument, ids: list[int], learned: Any) -> TokenizedConversation:
         wrong = [number for number in ids if not 0 <= number < self.vocab_size]
         if wrong:
             raise _wrong(
@@ -164,10 +164,12 @@ class Encoder:
         marks[:1] = False
         if not marks.any():
             raise _wrong(raw, "no token of it is learned: the chat template says of none that an assistant wrote it")
-        return Conversation(np.array(ids, dtype=np.int32), marks)
+        return TokenizedConversation(np.array(ids, dtype=np.int32), marks)
 
 
-def read_conversations(paths: Sequence[Path], encoder: Encoder, report: Report) -> Iterator[Conversation]:
+def read_conversations(
+    paths: Sequence[Path], encoder: ConversationEncoder, report: Report
+) -> Iterator[TokenizedConversation]:
     """All conversations of jsonl files, in order. Raises DataError naming file and line."""
     for path in paths:
         size = path.stat().st_size
@@ -180,7 +182,7 @@ def read_conversations(paths: Sequence[Path], encoder: Encoder, report: Report) 
 
 
 @contextmanager
-def _named(raw: Raw) -> Iterator[None]:
+def _named(raw: RawDocument) -> Iterator[None]:
     """What is wrong inside is wrong with this line."""
     try:
         yield
@@ -188,11 +190,11 @@ def _named(raw: Raw) -> Iterator[None]:
         raise _wrong(raw, str(error)) from error
 
 
-def _wrong(raw: Raw, what: str) -> DataError:
+def _wrong(raw: RawDocument, what: str) -> DataError:
     return DataError(f"{raw.path}, line {raw.line}: {what}")
 
 
-def _record(raw: Raw) -> dict[str, Any]:
+def _record(raw: RawDocument) -> dict[str, Any]:
     try:
         text = raw.data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -207,14 +209,14 @@ def _record(raw: Raw) -> dict[str, Any]:
     return record
 
 
-def _text(raw: Raw, record: dict[str, Any], key: str) -> str:
+def _text(raw: RawDocument, record: dict[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
         raise _wrong(raw, f"{key} is {'missing' if key not in record else 'no text, but ' + type(value).__name__}")
     return value
 
 
-def _messages(raw: Raw, messages: Any) -> list[dict[str, Any]]:
+def _messages(raw: RawDocument, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise _wrong(raw, "messages is no list of turns, each with role and content")
     for number, message in enumerate(messages, start=1):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megazero.data.blend import blend_index, wanted
 from megazero.data.cache import Arrays, cached_arrays
-from megazero.data.facts import identity
+from megazero.data.id_range import identity
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import Plan, build_orders, plan
 from megazero.data.progress import Report, silent

@@ -27,7 +27,7 @@ PACKED_PIECE = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawDocument:
     """Undecoded document, or a piece of a long one; `last` ends the document."""
 
     path: str
@@ -130,7 +130,7 @@ class _Zstd(io.RawIOBase):
         return count
 
 
-def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Iterator[Raw]:
+def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Iterator[RawDocument]:
     """Documents of one file in order. jsonl: a line each, blank lines skipped; text: the file, or with document 'line'
     each line.
 
@@ -143,10 +143,10 @@ def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Ite
         if as_json:
             for number, line in _lines(reading.stream, name):
                 if line.strip():
-                    yield Raw(name, number, line, True, True)
+                    yield RawDocument(name, number, line, True, True)
         elif document == "line":
             for number, line in _lines(reading.stream, name):
-                yield Raw(name, number, line.removesuffix(b"\n").removesuffix(b"\r"), False, True)
+                yield RawDocument(name, number, line.removesuffix(b"\n").removesuffix(b"\r"), False, True)
         else:
             yield from _pieces(reading.stream, name)
     except (OSError, EOFError, zlib.error) as error:
@@ -168,7 +168,7 @@ def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _pieces(stream: BinaryIO, name: str) -> Iterator[Raw]:
+def _pieces(stream: BinaryIO, name: str) -> Iterator[RawDocument]:
     """A file as one document, cut after a line, a space or at least a whole character, so that no piece outgrows
     memory.
     """
@@ -177,10 +177,10 @@ def _pieces(stream: BinaryIO, name: str) -> Iterator[Raw]:
         rest += block
         if len(rest) > PIECE:
             cut = max(rest.rfind(b"\n"), rest.rfind(b" ")) + 1 or _character_start(rest)
-            yield Raw(name, line, rest[:cut], False, False)
+            yield RawDocument(name, line, rest[:cut], False, False)
             line += rest.count(b"\n", 0, cut)
             rest = rest[cut:]
-    yield Raw(name, line, rest, False, True)
+    yield RawDocument(name, line, rest, False, True)
 
 
 def _character_start(data: bytes) -> int:
@@ -191,7 +191,7 @@ def _character_start(data: bytes) -> int:
     return place
 
 
-def text_of(raw: Raw, json_key: str, errors: str) -> str:
+def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
     """Decoded text. errors 'strict' or 'replace' is for bytes that are no UTF-8; a lone surrogate in JSON becomes
     U+FFFD.
     """

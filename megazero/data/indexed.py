@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.data.file_array import DataError, FileArray, OpenFile
 from megazero.data.hints import what_to_do
-from megazero.data.stored import DataError, FileArray, OpenFile
 
 __all__ = ["BLOCK", "CODES", "DTYPES", "HEADER", "MAGIC", "DataError", "IndexedDataset", "dtype_for", "pair"]
 

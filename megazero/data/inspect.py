@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from megazero.data.build import SPLITS, Datasets, Requests
 from megazero.data.dataset import PackedSample, Samples
 from megazero.data.indexed import DataError, IndexedDataset
-from megazero.data.made_with import read_made_with
 from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer_record import read_tokenizer_record
 
 
 def parse_samples(text: str | None) -> Requests:
@@ -66,7 +66,7 @@ def summary(prefix: str) -> str:
     data.check()
     before = np.concatenate([[0], np.cumsum(data.lengths[:], dtype=np.int64)])
     lengths = np.diff(before[data.document_indices[:]])
-    made = read_made_with(prefix)
+    made = read_tokenizer_record(prefix)
     lines = [
         f"{prefix}: {len(lengths):,} documents in {len(data):,} sequences, {data.count:,} tokens ({data.dtype}, "
         f"{data.count * data.dtype.itemsize:,} bytes)",

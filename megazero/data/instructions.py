@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from megazero.config.schema import DataConfig
 from megazero.data.build import Datasets, cache_root
 from megazero.data.cache import cached_arrays
-from megazero.data.conversations import Encoder, read_conversations
+from megazero.data.conversations import ConversationEncoder, read_conversations
 from megazero.data.dataset import EmptyDataset
 from megazero.data.documents import find_files
+from megazero.data.file_array import Rows
 from megazero.data.indexed import BLOCK, DataError
 from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
-from megazero.data.stored import Rows
 from megazero.data.tokenizer import Tokenizer
 
 FORMAT = 4
@@ -57,7 +57,7 @@ def build_instructions(
     Every rank calls this alike; whoever comes first on a file system tokenizes and packs, the others wait on a file
     lock. Communicates nothing. cfg.eod_id ends completions and fills samples up. Raises DataError.
     """
-    encoder = Encoder(tokenizer, cfg.eod_id, vocab_size)
+    encoder = ConversationEncoder(tokenizer, cfg.eod_id, vocab_size)
     texts = []
     made: list[PackedDataset] = []
     for flag, names, requested in zip(
@@ -75,7 +75,9 @@ def build_instructions(
     return Datasets(train, valid[0] if valid else EmptyDataset(), EmptyDataset(), {}), "; validation on ".join(texts)
 
 
-def _tokenized(flag: str, names: Sequence[str], cfg: DataConfig, encoder: Encoder, report: Report) -> Conversations:
+def _tokenized(
+    flag: str, names: Sequence[str], cfg: DataConfig, encoder: ConversationEncoder, report: Report
+) -> Conversations:
     try:
         paths = find_files(names)
     except DataError as error:

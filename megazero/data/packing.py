@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.dataset import PackedSample
-from megazero.data.stored import Rows
+from megazero.data.file_array import Rows
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

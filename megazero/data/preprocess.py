@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.documents import Raw, documents, find_files, is_json, opened, text_of
+from megazero.data.documents import RawDocument, documents, find_files, is_json, opened, text_of
 from megazero.data.indexed import DataError, dtype_for
-from megazero.data.made_with import made_with
 from megazero.data.progress import Progress, Report
 from megazero.data.tokenizer import build_tokenizer
+from megazero.data.tokenizer_record import tokenizer_record
 from megazero.data.utf8 import decodes, replaced
 from megazero.data.writer import PairWriter
 
@@ -33,7 +33,7 @@ BATCH_DOCUMENTS = 4096
 
 
 @dataclass(frozen=True)
-class Reader:
+class ReaderOptions:
     """How bytes become documents."""
 
     json_key: str = "text"
@@ -49,7 +49,7 @@ class Reader:
 
 
 @dataclass
-class Told:
+class InputReport:
     """What became of the input, to be said at the end.
 
     skipped      documents that are no UTF-8 and were left out; first: where the first of them is
@@ -67,7 +67,7 @@ class Told:
         self.skipped += 1
         self.first = self.first or where
 
-    def lines(self, reader: Reader) -> list[str]:
+    def lines(self, reader: ReaderOptions) -> list[str]:
         told = [
             f"--skip-undecodable: {self.skipped:,} documents left out"
             + f", the first of them {self.first}" * bool(self.first)
@@ -87,12 +87,12 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Job:
+class PreprocessJob:
     """What workers need: how to read, which tokenizer, and the id to append to each document (None: none)."""
 
     tokenizer: str
     tokenizer_path: str | None
-    reader: Reader = field(default_factory=Reader)
+    reader: ReaderOptions = field(default_factory=ReaderOptions)
     append_eod: bool = False
 
 
@@ -111,17 +111,17 @@ class Encoded:
     text_tokens: int
 
 
-class Encoder:
+class DocumentEncoder:
     """One worker's tokenizer at work."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PreprocessJob) -> None:
         self.job = job
         self.tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path)
         if job.append_eod and self.tokenizer.eod_id is None:
             raise DataError(f"--append-eod: the {job.tokenizer} tokenizer has no token that ends a document")
         self.dtype = dtype_for(self.tokenizer.vocab_size)
 
-    def __call__(self, batch: list[Raw]) -> Encoded:
+    def __call__(self, batch: list[RawDocument]) -> Encoded:
         ids: list[int] = []
         lengths: list[int] = []
         start = characters = found = text_tokens = 0
@@ -145,19 +145,25 @@ class Encoder:
 
 
 def preprocess(
-    inputs: Sequence[str | Path], output: str | Path, job: Job, *, workers: int, report: Report, overwrite: bool = False
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    job: PreprocessJob,
+    *,
+    workers: int,
+    report: Report,
+    overwrite: bool = False,
 ) -> PairWriter:
     """Write output.bin, output.idx and output.tokenizer, or none; one sequence per document, empty documents included.
     Returns the closed writer.
 
     Raises DataError where there is no text at all.
     """
-    files, told = find_files(inputs, job.reader.include), Told()
+    files, told = find_files(inputs, job.reader.include), InputReport()
     total = sum(path.stat().st_size for path in files)
-    encoder = Encoder(job)
+    encoder = DocumentEncoder(job)
     progress = Progress(report, f"tokenizing {len(files)} file(s)", total / 1e6, "MB")
-    made = made_with(encoder.tokenizer, job.tokenizer)
-    with PairWriter(output, encoder.dtype, made_with=made, overwrite=overwrite) as writer:
+    made = tokenizer_record(encoder.tokenizer, job.tokenizer)
+    with PairWriter(output, encoder.dtype, tokenizer_record=made, overwrite=overwrite) as writer:
         unfinished = 0
         for read, encoded in _encoded(files, job, encoder, workers, told):
             lengths = encoded.lengths
@@ -175,12 +181,12 @@ def preprocess(
 
 
 def raw_batches(
-    files: Sequence[Path], reader: Reader, told: Told | None = None
-) -> Generator[tuple[int, list[Raw]], None, None]:
+    files: Sequence[Path], reader: ReaderOptions, told: InputReport | None = None
+) -> Generator[tuple[int, list[RawDocument]], None, None]:
     """(packed bytes read so far, documents of about a MiB). told: gets what is left out."""
-    told = told or Told()
+    told = told or InputReport()
     before = size = 0
-    batch: list[Raw] = []
+    batch: list[RawDocument] = []
     for path in files:
         as_json = is_json(path) if reader.format == "auto" else reader.format == "jsonl"
         if (
@@ -214,7 +220,7 @@ def _decodes(path: Path) -> bool:
 
 
 def _encoded(
-    files: Sequence[Path], job: Job, encoder: Encoder, workers: int, told: Told
+    files: Sequence[Path], job: PreprocessJob, encoder: DocumentEncoder, workers: int, told: InputReport
 ) -> Iterator[tuple[int, Encoded]]:
     """Batches in order; at most a few per worker are under way, so that a slow tokenizer cannot pile up text."""
     batches = raw_batches(files, job.reader, told)
@@ -240,10 +246,10 @@ def _encoded(
 class _Worker:
     """What a worker process keeps between batches."""
 
-    encode: Callable[[list[Raw]], Encoded]
+    encode: Callable[[list[RawDocument]], Encoded]
 
 
-def _start_worker(job: Job) -> None:
+def _start_worker(job: PreprocessJob) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -253,19 +259,19 @@ def _start_worker(job: Job) -> None:
 
     # A worker holds both ends of its own queue, so it would never see that its parent was killed.
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    _Worker.encode = Encoder(job)
+    _Worker.encode = DocumentEncoder(job)
 
 
-def _work(batch: list[Raw]) -> Encoded:
+def _work(batch: list[RawDocument]) -> Encoded:
     return _Worker.encode(batch)
 
 
-def texts(inputs: Sequence[str | Path], reader: Reader, report: Report, what: str) -> Iterator[str]:
+def texts(inputs: Sequence[str | Path], reader: ReaderOptions, report: Report, what: str) -> Iterator[str]:
     """Decoded documents (long ones in pieces), for training a tokenizer.
 
     Raises DataError where there is no text at all.
     """
-    files, told = find_files(inputs, reader.include), Told()
+    files, told = find_files(inputs, reader.include), InputReport()
     progress = Progress(report, what, sum(path.stat().st_size for path in files) / 1e6, "MB")
     with closing(raw_batches(files, reader, told)) as batches:
         for read, batch in batches:

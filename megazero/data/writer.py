@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.indexed import BLOCK, CODES, HEADER, MAGIC, DataError, IndexedDataset, pair
-from megazero.data.made_with import MadeWith, common, path_of
+from megazero.data.tokenizer_record import TokenizerRecord, common, path_of
 from megazero.system.durable import sync_folder
 
 LONGEST = 2**31 - 1
@@ -26,15 +26,20 @@ LONGEST = 2**31 - 1
 class PairWriter:
     """Context manager; leaving it without an exception publishes the pair, with one removes what was written.
 
-    made_with: the tokenizer of the ids, which a small file beside the pair tells. Memory: 4 bytes per sequence, 8 per
-    document of several sequences or none.
+    tokenizer_record: the tokenizer of the ids, which a small file beside the pair tells. Memory: 4 bytes per sequence,
+    8 per document of several sequences or none.
     """
 
     def __init__(
-        self, prefix: str | Path, dtype: np.dtype[Any], *, made_with: MadeWith | None = None, overwrite: bool = False
+        self,
+        prefix: str | Path,
+        dtype: np.dtype[Any],
+        *,
+        tokenizer_record: TokenizerRecord | None = None,
+        overwrite: bool = False,
     ) -> None:
         self.bin_path, self.idx_path = pair(prefix)
-        self._made_with_path, self._made_with = path_of(prefix), made_with
+        self._made_with_path, self._made_with = path_of(prefix), tokenizer_record
         existing = [str(path) for path in (self.bin_path, self.idx_path) if path.exists()]
         if existing and not overwrite:
             raise DataError(f"{' and '.join(existing)} exist already; name another output or ask for overwriting")
@@ -161,7 +166,7 @@ def merge(prefixes: list[str], output: str, *, overwrite: bool = False) -> PairW
     dtype = sources[0].dtype
     for source in sources[1:]:
         dtype = np.promote_types(dtype, source.dtype)
-    with PairWriter(output, dtype, made_with=common(prefixes), overwrite=overwrite) as writer:
+    with PairWriter(output, dtype, tokenizer_record=common(prefixes), overwrite=overwrite) as writer:
         for source in sources:
             writer.copy(source)
     return writer

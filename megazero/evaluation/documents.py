@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megazero.data.documents import find_files, text_of
 from megazero.data.indexed import IndexedDataset
-from megazero.data.preprocess import Reader, raw_batches
+from megazero.data.preprocess import ReaderOptions, raw_batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.windows import Ids
 
@@ -40,7 +40,7 @@ def indexed_documents(prefix: str) -> Iterator[Document]:
 
 
 def text_documents(
-    inputs: Sequence[str | Path], reader: Reader, tokenizer: Tokenizer, append: int | None = None
+    inputs: Sequence[str | Path], reader: ReaderOptions, tokenizer: Tokenizer, append: int | None = None
 ) -> Iterator[Document]:
     """The documents of files and folders, as `megazero prepare-data` reads them. append: a token that ends each.
 

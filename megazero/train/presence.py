@@ -23,8 +23,8 @@ from megazero.convert.source import ConversionError
 from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
-from megazero.data.made_with import made_with, path_of, require_made_with
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
 from megazero.mpu.grid import axes_of
 from megazero.system.reading import about
 from megazero.telemetry.metrics import foreign
@@ -161,11 +161,11 @@ def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
     named = [
         (flag, prefix) for flag, prefixes in _pairs(run).items() for prefix in prefixes if path_of(prefix).exists()
     ]
-    now = made_with(tokenizer, run.data.tokenizer or "tokenizer") if named else None
+    now = tokenizer_record(tokenizer, run.data.tokenizer or "tokenizer") if named else None
     for flag, prefix in named:
         assert now is not None
         with _collected(problems, f"{flag}: "):
-            require_made_with(prefix, now)
+            require_tokenizer_record(prefix, now)
     return problems
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megazero.data import documents as module
-from megazero.data.conversations import Encoder, read_conversations
+from megazero.data.conversations import ConversationEncoder, read_conversations
 from megazero.data.documents import documents, opened
 from megazero.data.indexed import DataError
-from megazero.data.preprocess import Reader, raw_batches, text_of
+from megazero.data.preprocess import ReaderOptions, raw_batches, text_of
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
 from megazero.inference.prompts import read_prompts
@@ -36,7 +36,7 @@ def peak_of(path: Path, kind: str) -> tuple[int, int]:
     """(peak of memory, bytes read) of reading all documents of a file."""
     tracemalloc.start()
     try:
-        read = sum(len(raw.data) for _, batch in raw_batches([path], Reader(format=kind)) for raw in batch)
+        read = sum(len(raw.data) for _, batch in raw_batches([path], ReaderOptions(format=kind)) for raw in batch)
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -70,7 +70,7 @@ def test_several_frames_after_small_pieces(tmp_path: Path) -> None:
     """Frames that end inside what was read at once."""
     path, lines = tmp_path / "x.jsonl.zst", [json.dumps({"text": "x" * n}) + "\n" for n in (1, 5000, 70_000, 3)]
     path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(line.encode()) for line in lines))
-    found = [text_of(raw, "text", "strict") for _, batch in raw_batches([path], Reader()) for raw in batch]
+    found = [text_of(raw, "text", "strict") for _, batch in raw_batches([path], ReaderOptions()) for raw in batch]
     assert [len(text) for text in found] == [1, 5000, 70_000, 3]
 
 
@@ -86,9 +86,9 @@ def test_lines_of_json(case: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a", "prompt": "a", "completion": "b"}\n' + LINES[case] + "\n")
     with pytest.raises(DataError, match=r"x\.jsonl, line 2 is (nested|no JSON)"):
-        [text_of(raw, "text", "strict") for _, batch in raw_batches([path], Reader()) for raw in batch]
+        [text_of(raw, "text", "strict") for _, batch in raw_batches([path], ReaderOptions()) for raw in batch]
     with pytest.raises(DataError, match=r"x\.jsonl, line 2 is (nested|no JSON)"):
-        list(read_conversations([path], Encoder(ByteTokenizer(), 256, 257), silent))
+        list(read_conversations([path], ConversationEncoder(ByteTokenizer(), 256, 257), silent))
     path.write_text(LINES[case] + "\n")
     with pytest.raises(DataError, match=r"x\.jsonl, line 1 is (nested|no JSON)"):
         read_prompts((), str(path))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megazero.data.cache import cached_arrays, key_of, once
+from megazero.data.file_array import DataError
 from megazero.data.progress import silent
-from megazero.data.stored import DataError
 from tests.disks import small_disk
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megazero.data.chat import template_of
-from megazero.data.conversations import Conversation, Encoder, read_conversations
+from megazero.data.conversations import ConversationEncoder, TokenizedConversation, read_conversations
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.progress import silent
@@ -27,11 +27,11 @@ CHATS = [
 ]
 
 
-def encoder(folder: Path, vocab_size: int = 300, eod_id: int | None = 0) -> Encoder:
-    return Encoder(build_tokenizer("hf", str(folder)), eod_id, vocab_size)
+def encoder(folder: Path, vocab_size: int = 300, eod_id: int | None = 0) -> ConversationEncoder:
+    return ConversationEncoder(build_tokenizer("hf", str(folder)), eod_id, vocab_size)
 
 
-def read(path: Path, folder: Path, **more: Any) -> list[Conversation]:
+def read(path: Path, folder: Path, **more: Any) -> list[TokenizedConversation]:
     return list(read_conversations([path], encoder(folder, **more), silent))
 
 
@@ -257,7 +257,7 @@ def test_text_forges_no_special_token(text: str, marked: Path, plain: Path, tmp_
         tokenizer = build_tokenizer("hf", str(folder))
         special = [tokenizer._model.token_to_id(token) for token in SPECIALS]  # type: ignore[attr-defined]
 
-        def skeleton(conversation: Conversation, special: list[int] = special) -> list[int]:
+        def skeleton(conversation: TokenizedConversation, special: list[int] = special) -> list[int]:
             return [number for number in conversation.ids.tolist() if number in special]
 
         forged, harmless = read(
@@ -365,7 +365,7 @@ def test_templates_that_will_not_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no chat template"):
         read(path, write_tokenizer(tmp_path / "none", None))
     with pytest.raises(DataError, match="turns of a chat need a chat template, which comes with --tokenizer hf"):
-        list(read_conversations([path], Encoder(build_tokenizer("byte", None), 256, 257), silent))
+        list(read_conversations([path], ConversationEncoder(build_tokenizer("byte", None), 256, 257), silent))
     with pytest.raises(DataError, match=r"token id .* is outside the model's vocabulary of 200"):
         read(path, write_tokenizer(tmp_path / "small"), vocab_size=200)
     bare = write_lines(tmp_path / "y.jsonl", [{"prompt": "a", "completion": "b"}])

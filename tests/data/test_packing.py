@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megazero.config.schema import DataConfig
-from megazero.data.conversations import Conversation, Encoder, read_conversations
+from megazero.data.conversations import ConversationEncoder, TokenizedConversation, read_conversations
 from megazero.data.dataset import PackedSample
 from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
@@ -88,7 +88,7 @@ def parts(sample: PackedSample) -> list[tuple[list[int], list[bool]]]:
 
 def test_every_conversation_is_in_every_epoch_once_and_whole(path: Path, tmp_path: Path) -> None:
     dataset, text = built(config(path, tmp_path))
-    encoder = Encoder(build_tokenizer("byte", None), 256, 257)
+    encoder = ConversationEncoder(build_tokenizer("byte", None), 256, 257)
     wanted = sorted((c.ids.tolist(), c.learned.tolist()) for c in read_conversations([path], encoder, silent))
     orders = []
     for epoch in range(2):
@@ -205,9 +205,9 @@ def test_packs_of_many(tmp_path: Path) -> None:
 
 
 def test_what_is_read_is_what_the_tokenizer_says(path: Path) -> None:
-    first = next(read_conversations([path], Encoder(build_tokenizer("byte", None), 256, 257), silent))
+    first = next(read_conversations([path], ConversationEncoder(build_tokenizer("byte", None), 256, 257), silent))
     record = conversations()[0]
     assert (
-        isinstance(first, Conversation)
+        isinstance(first, TokenizedConversation)
         and bytes(first.ids[:-1].tolist()).decode() == record["prompt"] + record["completion"]
     )

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data.documents import Raw, text_of
+from megazero.data.documents import RawDocument, text_of
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.inspect import summary
-from megazero.data.preprocess import Job, Reader, preprocess, texts
+from megazero.data.preprocess import PreprocessJob, ReaderOptions, preprocess, texts
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
 from tests.data.pairs import write_pair
@@ -50,7 +50,11 @@ def test_jsonl_decodes_to_its_input(tmp_path, workers, eod, monkeypatch):
     monkeypatch.setattr("megazero.data.preprocess.BATCH_DOCUMENTS", 7)
     (tmp_path / "in.jsonl").write_bytes(_jsonl(DOCUMENTS) + b"\n\n")
     done = preprocess(
-        [tmp_path / "in.jsonl"], tmp_path / "out", Job("byte", None, append_eod=eod), workers=workers, report=silent
+        [tmp_path / "in.jsonl"],
+        tmp_path / "out",
+        PreprocessJob("byte", None, append_eod=eod),
+        workers=workers,
+        report=silent,
     )
     assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=eod) == DOCUMENTS
     assert done.documents == len(DOCUMENTS) and IndexedDataset(tmp_path / "out").dtype == np.dtype("<u2")
@@ -62,7 +66,7 @@ def test_jsonl_decodes_to_its_input(tmp_path, workers, eod, monkeypatch):
 def test_reference_tokenizer_decodes_to_its_input(tmp_path, eod):
     assert REFERENCE is not None
     (tmp_path / "in.jsonl").write_bytes(_jsonl(DOCUMENTS, key="body", ending="\r\n"))
-    job = Job("gpt2", str(REFERENCE), Reader(json_key="body"), append_eod=eod)
+    job = PreprocessJob("gpt2", str(REFERENCE), ReaderOptions(json_key="body"), append_eod=eod)
     preprocess([tmp_path / "in.jsonl"], tmp_path / "out", job, workers=1, report=silent)
     assert _decoded(tmp_path / "out", build_tokenizer("gpt2", str(REFERENCE)), eod=eod) == DOCUMENTS
 
@@ -83,14 +87,14 @@ def test_folders_and_packed_files(tmp_path):
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    preprocess([folder, folder / "a.txt"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+    preprocess([folder, folder / "a.txt"], tmp_path / "out", PreprocessJob("byte", None), workers=1, report=silent)
     decoded = _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False)
     assert decoded == ["first\r\nfile", "third", "fourth", "second and more", "fifth", "sixth", "", "", "first\r\nfile"]
 
 
 def test_lines_as_documents(tmp_path):
     (tmp_path / "in.txt").write_bytes("one\r\n\ntwo\x85still\u2028two\n three".encode())
-    job = Job("byte", None, Reader(document="line"))
+    job = PreprocessJob("byte", None, ReaderOptions(document="line"))
     preprocess([tmp_path / "in.txt"], tmp_path / "out", job, workers=1, report=silent)
     assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False) == [
         "one",
@@ -108,12 +112,12 @@ def test_a_file_larger_than_memory_may_be_is_one_document(tmp_path, filler, work
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
     inputs = [tmp_path / f"{number}.txt" for number in range(4)]
-    preprocess(inputs, tmp_path / "out", Job("byte", None, append_eod=True), workers=workers, report=silent)
+    preprocess(inputs, tmp_path / "out", PreprocessJob("byte", None, append_eod=True), workers=workers, report=silent)
     assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=True) == texts
 
 
 def test_lone_surrogates_in_json():
-    raw = Raw("x", 1, rb'{"text": "a\ud800b \ud83d\ude00"}', True, True)
+    raw = RawDocument("x", 1, rb'{"text": "a\ud800b \ud83d\ude00"}', True, True)
     assert text_of(raw, "text", "strict") == "a\ufffdb \U0001f600"
 
 
@@ -136,7 +140,9 @@ def test_broken_input_is_named_and_leaves_nothing(tmp_path, name, workers):
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
-        preprocess([tmp_path / name], tmp_path / "o" / "out", Job("byte", None), workers=workers, report=silent)
+        preprocess(
+            [tmp_path / name], tmp_path / "o" / "out", PreprocessJob("byte", None), workers=workers, report=silent
+        )
     assert re.search(message, str(error.value)), str(error.value)
     assert list((tmp_path / "o").iterdir()) == []
 
@@ -145,15 +151,15 @@ def test_a_cut_zst_is_named(tmp_path):
     packed = pytest.importorskip("zstandard").ZstdCompressor().compress(os.urandom(5000))
     (tmp_path / "cut.txt.zst").write_bytes(packed[:-100])
     with pytest.raises(DataError, match=r"cut\.txt\.zst cannot be read to its end: the last frame is cut off"):
-        preprocess([tmp_path / "cut.txt.zst"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+        preprocess([tmp_path / "cut.txt.zst"], tmp_path / "out", PreprocessJob("byte", None), workers=1, report=silent)
 
 
 def test_wrong_requests(tmp_path):
     with pytest.raises(DataError, match="no file or folder"):
-        preprocess([tmp_path / "absent"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+        preprocess([tmp_path / "absent"], tmp_path / "out", PreprocessJob("byte", None), workers=1, report=silent)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no files in"):
-        preprocess([tmp_path / "empty"], tmp_path / "out", Job("byte", None), workers=1, report=silent)
+        preprocess([tmp_path / "empty"], tmp_path / "out", PreprocessJob("byte", None), workers=1, report=silent)
 
 
 BAD = "é".encode("latin-1")
@@ -162,7 +168,7 @@ BAD = "é".encode("latin-1")
 def _told(inputs, output, **how) -> tuple[list[str], list[str]]:
     """Documents as they come out, and what is said."""
     said: list[str] = []
-    preprocess(inputs, output, Job("byte", None, Reader(**how)), workers=1, report=said.append)
+    preprocess(inputs, output, PreprocessJob("byte", None, ReaderOptions(**how)), workers=1, report=said.append)
     return _decoded(output, build_tokenizer("byte", None), eod=False), said
 
 
@@ -223,7 +229,7 @@ def test_an_input_without_text_is_an_error(tmp_path, content, how):
         _told([tmp_path / "a.txt"], tmp_path / "out", **how)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     with pytest.raises(DataError, match="no text in"):
-        list(texts([tmp_path / "a.txt"], Reader(**how), silent, "reading"))
+        list(texts([tmp_path / "a.txt"], ReaderOptions(**how), silent, "reading"))
 
 
 def test_a_tokenizer_that_gives_no_tokens_is_named(tmp_path):
@@ -234,7 +240,7 @@ def test_a_tokenizer_that_gives_no_tokens_is_named(tmp_path):
         preprocess(
             [tmp_path / "in.txt"],
             tmp_path / "out",
-            Job("hf", str(tmp_path / "tokenizer.json")),
+            PreprocessJob("hf", str(tmp_path / "tokenizer.json")),
             workers=1,
             report=silent,
         )
@@ -361,7 +367,7 @@ def test_a_pair_is_summed_up():
 def test_documents_of_several_sequences_and_of_none(tmp_path):
     preprocess_input = tmp_path / "in.jsonl"
     preprocess_input.write_bytes(_jsonl(["four", "", "seven77"]))
-    preprocess([preprocess_input], tmp_path / "p", Job("byte", None), workers=1, report=silent)
+    preprocess([preprocess_input], tmp_path / "p", PreprocessJob("byte", None), workers=1, report=silent)
     shown = summary(str(tmp_path / "p"))
     assert (
         "3 documents in 3 sequences, 11 tokens" in shown

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megazero.data.conversations import Conversation, Encoder, read_conversations
+from megazero.data.conversations import ConversationEncoder, TokenizedConversation, read_conversations
 from megazero.data.indexed import DataError
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
@@ -24,11 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("marked"), CHATML)
 
 
-def _read(path: Path, tokenizer: Any) -> list[Conversation]:
-    return list(read_conversations([path], Encoder(tokenizer, tokenizer.eod_id, 400), silent))
+def _read(path: Path, tokenizer: Any) -> list[TokenizedConversation]:
+    return list(read_conversations([path], ConversationEncoder(tokenizer, tokenizer.eod_id, 400), silent))
 
 
-def _plain(conversation: Conversation) -> tuple[str, str]:
+def _plain(conversation: TokenizedConversation) -> tuple[str, str]:
     """Text, and the part of it that is learned, of bytes."""
     ids, learned = conversation.ids, conversation.learned
     return BYTES.decode(ids[~learned].tolist()), BYTES.decode(ids[learned].tolist())

@@ -27,13 +27,13 @@ from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError
 from megazero.data.cache import FACTS, cached_arrays
 from megazero.data.chat import has_template
-from megazero.data.conversations import Encoder, read_conversations
+from megazero.data.conversations import ConversationEncoder, read_conversations
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.libraries import HuggingFaceTokenizer
-from megazero.data.made_with import made_with, path_of, read_made_with
-from megazero.data.preprocess import Reader, raw_batches, text_of
+from megazero.data.preprocess import ReaderOptions, raw_batches, text_of
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
+from megazero.data.tokenizer_record import path_of, read_tokenizer_record, tokenizer_record
 from megazero.data.writer import PairWriter
 from megazero.inference.prompts import read_prompts
 from tests.data.chats import CHATML, HEADERS, INSTRUCT, PLAIN, chat, write_tokenizer
@@ -77,14 +77,14 @@ def _settings(flag: str, path: Path) -> None:
 
 
 def _texts(path: Path, kind: str) -> None:
-    reader = Reader(format=kind)
+    reader = ReaderOptions(format=kind)
     for _, batch in raw_batches([path], reader):
         for raw in batch:
             text_of(raw, "text", "strict")
 
 
 def _conversations(path: Path) -> None:
-    for _ in read_conversations([path], Encoder(ByteTokenizer(), 256, 257), silent):
+    for _ in read_conversations([path], ConversationEncoder(ByteTokenizer(), 256, 257), silent):
         pass
 
 
@@ -97,7 +97,7 @@ def _chats(path: Path, tokenizer: Path) -> None:
     """Conversations with a tokenizer's template, to learn from and to answer."""
     built = build_tokenizer("hf", str(tokenizer))
     assert isinstance(built, HuggingFaceTokenizer)
-    encoder = Encoder(built, None, built.vocab_size)
+    encoder = ConversationEncoder(built, None, built.vocab_size)
     for _ in read_conversations([path], encoder, silent):
         pass
     if has_template(built) and encoder.template is not None:
@@ -194,13 +194,17 @@ def data_targets(folder: Path) -> dict[str, Target]:
     chats, prompts, prefix = folder / "chats.jsonl", folder / "prompts.jsonl", folder / "pair"
     with PairWriter(prefix, np.dtype("<u2")) as writer:
         writer.write(np.arange(9, dtype="<u2"), [4, 0, 5])
-    path_of(prefix).write_bytes(made_with(ByteTokenizer(), "byte").written())
+    path_of(prefix).write_bytes(tokenizer_record(ByteTokenizer(), "byte").written())
     cache = folder / "cache"
     _cached(cache)
     (kept,) = cache.glob("order-*[!k]")
     found |= {
-        "made_with": Target(
-            partial(read_made_with, prefix), path_of(prefix), (path_of(prefix).read_bytes(),), DataError, is_json=True
+        "tokenizer_record": Target(
+            partial(read_tokenizer_record, prefix),
+            path_of(prefix),
+            (path_of(prefix).read_bytes(),),
+            DataError,
+            is_json=True,
         ),
         "cache_facts": Target(partial(_cached, cache), kept / FACTS, ((kept / FACTS).read_bytes(),), (), is_json=True),
         "cache_array": Target(

@@ -16,7 +16,7 @@ from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table
 from megazero.data.inspect import first_samples
-from megazero.data.preprocess import Job, preprocess
+from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.train import prepare as preparation
@@ -127,7 +127,7 @@ def test_a_model_of_another_format_is_not_passed_over(flags: list[object], tmp_p
 def test_data_of_another_tokenizer_are_seen_without_reading_them(tmp_path: Path) -> None:
     """By --validate-only too, and beside what else is wrong."""
     (tmp_path / "in.txt").write_text("some text, twice; some text")
-    preprocess([tmp_path / "in.txt"], tmp_path / "own", Job("byte", None), workers=1, report=silent)
+    preprocess([tmp_path / "in.txt"], tmp_path / "own", PreprocessJob("byte", None), workers=1, report=silent)
     train_bpe(["some text, twice; " * 40], 270, tmp_path / "bpe", silent)
     data = ["--data-path", tmp_path / "own", "--valid-data-path", "held-out", tmp_path / "nothing"]
     words = [*SHAPE[:8], "--train-iters", 2, *data, "--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe"]

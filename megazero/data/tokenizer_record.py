@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megazero.data.stored import DataError
+from megazero.data.file_array import DataError
 from megazero.data.tokenizer import ListedTokenizer
 from megazero.system.reading import BOUNDS, read_object
 
@@ -29,8 +29,8 @@ TEXT = (
 
 
 @dataclass(frozen=True)
-class MadeWith:
-    """tokenizer: its kind, as --tokenizer has it. hash: of what it does (`made_with`)."""
+class TokenizerRecord:
+    """tokenizer: its kind, as --tokenizer has it. hash: of what it does (`tokenizer_record`)."""
 
     tokenizer: str
     vocab_size: int
@@ -44,24 +44,24 @@ class MadeWith:
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
 
-def made_with(tokenizer: ListedTokenizer, kind: str) -> MadeWith:
+def tokenizer_record(tokenizer: ListedTokenizer, kind: str) -> TokenizerRecord:
     pieces = sorted(tokenizer.pieces().items(), key=lambda piece: (piece[1], piece[0]))
     spoken = "\n".join(piece.translate(BLANKS) for piece, _ in pieces[:: max(1, len(pieces) // SPOKEN)])
     does = json.dumps([pieces, tokenizer.encode(TEXT + spoken)])
-    return MadeWith(kind, tokenizer.vocab_size, hashlib.sha256(does.encode()).hexdigest())
+    return TokenizerRecord(kind, tokenizer.vocab_size, hashlib.sha256(does.encode()).hexdigest())
 
 
 def path_of(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer")
 
 
-def read_made_with(prefix: str | Path) -> MadeWith | None:
+def read_tokenizer_record(prefix: str | Path) -> TokenizerRecord | None:
     """What the file beside a pair says; None without one. Raises DataError where it is damaged."""
     path = path_of(prefix)
     try:
         if not path.exists():
             return None
-        found = MadeWith(**read_object(path, BOUNDS.description))
+        found = TokenizerRecord(**read_object(path, BOUNDS.description))
         sound = isinstance(found.hash, str) and isinstance(found.tokenizer, str) and isinstance(found.vocab_size, int)
     except (ValueError, TypeError):
         sound = False
@@ -73,9 +73,9 @@ def read_made_with(prefix: str | Path) -> MadeWith | None:
     return found
 
 
-def require_made_with(prefix: str | Path, now: MadeWith) -> None:
+def require_tokenizer_record(prefix: str | Path, now: TokenizerRecord) -> None:
     """Raises DataError for a pair of another tokenizer; one that says nothing passes."""
-    then = read_made_with(prefix)
+    then = read_tokenizer_record(prefix)
     if then is not None and then.hash != now.hash:
         raise DataError(
             f"{prefix}.bin was made with another tokenizer ({then}) than the run has ({now}), so its ids would be "
@@ -85,12 +85,12 @@ def require_made_with(prefix: str | Path, now: MadeWith) -> None:
         )
 
 
-def common(prefixes: Sequence[str]) -> MadeWith | None:
+def common(prefixes: Sequence[str]) -> TokenizerRecord | None:
     """What pairs that are to be joined were made with; None where one does not say.
 
     Raises DataError where two differ.
     """
-    found = {prefix: read_made_with(prefix) for prefix in prefixes}
+    found = {prefix: read_tokenizer_record(prefix) for prefix in prefixes}
     known = [(prefix, made) for prefix, made in found.items() if made is not None]
     for prefix, made in known[1:]:
         if made.hash != known[0][1].hash:

@@ -1,4 +1,4 @@
-"""What a pair of files is, found out once by reading all of it, and remembered in the cache."""
+"""The range of the token ids in a pair of files, found once by reading them and remembered in the cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ MOST_SCANNED = 1 << 33
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Smallest and largest id, and how many ids were read to know: all of them, or evenly spread blocks of a very large
-    file.
-    """
+class IdRange:
+    """Smallest and largest id of a pair, or of evenly spread blocks of a very large one."""
 
     smallest: int
     largest: int
-    scanned: int
 
 
 def identity(data: IndexedDataset) -> dict[str, Any]:
@@ -37,15 +34,15 @@ def identity(data: IndexedDataset) -> dict[str, Any]:
     }
 
 
-def facts_of(data: IndexedDataset, root: Path, report: Report) -> Facts:
+def id_range_of(data: IndexedDataset, root: Path, report: Report) -> IdRange:
     """Check the whole .idx (once) and the range of the ids. Raises DataError on a file that contradicts itself."""
 
     def build(say: Report) -> dict[str, NDArray]:
         data.check()
         return {"facts": _scan(data, say)}
 
-    smallest, largest, scanned = cached_arrays(root, "checked", identity(data), build, report)["facts"][:].tolist()
-    return Facts(smallest, largest, scanned)
+    smallest, largest, _ = cached_arrays(root, "checked", identity(data), build, report)["facts"][:].tolist()
+    return IdRange(smallest, largest)
 
 
 def _scan(data: IndexedDataset, report: Report) -> NDArray[np.int64]:
@@ -65,7 +62,7 @@ def _scan(data: IndexedDataset, report: Report) -> NDArray[np.int64]:
     return np.array([smallest, largest, scanned], dtype=np.int64)
 
 
-def require_ids_below(vocab_size: int, data: IndexedDataset, facts: Facts) -> None:
+def require_ids_below(vocab_size: int, data: IndexedDataset, facts: IdRange) -> None:
     """Raises DataError when an id is negative or not below the vocabulary."""
     if facts.smallest < 0 or facts.largest >= vocab_size:
         wrong = facts.smallest if facts.smallest < 0 else facts.largest

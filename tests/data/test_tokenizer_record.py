@@ -9,10 +9,10 @@ import pytest
 from megazero.config.schema import DataConfig
 from megazero.data.build import build_datasets
 from megazero.data.indexed import DataError
-from megazero.data.made_with import made_with, path_of, read_made_with
-from megazero.data.preprocess import Job, preprocess
+from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
+from megazero.data.tokenizer_record import path_of, read_tokenizer_record, tokenizer_record
 from megazero.data.train_bpe import train_bpe
 from megazero.data.writer import PairWriter, merge
 from tests.data.pairs import write_pair
@@ -36,9 +36,9 @@ def place(tmp_path_factory) -> Path:
     model.save(str(folder / "hf" / "tokenizer.json"))
     (folder / "in.txt").write_text(WORDS)
     for name, job in {
-        "a": Job("gpt2", str(folder / "a")),
-        "b": Job("gpt2", str(folder / "b")),
-        "bytes": Job("byte", None),
+        "a": PreprocessJob("gpt2", str(folder / "a")),
+        "b": PreprocessJob("gpt2", str(folder / "b")),
+        "bytes": PreprocessJob("byte", None),
     }.items():
         preprocess([folder / "in.txt"], folder / f"of-{name}", job, workers=1, report=silent)
     write_pair(folder / "silent", [60] * 4, 200)
@@ -70,11 +70,11 @@ def test_data_of_another_tokenizer_are_refused(place, prefix, kind, path):
 
 def test_data_that_do_not_say_are_taken(place):
     assert len(_build(place, "silent", "gpt2", "a").train) >= 4
-    assert read_made_with(place / "silent") is None
+    assert read_tokenizer_record(place / "silent") is None
 
 
 def test_one_merge_or_one_token_makes_another_tokenizer(place, tmp_path):
-    first = made_with(build_tokenizer("gpt2", str(place / "a")), "gpt2")
+    first = tokenizer_record(build_tokenizer("gpt2", str(place / "a")), "gpt2")
     vocab, merges = (place / "a" / "vocab.json").read_text(), (place / "a" / "merges.txt").read_text().splitlines()
     swapped = json.loads(vocab)
     swapped["Ā"], swapped["ā"] = swapped["ā"], swapped["Ā"]
@@ -85,14 +85,14 @@ def test_one_merge_or_one_token_makes_another_tokenizer(place, tmp_path):
         folder.mkdir()
         (folder / "vocab.json").write_text(table)
         (folder / "merges.txt").write_text("\n".join(lines))
-        assert made_with(build_tokenizer("gpt2", str(folder)), "gpt2").hash != first.hash
-    assert made_with(build_tokenizer("hf", str(place / "hf")), "hf").hash == first.hash
+        assert tokenizer_record(build_tokenizer("gpt2", str(folder)), "gpt2").hash != first.hash
+    assert tokenizer_record(build_tokenizer("hf", str(place / "hf")), "hf").hash == first.hash
 
 
 def test_joined_pairs_are_of_one_tokenizer(place, tmp_path):
     a, b, unknown = (str(place / name) for name in ("of-a", "of-b", "silent"))
     merge([a, a], str(tmp_path / "same"))
-    assert read_made_with(tmp_path / "same") == read_made_with(a) is not None
+    assert read_tokenizer_record(tmp_path / "same") == read_tokenizer_record(a) is not None
     merge([a, unknown], str(tmp_path / "mixed"))
     assert not path_of(tmp_path / "mixed").exists()
     with pytest.raises(DataError, match=r"of-a and .*of-b were made with different tokenizers"):
