@@ -1,8 +1,8 @@
-"""The arguments that Megatron-LM and its descendants keep in a checkpoint, as a model of ours; and the other way.
+"""The arguments in checkpoints of Megatron-LM and its descendants as a model of ours, and the other way.
 
 Names and meanings: megatron/training/arguments.py of Megatron-LM, megatron/arguments.py of the two Megatron-DeepSpeeds
-(BigScience's, in which BLOOM was trained, and Microsoft's). What an argument asks for and we do not have is refused by
-its name; all of it at once.
+(BigScience's, which trained BLOOM, and Microsoft's). Arguments that ask for something that we do not have are refused
+by name, all of them in one error.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
 
 
 class _Reading:
-    """One pass over the arguments: values as they are taken, and what is wrong with them."""
+    """One pass over the arguments: it takes values and collects what is wrong with them."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -122,14 +122,14 @@ class _Reading:
 
 
 def word_of(value: Any) -> Any:
-    """An argument; of an enumeration's member its value, words in small letters."""
+    """The value of an argument. A member of an enumeration gives its value; a word is put into small letters."""
     if isinstance(value, Record) and len(value.args) == 1:
         value = value.args[0]
     return value.lower() if isinstance(value, str) else value
 
 
 def model_from_args(args: Args, where: str) -> ModelConfig:
-    """The model. Its vocabulary is the true one where the arguments know it, else all rows, padding included.
+    """The model. Its vocabulary is the true one where the arguments say it, else all rows with padding.
 
     Raises ConversionError with everything that is missing or not supported.
     """
@@ -183,21 +183,23 @@ def model_from_args(args: Args, where: str) -> ModelConfig:
 
 
 def has_qkv_bias_alone(args: Args) -> bool:
-    """Whether query, key and value have a bias and no other linear layer has."""
+    """Whether query, key and value have a bias and no other linear layer has one."""
     return args.get("add_bias_linear") is False and bool(args.get("add_qkv_bias"))
 
 
 def _groups(args: Args) -> int | None:
-    """Key-value heads; Megatron-LM keeps a number of groups (1) also where --group-query-attention was not given."""
+    """The number of key-value heads. Megatron-LM stores a number of groups (1) even where --group-query-attention was
+    not given.
+    """
     heads = args.get("num_attention_heads")
     grouped = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads")
     return None if grouped in (None, heads) else int(grouped)
 
 
 def true_vocabulary(args: Args) -> int | None:
-    """Tokens without padding, where the arguments know it.
+    """The number of tokens without padding, where the arguments say it.
 
-    Megatron's NullTokenizer has one more than --vocab-size, the end of a document.
+    Megatron's NullTokenizer has one token more than --vocab-size, for the end of a document.
     """
     named = args.get("vocab_size")
     return int(named) + str(args.get("tokenizer_type") or "").startswith("Null") if named else None
@@ -219,7 +221,7 @@ def _position(read: _Reading) -> str:
 
 
 def _activation(args: Args) -> str:
-    """Megatron's GELU is the tanh form in its fused kernel, and torch's exact one without it."""
+    """Megatron's GELU is the tanh approximation in its fused kernel, and torch's exact one without that kernel."""
     if args.get("swiglu"):
         return "swiglu"
     if args.get("openai_gelu") or args.get("bias_gelu_fusion", True):
@@ -228,7 +230,7 @@ def _activation(args: Args) -> str:
 
 
 def run_from_args(args: Args, model: ModelConfig, precision: str) -> Run:
-    """What else the arguments tell of the run."""
+    """The other settings of the run that the arguments tell."""
     optimizer: dict[str, Any] = {name: float(args[name]) for name in _OPTIMIZER if args.get(name) is not None}
     schedule: dict[str, Any] = {
         name: kind(args[name]) for name, kind in _SCHEDULE.items() if args.get(name) is not None
@@ -253,7 +255,7 @@ _GELU: Mapping[str, bool] = {"gelu": False, "gelu-tanh": True, "swiglu": False}
 def args_of(run: Run, *, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """Megatron-LM's arguments for a model of ours.
 
-    Raises ConversionError, with all of it, for what it does not have.
+    Raises ConversionError that lists everything that Megatron-LM does not have.
     """
     model = run.model
     problems = [f"{what} is nothing that Megatron-LM has" for what, bad in _foreign(model).items() if bad]

@@ -1,8 +1,8 @@
-"""Files of the model that a run started from, kept in its checkpoints: config.json, generation_config.json, a
-tokenizer.
+"""Files of the model that a run started from (config.json, generation_config.json, a tokenizer), kept in its
+checkpoints.
 
-So what is fine-tuned goes back to where it came from with all that it came with. They are read when the run starts:
-what they are read from may be gone when a checkpoint is written.
+So a fine-tuned model goes back to where it came from with all its files. They are read when the run starts, because
+they may be gone when a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ OF_THE_MODEL = ("config.json", "generation_config.json")
 
 
 def model_files(run: Run, found: FoundCheckpoint | None) -> Callable[[Path], None] | None:
-    """What puts them into the folder of a checkpoint that is being written; None where there are none. Called by one
-    rank.
+    """A function that writes these files into the folder of a checkpoint; one rank calls it. None where there are no
+    files.
 
-    They come from the checkpoint that the run resumes from, else from that of --init-from.
+    They come from the checkpoint that the run resumes from, or else from that of --init-from.
     """
     files = companions(found.path) if found is not None else _of_start(run)
     contents = contents_of(files, to_stderr)

@@ -21,8 +21,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def not_there(path: Path) -> str:
-    """What to say of a checkpoint that is no file and no folder: whose first folder is none here may be a model's name
-    on the Hub.
+    """The message for a checkpoint path that does not exist. A path whose first folder does not exist may be meant as a
+    model's name on the Hub.
     """
     name = str(path)
     if not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.exists()):

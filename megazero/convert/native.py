@@ -1,7 +1,7 @@
-"""megazero's own checkpoints, read and written whole tensor by whole tensor.
+"""Reading and writing megazero's own checkpoints, one whole tensor at a time.
 
-A written folder is one that `--load` and `--init-from` take: DIR/latest and DIR/iter_NNNNNNN. What is no tensor
-(config.json, a tokenizer) goes into a folder beside the manifest.
+`--load` and `--init-from` take the folder that is written: DIR/latest and DIR/iter_NNNNNNN. Files that are not tensors
+(config.json, a tokenizer) go into a folder beside the manifest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FILE_BYTES = 4 << 30
 class NativeSource(Source):
     """A checkpoint of megazero, of any layout.
 
-    One of adapters has these for entries; `adapters.AdaptedSource` makes a model of it.
+    The entries of a checkpoint of adapters are the adapters. `lora.merged.AdaptedSource` makes a model of it.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -65,7 +65,7 @@ class NativeSource(Source):
         return self.read_box(name, tuple((0, size) for size in self.entries[name].shape), column)
 
     def read_box(self, name: str, box: Box, column: str = WEIGHT) -> Tensor:
-        """Of the files only those blocks that hold some of it."""
+        """Reads only the blocks of the files that hold a part of the box."""
         shape = tuple(stop - start for start, stop in box)
         values = torch.empty(math.prod(shape), dtype=self.entries[name].columns[column])
         part = Fragment(replace(self._places[name], box=box, local_shape=shape), 0, values.numel(), **{column: values})
@@ -103,12 +103,12 @@ def _found(path: Path) -> Path | None:
 
 
 def recognises(path: Path) -> bool:
-    """A folder with a manifest, or one of checkpoints."""
+    """Whether a folder has a manifest, or holds such folders."""
     return (path / MANIFEST).is_file() or bool(folders.listing(path))
 
 
 def open_native(path: Path) -> NativeSource:
-    """The checkpoint in this folder, or the newest of a folder of checkpoints. Raises ConversionError."""
+    """Open the checkpoint in this folder, or the newest of a folder of checkpoints. Raises ConversionError."""
     found = _found(path)
     if found is None:
         raise ConversionError(f"{path} holds no checkpoint of megazero")
@@ -141,7 +141,7 @@ def write_native(source: Source, folder: Path, options: TargetOptions, advance: 
 
 
 def _files(source: Source, options: TargetOptions, advance: Advance) -> Iterator[list[Fragment]]:
-    """What goes into each file, in the model's order."""
+    """The entries of each file, in the model's order."""
     everything = places(source.model)
     group: list[Fragment] = []
     size = 0
@@ -169,7 +169,7 @@ def _values(source: Source, name: str, column: str, dtype: torch.dtype, advance:
 
 
 def _as_recorded(run: Run, dtype: torch.dtype | None) -> Run:
-    """The run without what was true of its start only (folders, intervals); in the precision that was asked for."""
+    """The run without settings that held only when it started (folders, intervals), and with the wanted precision."""
     run = replace(run, checkpoint=CheckpointConfig(), trainer=TrainerConfig())
     if dtype is None or dtype == compute_dtype(run.optimizer.precision):
         return run

@@ -1,4 +1,4 @@
-"""The formats, as a table."""
+"""The table of formats."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megazero.system.reading import BOUNDS, Unreadable
 
 
 def format_table() -> Mapping[str, Format]:
-    """By name. In the order in which a folder is looked at."""
+    """The formats by name, in the order in which they are tried on a folder."""
     found: list[Format] = [MEGATRON, MEGATRON_DEEPSPEED, native.FORMAT, PEFT, HF, *UNIVERSAL]
     return {known.name: known for known in found}
 
 
 def recognise(path: Path) -> str:
-    """The name of a checkpoint's format. Raises ConversionError, naming what was looked for."""
+    """The name of a checkpoint's format. Raises ConversionError that says what was looked for."""
     for name, known in format_table().items():
         with _readable(path, name):
             if known.recognises(path):
@@ -51,8 +51,8 @@ _MISSHAPEN = (
 
 @contextmanager
 def _readable(path: Path, format: str) -> Iterator[None]:
-    """A reader looks for what its format has; a file that has something else there is the file's fault, and no reader
-    can expect all of it.
+    """Turn errors of a reader into ConversionError. A file that does not hold what its format has is the file's fault,
+    and a reader cannot expect every such case.
     """
     try:
         yield
@@ -68,8 +68,8 @@ def _readable(path: Path, format: str) -> Iterator[None]:
 
 
 def open_source(path: Path, name: str | None = None) -> Source:
-    """A checkpoint for reading; `name` where the format is known. One of adapters comes with the model that they belong
-    to, merged.
+    """Open a checkpoint for reading. name: its format, where that is known. Adapters come merged with the model that
+    they belong to.
 
     Raises ConversionError.
     """
@@ -77,7 +77,7 @@ def open_source(path: Path, name: str | None = None) -> Source:
 
 
 def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
-    """above: the checkpoints of adapters that this one is beneath."""
+    """above: the checkpoints of adapters whose base model this is."""
     itself = _resolved(path)
     if len(above) >= BOUNDS.adapters or itself in above:
         raise ConversionError(f"{path} is the model beneath {len(above)} checkpoints of adapters, or beneath itself")
@@ -94,7 +94,7 @@ def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
 
 
 def _resolved(path: Path) -> Path:
-    """Where a path leads. Raises ConversionError for links that lead to each other, and for what is no name."""
+    """The path without links. Raises ConversionError for links in a circle, and for a string that cannot be a path."""
     try:
         return path.resolve()
     except (OSError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What became of every key of a checkpoint that was converted."""
+"""What became of every key of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Replicas of one tensor that were not equal, and were averaged in float64. largest: the largest absolute
-    difference from their mean.
+    """Replicas of one tensor that differed and were averaged in float64. largest: the largest absolute difference from
+    the mean.
     """
 
     key: str
@@ -20,9 +20,14 @@ class Disagreement:
 
 @dataclass
 class Report:
-    """mapped: keys of the format that made one of our tensors. unused: keys that nothing was made of, with the reason.
-    filled: tensors of ours that the format did not hold, with what stands for them. replicas: copies that differed.
-    apart: what the checkpoint says twice and not alike, other than replicas. notes: whatever else a user should know.
+    """What became of every key, and everything that a user should know.
+
+    mapped    keys of the format that became tensors of ours
+    unused    keys that were not used, with the reason
+    filled    tensors of ours that the format does not hold, with what was used for them
+    replicas  replicas that differed
+    apart     other facts that the checkpoint has twice, with different values
+    notes     everything else
     """
 
     mapped: list[str] = field(default_factory=list)
@@ -33,7 +38,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """For a person: counts, and names where something is out of the ordinary."""
+        """The report for a person: numbers, and names where something is unusual."""
         found = [f"keys mapped        {len(self.mapped)}"]
         found += _listed("keys unused", [f"{key} ({why})" for key, why in self.unused.items()])
         found += _listed("tensors filled", [f"{name} ({how})" for name, how in self.filled.items()])

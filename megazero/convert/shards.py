@@ -1,6 +1,6 @@
-"""Tensor-parallel shards of Megatron's descendants: joined into global tensors, and cut from them.
+"""Tensor-parallel shards of Megatron and its descendants: joining them to global tensors, and cutting these.
 
-All of them split the same matrices along the same axes. Padding of the vocabulary is at the end of the joined table.
+All of these programs split the same matrices along the same axes. Vocabulary padding is at the end of the joined table.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BLOCK = 1 << 22
 
 
 def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, rows: int | None = None) -> Tensor:
-    """The global tensor of what the ranks hold, in rank order; `rows` of it where the rest is padding.
+    """The global tensor of the ranks' pieces, in rank order. rows: how many of its rows are not padding; None: all.
 
-    Without an axis the pieces are replicas. A single piece is returned as it is, a view of its file.
-    Raises ConversionError where the pieces have different shapes.
+    Without an axis the pieces are replicas. A single piece is returned as it is, a view of its file. Raises
+    ConversionError where the pieces have different shapes.
     """
     shapes = {tuple(piece.shape) for piece in pieces}
     if len(shapes) > 1:
@@ -35,10 +35,10 @@ def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, r
 
 
 def agree(key: str, copies: Sequence[Tensor], report: Report) -> Tensor:
-    """The one value of several replicas: the first where all are equal, bit for bit; else their mean in float64, which
-    is reported.
+    """The value of replicas: the first where all are equal, bit for bit. Otherwise their mean in float64, which is
+    reported.
 
-    The mean of equal numbers would not be safe either: in 16 bits the sum of eight equal ones is rounded.
+    Equal replicas are not averaged, because in 16 bits a sum of eight equal numbers is rounded.
     """
     first = copies[0]
     if all(_same_bits(first, copy) for copy in copies[1:]):
@@ -62,7 +62,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def cut(name: str, whole: Tensor, ranks: int) -> list[Tensor]:
-    """The pieces that tp ranks hold of one of our tensors (already padded), views in rank order.
+    """The pieces of one of our tensors (with padding) for tp ranks: views, in rank order.
 
     Raises ConversionError.
     """

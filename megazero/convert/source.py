@@ -31,15 +31,15 @@ MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
 class ConversionError(ValueError):
-    """A checkpoint that cannot be read or written as asked. The message says what, where, and what would help."""
+    """A checkpoint cannot be read or written as asked. The message says what is wrong, where, and what would help."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far the training was that wrote it; zeros where the format does not say.
+    """How far the training was when the checkpoint was written; zeros where the format does not say.
 
-    optimizer_steps  steps that were not skipped: what Adam's bias correction counts
-    loss_scale       state of the dynamic loss scale as `optim.LossScaler.state_dict` has it, if any
+    optimizer_steps  steps that were not skipped, which Adam's bias correction counts
+    loss_scale       state of the dynamic loss scale as in `optim.LossScaler.state_dict`, if any
     """
 
     iteration: int = 0
@@ -80,9 +80,9 @@ class Source:
         raise NotImplementedError
 
     def read_box(self, name: str, box: Box, column: str = WEIGHT) -> Tensor:
-        """This part of the tensor, as `read` gives the whole.
+        """A part of the tensor, as `read` gives the whole.
 
-        A reader that can leave the rest of its files alone has its own.
+        A reader overrides it where it can leave the rest of its files unread.
         """
         return self.read(name, column)[tuple(slice(start, stop) for start, stop in box)]
 
@@ -92,7 +92,7 @@ class Source:
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """What every tensor has: weights alone, or the optimizer's moments too."""
+        """The columns that every tensor has: weights alone, or the optimizer's moments too."""
         return tuple(c for c in (WEIGHT, *MOMENTS) if all(c in entry.columns for entry in self.entries.values()))
 
     @property
@@ -124,5 +124,5 @@ def places(
 
 
 def boxed(tensor: Tensor, place: Place) -> Tensor:
-    """A rank's part of a global tensor, a view."""
+    """A rank's part of a global tensor, as a view."""
     return tensor[tuple(slice(start, stop) for start, stop in place.box)]

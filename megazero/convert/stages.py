@@ -1,4 +1,4 @@
-"""From a source into the memory of a rank's stages."""
+"""Copying a source into the parameters of a rank's stages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megazero.mpu.place import Place, place_of
 
 @torch.no_grad()
 def fill_stages(stages: Sequence[Stage], source: Source) -> None:
-    """Fill every parameter of a rank's stages, on any layout, with its part of the source's weights.
+    """Fill every parameter of a rank's stages with its part of the source's weights, on any layout.
 
-    Communicates nothing: every rank reads for itself. Raises ConversionError where a tensor is missing or has another
+    Communicates nothing: every rank reads its own part. Raises ConversionError where a tensor is missing or has another
     shape.
     """
     for stage in stages:
@@ -28,9 +28,9 @@ def fill_stages(stages: Sequence[Stage], source: Source) -> None:
 
 
 def fill(local: Tensor, place: Place, whole: Tensor) -> None:
-    """Copy this rank's box of the global tensor; padding rows become zero.
+    """Copy this rank's box of the global tensor. Padding rows become zero.
 
-    Raises ConversionError when the global shape differs.
+    Raises ConversionError where the global shape differs.
     """
     if tuple(whole.shape) != place.shape:
         raise ConversionError(f"{place.name} has shape {place.shape}, not {tuple(whole.shape)}")

@@ -1,4 +1,4 @@
-"""The tokenizer that a checkpoint leads to: files beside it, or the ones that its run was trained with."""
+"""The tokenizer of a checkpoint: from the files beside it, or the one that its run was trained with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FILES = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("voca
 
 
 def tokenizer_files(source: Source) -> tuple[str, str | None] | None:
-    """--tokenizer and --tokenizer-path of a source, or None: from its companions, else from its run if those files are
-    still there.
+    """A source's --tokenizer and --tokenizer-path, from its companions, or else from its run if those files still
+    exist. None otherwise.
     """
     for name, kind in _FILES:
         if name in source.companions:
@@ -28,7 +28,7 @@ def tokenizer_files(source: Source) -> tuple[str, str | None] | None:
 
 
 def tokenizer_of(source: Source) -> ListedTokenizer | None:
-    """The model's tokenizer, None where none can be found or opened here."""
+    """The model's tokenizer. None where there is none, or where it cannot be opened here."""
     found = tokenizer_files(source)
     try:
         return build_tokenizer(*found) if found else None
@@ -38,8 +38,8 @@ def tokenizer_of(source: Source) -> ListedTokenizer | None:
 
 
 def end_of_turn(source: Source) -> int | None:
-    """The token with which the chat template beside a model's tokenizer ends an assistant's turn; None where there is
-    none, or it does not show.
+    """The token with which the model's chat template ends an assistant's turn. None where there is no template, or
+    where it does not show.
     """
     tokenizer = tokenizer_of(source)
     if not isinstance(tokenizer, HuggingFaceTokenizer):

@@ -1,4 +1,4 @@
-"""Files of one word beside checkpoints, such as `latest`: the name of one of them."""
+"""Files of one word beside checkpoints, such as `latest`. The word names one of the checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.system.reading import BOUNDS, open_file, raised_as
 
 
 def word_in(tracker: Path) -> str:
-    """What the file says, without the space around it; bytes that are no text are U+FFFD, which no checkpoint's name
+    """The word in the file, without space around it. Bytes that are not text become U+FFFD, which no checkpoint's name
     has.
     """
     with raised_as(ConversionError), open_file(tracker) as file:
@@ -18,7 +18,7 @@ def word_in(tracker: Path) -> str:
 
 
 def named_folder(tracker: Path) -> Path:
-    """The folder beside the file that it names, there or not.
+    """The folder that the file names, beside the file. It need not exist.
 
     Raises ConversionError for a word that leads out of the file's folder.
     """

@@ -1,4 +1,6 @@
-"""Proof that a conversion kept the model: every tensor compared, and where the model fits, what both sides compute."""
+"""Checks that a conversion kept the model. Every tensor is compared, and where the model fits into memory, the logits
+of both sides.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def verify(source: Source, output: Path, format: str, report: Report) -> Verdict
 
 
 def _compare_tensors(source: Source, written: Source, report: Report) -> Verdict:
-    """Every column that was written against the source, rounded to the dtype in which it was written."""
+    """Compare every column that was written with the source, rounded to the dtype in which it was written."""
     columns = [column for column in source.columns if column in written.columns]
     progress = Progress(report, "comparing", written.nbytes / 1e9, "GB")
     unequal, compared = [], 0
@@ -77,8 +79,8 @@ def _compare_tensors(source: Source, written: Source, report: Report) -> Verdict
 
 
 def _contradictions(written: Source) -> list[str]:
-    """Files that were just written agree with each other: every copy of a tensor is the same one, a 16-bit weight is
-    its master rounded.
+    """Where the written files contradict each other: copies of a tensor that differ, a 16-bit weight that is not its
+    rounded master.
     """
     report = written.report
     return [
@@ -88,7 +90,7 @@ def _contradictions(written: Source) -> list[str]:
 
 
 def _moved(was: Position, found: Position) -> list[str]:
-    """How far the training was, which belongs to the optimizer's moments."""
+    """Differences in how far the training was. It is compared where the optimizer's moments are."""
     counted = ("iteration", "consumed_samples", "optimizer_steps")
     pairs = [(name, getattr(was, name), getattr(found, name)) for name in counted]
     return [f"{name} was {ours}, is {theirs}" for name, ours, theirs in pairs if ours != theirs]
@@ -137,8 +139,8 @@ def _compare_logits(source: Source, written: Source) -> Verdict:
 
 
 def _sides(source: Source, written: Source) -> tuple[Source, Source]:
-    """Which side another program may compute, and which is ours: what was written; a source only as it lies in its
-    files.
+    """The two sides of the comparison of logits. The first is computed by another program where possible: what was
+    written, or the source where its files are used as they are.
     """
     unchanged = isinstance(source, HfSource) and all(
         source.entries[name].columns[WEIGHT] == entry.columns[WEIGHT] for name, entry in written.entries.items()
@@ -160,8 +162,8 @@ def _logits(source: Source, ids: Tensor) -> Tensor:
 
 
 def _outsider(side: Source) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """Who computes this side: transformers for its own format where it is installed, else megazero from what it reads
-    there.
+    """The program that computes this side: transformers for its own format, where it is installed; otherwise megazero,
+    from what it reads there.
     """
     if side.format == "hf":
         try:

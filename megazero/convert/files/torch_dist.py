@@ -52,8 +52,8 @@ class ChunkedTensor:
 class DistributedCheckpoint:
     """A checkpoint, of which only `.metadata` has been read.
 
-      tensors  name -> shape, dtype and pieces
-      objects  names of values that are not tensors
+    tensors  name -> shape, dtype and pieces
+    objects  names of values that are not tensors
 
     Raises ConversionError that names every tensor with missing pieces.
     """

@@ -35,8 +35,8 @@ def read_torch_file(path: Path, known: Iterable[str] = (), offset: int = 0, leng
     Tensors are views of a private mapping of the file. They take no memory until they are read, and share a storage
     where they do so in the file. Nobody may write into them. The mapping lives as long as one of them.
 
-      known           dotted names of classes that become records, as patterns ("megatron.*")
-      offset, length  where the archive lies in the file, if the file holds more
+    known           dotted names of classes that become records, as patterns ("megatron.*")
+    offset, length  where the archive lies in the file, if the file holds more
 
     Raises ConversionError for a global that is not known, for legacy, compressed, big-endian and TorchScript files, and
     for a file that is cut off.

@@ -30,9 +30,9 @@ _ALWAYS = 1 << 20
 class Record:
     """An object of a class that is not imported.
 
-      name   "module.Class"
-      args   what the class was called with
-      state  its attributes, as entries of a dictionary: a file cannot give an attribute a meaning
+    name   "module.Class"
+    args   what the class was called with
+    state  its attributes, as entries of a dictionary: a file cannot give an attribute a meaning
 
     Two records are equal if they are the same object. The class itself stands for a global that a file mentions without
     calling it.

@@ -1,4 +1,4 @@
-"""The arguments and facts that Megatron-DeepSpeed keeps beside a model, for one of ours."""
+"""The arguments and facts that Megatron-DeepSpeed keeps beside a model, written for one of ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu")
 
 
 def arguments(run: Run, position: Position, options: TargetOptions) -> dict[str, Any]:
-    """What a run of Megatron-DeepSpeed with this model would have been started with; plain values, no members of its
+    """The arguments with which Megatron-DeepSpeed would train this model, as plain values without members of its
     enumerations.
 
     Raises ConversionError for a model that it does not have.
@@ -102,8 +102,8 @@ def _foreign(model: ModelConfig) -> Iterator[str]:
 
 
 def universal_info(planned: Plan) -> dict[str, Any]:
-    """What DeepSpeed's ds_to_universal wants to be told: names of parameters, as patterns, by what tp and pipeline
-    ranks do with them.
+    """The patterns of parameter names that DeepSpeed's ds_to_universal needs: how tp ranks and pipeline stages share
+    each parameter.
     """
 
     def patterns(chosen: list[Written]) -> list[str]:
@@ -129,6 +129,6 @@ def universal_info(planned: Plan) -> dict[str, Any]:
 
 
 def _pattern(parameter: str) -> str:
-    """One pattern for a parameter of all blocks."""
+    """A pattern for one parameter of all blocks."""
     number, _, key = parameter.partition(".")
     return rf"^\d+\.{re.escape(key)}$" if number.isdecimal() and "." in key else rf"^{re.escape(parameter)}$"

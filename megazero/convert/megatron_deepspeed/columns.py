@@ -1,4 +1,4 @@
-"""Global tensors of the optimizer's columns, put together from dp partitions, tp ranks and pipeline stages."""
+"""Global tensors of the optimizer's columns, joined from dp partitions, tp ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Held = Mapping[tuple[int, str], tuple[int, list[PartitionSlice]]]
 
 
 class Columns:
-    """Masters and moments. Raises ConversionError with every parameter of the layer files that the optimizer's files do
-    not hold whole.
+    """Masters and moments. Raises ConversionError that lists every parameter of the layer files that the optimizer's
+    files do not hold completely.
     """
 
     def __init__(self, files: Files, listing: Listing, weights: Weights, zero: Zero, report: Report) -> None:
@@ -45,9 +45,9 @@ class Columns:
         self._account()
 
     def read(self, name: str, column: str) -> Tensor:
-        """A global tensor of one column, vocabulary padding cut off.
+        """A global tensor of one column, without vocabulary padding.
 
-        Memory: the tensor, and where columns are split as much again.
+        Memory: the tensor, and twice that where its columns are split.
         """
         where, axis = self.weights.theirs[name], tp_axis(name)
         key = f"{label(where)} {column}"
@@ -73,7 +73,7 @@ class Columns:
         return flat.view(self.weights.stored[where.layer][t][where.key].shape)
 
     def _like_copies(self, name: str, where: PipelineTensor, column: str, whole: Tensor) -> Tensor:
-        """The table itself where every stage's copy of it is the same, compared slice by slice; else their mean."""
+        """The table, where the copies of all stages are equal, compared slice by slice; otherwise their mean."""
         others = []
         for copy in self._copies(name, where):
             slices = [piece for rank, parts in copy for piece in self._slices(rank, parts, column)]
@@ -87,7 +87,9 @@ class Columns:
         )
 
     def _held(self, t: int) -> Held:
-        """A parameter of the tied embedding is in the first and in the last stage; the first one's counts."""
+        """Where each parameter is. One of the tied embedding is in the first and in the last stage; the first stage's
+        is used.
+        """
         found: dict[tuple[int, str], tuple[int, list[PartitionSlice]]] = {}
         for stage in reversed(range(self.stages)):
             rank = stage * self.tp + t
@@ -98,9 +100,7 @@ class Columns:
         return found
 
     def _copies(self, name: str, where: PipelineTensor) -> list[list[tuple[int, list[PartitionSlice]]]]:
-        """The tied table's copies on other stages, which are trained with it. (The rest of a tied embedding is idle
-        there.)
-        """
+        """The copies of the tied table on other stages. They are trained, unlike the rest of a tied embedding there."""
         if name != WORDS or not self.weights.layers.tied:
             return []
         parameter = self.weights.layers.parameter(where.layer, where.key)
@@ -123,7 +123,7 @@ class Columns:
         return [f"{label(where)} has {sum(wanted)} elements there and {sum(counts)} here"]
 
     def _account(self) -> None:
-        """Parameters of the optimizer's files that nothing is made of."""
+        """Report the parameters of the optimizer's files that were not used."""
         used = {(where.layer, where.key) for where in self.weights.theirs.values()}
         for rank, slices in enumerate(self.zero.slices):
             for parameter in slices:

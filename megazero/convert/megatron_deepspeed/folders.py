@@ -1,6 +1,6 @@
-"""Where Megatron-DeepSpeed puts a checkpoint, and what its files are called.
+"""Where Megatron-DeepSpeed puts a checkpoint, and the names of its files.
 
-Numbers are compared as numbers, whatever zeros stand before them.
+Numbers in names are compared as numbers, with or without zeros in front.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rank_file(rank: int) -> str:
 
 
 def zero_file(partition: int, rank: int, prefix: str) -> str:
-    """partition: of the data-parallel ranks; DeepSpeed calls it pp_rank."""
+    """partition: the data-parallel rank. DeepSpeed calls it pp_rank."""
     return f"{prefix}zero_pp_rank_{partition}_mp_rank_{rank:02d}_optim_states.pt"
 
 
@@ -62,13 +62,14 @@ class Listing:
 
     @property
     def iteration(self) -> int:
-        """By the folder's name; 0 where it has another."""
+        """From the folder's name; 0 where the name has no number."""
         match = STEP.fullmatch(self.folder.name)
         return int(match[1]) if match else 0
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint itself: `path`, or what `latest` names in it, or its global_step folder with the highest number.
+    """The folder of the checkpoint: `path` itself, the one that its `latest` names, or its global_step folder with the
+    highest number.
 
     Raises ConversionError.
     """
@@ -95,8 +96,8 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def recognises(path: Path) -> bool:
-    """A folder with layer files, one of global_step folders, or one whose `latest` names such a
-    folder, there or not.
+    """Whether a folder has layer files or global_step folders, or a `latest` that names such a folder, even one that is
+    missing.
     """
     if _has_layers(path) or any(_has_layers(inside) for inside in path.glob("global_step*")):
         return True
@@ -109,7 +110,7 @@ def _has_layers(folder: Path) -> bool:
 
 
 def listing(folder: Path) -> Listing:
-    """All files of a checkpoint. Raises one ConversionError with every hole in the grids of ranks."""
+    """All files of a checkpoint. Raises one ConversionError that lists every rank without its files."""
     layers: dict[int, dict[int, Path]] = {}
     ranks: dict[int, Path] = {}
     zero: dict[tuple[int, int], Path] = {}
@@ -138,7 +139,7 @@ def listing(folder: Path) -> Listing:
 
 
 def _rank_problems(ranks: Mapping[int, Path], zero: Mapping[tuple[int, int], Path], tp: int) -> list[str]:
-    """What is missing of the model-parallel ranks' files."""
+    """The model-parallel ranks without a file."""
     problems = []
     for what, there in (("mp_rank", set(ranks)), ("optimizer", {rank for rank, _ in zero})):
         missing = [rank for rank in range(max(there, default=-1) + 1) if rank not in there]
@@ -157,8 +158,8 @@ def _rank_problems(ranks: Mapping[int, Path], zero: Mapping[tuple[int, int], Pat
 
 
 class Files:
-    """Files of one checkpoint, read when needed; the last ones used stay open (each mapping holds a
-    file descriptor).
+    """Files of one checkpoint, read when they are needed. Only the last ones stay open, because each mapping takes a
+    file descriptor.
     """
 
     def __init__(self, kept: int = 96) -> None:

@@ -1,7 +1,7 @@
 """DeepSpeed's dynamic loss scaler as ours, and the other way.
 
-It counts iterations and keeps the last one that overflowed: `k` good ones have passed since. It doubles at k = window +
-1, 2 window + 1, ...: one step later than ours, which the counts here make up for.
+DeepSpeed counts iterations and stores the last one that overflowed. With k good iterations since then it doubles at k =
+window + 1, 2 window + 1, ...: one step later than ours. The counts here make up for that step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RULES: Mapping[str, tuple[str, type]] = {
 
 
 def loss_scale_of(scaler: Any) -> dict[str, float] | None:
-    """The state of a dynamic loss scale; None where DeepSpeed's object is none of one."""
+    """The state of a dynamic loss scale. None for an object of DeepSpeed's that is not a dynamic loss scaler."""
     held = scaler.state if isinstance(scaler, Record) else {}
     if not {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window"} <= set(held):
         return None
@@ -40,7 +40,7 @@ def loss_scale_of(scaler: Any) -> dict[str, float] | None:
 
 
 def with_loss_scale(run: Run, scaler: Any) -> Run:
-    """The run with what a dynamic scaler goes by: DeepSpeed takes these numbers from its checkpoint too."""
+    """The run with the scaler's window, hysteresis and bounds. DeepSpeed takes them from its checkpoint too."""
     if loss_scale_of(scaler) is None:
         return run
     told = {ours: kind(scaler.state[theirs]) for theirs, (ours, kind) in _RULES.items() if scaler.state.get(theirs)}
@@ -48,7 +48,7 @@ def with_loss_scale(run: Run, scaler: Any) -> Run:
 
 
 def scaler_state(source: Source) -> dict[str, Any]:
-    """DeepSpeed's loss scaler, as its optimizer for fp16 and fp32 keeps it."""
+    """DeepSpeed's loss scaler, as its optimizer for fp16 and fp32 stores it."""
     dynamic = bool(source.position.loss_scale)
     scaler = record_type(_SCALER + ("DynamicLossScaler" if dynamic else "LossScaler"))()
     scaler.fill(_scale(source.position, source) if dynamic else {"cur_scale": 1.0, "dynamic": False})
@@ -56,7 +56,7 @@ def scaler_state(source: Source) -> dict[str, Any]:
 
 
 def _scale(position: Position, source: Source) -> dict[str, Any]:
-    """Attributes of a DynamicLossScaler that doubles after as many good iterations as ours."""
+    """The attributes of a DynamicLossScaler that doubles after as many good iterations as ours."""
     held, optimizer = dict(position.loss_scale or {}), source.run.optimizer
     return {
         "cur_scale": float(held["scale"]),

@@ -1,8 +1,7 @@
-"""What Megatron-DeepSpeed calls our tensors: a layer of its pipeline, and a key in that layer's files.
+"""Megatron-DeepSpeed's names for our tensors: a layer of its pipeline, and a key in that layer's files.
 
-Layers are counted along the pipeline, functions without weights included. BLOOM: 1 embedding, 3 .. L+2 blocks, L+4
-final LayerNorm; the tied head is not stored. Other versions count otherwise, so the layers of a checkpoint are told by
-what is in them.
+Layers are counted along the pipeline, including functions without weights. BLOOM: 1 embedding, 3 .. L+2 blocks, L+4
+final LayerNorm; the tied head is not stored. Other versions count differently, so a layer is recognised by its keys.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ IGNORED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class PipelineTensor:
-    """layer: number of the layer's files. key: in them. half: which half of a rank's rows is ours, of a gated layer's
-    [gate; up].
+    """Where a tensor is: the number of its layer, and its key in the layer's files. half: the half of a rank's rows
+    that is ours, for a gated layer's [gate; up].
     """
 
     layer: int
@@ -56,8 +55,10 @@ class PipelineTensor:
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layer files hold what. head: of an untied head; tied: parameters of the embedding go by `TIED` in the
-    optimizer's files.
+    """The numbers of the layers, by what they hold.
+
+    head  of an untied head; None where head and embedding are tied. Then the optimizer's files name the embedding's
+          parameters by `TIED`
     """
 
     embedding: int
@@ -70,11 +71,11 @@ class Layers:
         return self.head is None
 
     def parameter(self, layer: int, key: str) -> str:
-        """A parameter's name in the optimizer's files."""
+        """The name of a parameter in the optimizer's files."""
         return f"{TIED}{key}" if self.tied and layer == self.embedding else f"{layer}.{key}"
 
     def place(self, parameter: str) -> tuple[int, str] | None:
-        """(layer, key) of a name in the optimizer's files; None where it is not one."""
+        """(layer, key) of a name in the optimizer's files. None where it is not such a name."""
         name = parameter.removeprefix("module.")
         if name.startswith(TIED):
             return self.embedding, name.removeprefix(TIED)
@@ -83,7 +84,7 @@ class Layers:
 
 
 def bloom_layers(model: ModelConfig) -> Layers:
-    """As BLOOM's files are numbered."""
+    """The numbers of the layers in BLOOM's files."""
     blocks = tuple(range(3, model.num_layers + 3))
     return Layers(
         1, blocks, model.num_layers + 4, model.num_layers + 5 if model.untie_embeddings_and_output_weights else None
@@ -91,7 +92,9 @@ def bloom_layers(model: ModelConfig) -> Layers:
 
 
 def found_layers(keys: Mapping[int, tuple[str, ...]], where: str) -> Layers:
-    """The layers of a checkpoint by the keys in their files. Raises ConversionError where it is no GPT or BLOOM."""
+    """The layers of a checkpoint, recognised by the keys in their files. Raises ConversionError where they make no GPT
+    or BLOOM.
+    """
     order = sorted(keys)
     embedding = [n for n in order if _EMBEDDING[WORDS] in keys[n]]
     blocks = [n for n in order if _QKV in keys[n]]
@@ -140,5 +143,5 @@ def _of(name: str, model: ModelConfig, layers: Layers, head_key: str) -> Pipelin
 
 
 def why_ignored(key: str) -> str | None:
-    """The reason for which a key is of no use, if it is a known one."""
+    """Why a key is not needed, if it is one of those that are known not to be."""
     return next((why for pattern, why in IGNORED.items() if re.fullmatch(pattern, key)), None)

@@ -1,4 +1,4 @@
-"""What tp ranks have of a global tensor."""
+"""The parts of a global tensor that tp ranks hold."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from megazero.convert.shards import cut
 
 
 def rank_pieces(name: str, whole: Tensor, tp: int, rows: int) -> list[list[Tensor]]:
-    """What each tp rank has of a global tensor, as pieces that follow each other; zeros for the
-    vocabulary's padding.
-    """
+    """Each tp rank's part of a global tensor, as pieces one after the other. Vocabulary padding is zeros."""
     if name not in TABLES:
         return [[piece] for piece in cut(name, whole, tp)]
     size = rows // tp

@@ -1,5 +1,5 @@
-"""Reading Megatron-DeepSpeed's checkpoints: weights of any tp, and the state of ZeRO-1 and ZeRO-2 of
-any tp, pp and dp.
+"""Reading Megatron-DeepSpeed's checkpoints: weights for any tp, and the state of ZeRO-1 and ZeRO-2 for any tp, pp and
+dp.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class MegatronDeepSpeedSource(Source):
         return whole
 
     def _compare(self, name: str, master: Tensor) -> None:
-        """Counts where the layer files' weight is not the master rounded: the files are not of one step, or one of them
-        was changed.
+        """Report a layer file's weight that is not the rounded master: the files are of different steps, or one was
+        changed.
 
-        Raises ConversionError where they are far from each other, as those of other ranks or partitions are.
+        Raises ConversionError where the two are far apart, as weights and masters of different ranks or partitions are.
         """
         parts = [
             list(zip(whole.split(_ROWS), kept.split(_ROWS), strict=True))
@@ -105,7 +105,7 @@ def _unequal(master: Tensor, stored: Tensor) -> int:
 
 
 def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The norm of what rounded masters and stored weights differ by, in norms of the stored ones."""
+    """The norm of (rounded master - stored weight), divided by the norm of the stored weight."""
     squares = [
         (
             (master.to(stored.dtype).double() - stored.double()).square().sum().item(),
@@ -118,10 +118,10 @@ def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
-    """The checkpoint in a folder, or the one that its `latest` names. Raises ConversionError.
+    """Open the checkpoint in a folder, or the one that its `latest` names. Raises ConversionError.
 
-    What the arguments in the mp_rank files do not tell is taken from the tensors' shapes, and what those do not (the
-    number of heads) from a config.json beside the files, if there is one.
+    What the arguments in the mp_rank files do not say is taken from the shapes of the tensors. What the shapes do not
+    show (the number of heads) is taken from a config.json beside the files, if there is one.
     """
     folder = checkpoint_folder(path)
     there = listing(folder)
@@ -154,7 +154,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
 def _args(state: Any) -> dict[str, Any]:
     """The arguments of the run that wrote the checkpoint: a namespace, a dictionary, or nothing.
 
-    Members of enumerations become their value.
+    Members of enumerations become their values.
     """
     args = state.get("args") if isinstance(state, dict) else None
     found = args.state if isinstance(args, Record) else args if isinstance(args, dict) else {}
@@ -182,9 +182,9 @@ def _told(companions: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _refuse_other_version(folder: Path, state: Any) -> None:
-    """Rows of query, key and value are [heads, 3, head size] since version 3.0; before, their order was another.
+    """Refuse versions other than 3.0, in which the rows of query, key and value are [heads, 3, head size].
 
-    Files may lack the number.
+    Files may lack the number of the version.
     """
     version = state.get("checkpoint_version") if isinstance(state, dict) else None
     if version not in (None, 3, 3.0):
@@ -195,7 +195,7 @@ def _refuse_other_version(folder: Path, state: Any) -> None:
 
 
 def _refuse_other_grid(folder: Path, args: Mapping[str, Any], there: Listing) -> None:
-    """Layer files of fewer ranks than the arguments say are a checkpoint of which the last ranks' files are missing."""
+    """Refuse layer files of fewer tp ranks than the arguments name: the files of the last ranks are missing."""
     tp, pp = args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size")
     wrong = []
     if tp and tp != there.tp:
@@ -210,7 +210,7 @@ def _refuse_other_grid(folder: Path, args: Mapping[str, Any], there: Listing) ->
 
 
 def _with_hyper(args: Mapping[str, Any], zero: Zero | None) -> Mapping[str, Any]:
-    """The arguments, with what the optimizer knows of itself where they are silent."""
+    """The arguments. Values that they lack come from the optimizer's files."""
     if zero is None:
         return args
     first, second = (

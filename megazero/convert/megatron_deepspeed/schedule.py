@@ -1,4 +1,4 @@
-"""The learning-rate schedule and batch sizes that Megatron's arguments tell."""
+"""The learning-rate schedule and the batch sizes in Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BY_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
 
 
 def with_schedule(run: Run, args: Mapping[str, Any]) -> Run:
-    """The run with the schedule of the arguments; where they tell no length of the run, with a constant rate.
+    """The run with the schedule of the arguments. The rate is constant where they do not say how long the run is.
 
-    A run that counts samples has numbers of iterations in its arguments as well, which Megatron works out: they are
-    left.
+    A run that counts samples also has numbers of iterations in its arguments, which Megatron derives. They are not
+    used.
     """
     lengths = _BY_SAMPLES if args.get("train_samples") else _BY_ITERATIONS
     found: dict[str, Any] = {name: int(args[name]) for name in lengths if args.get(name)}

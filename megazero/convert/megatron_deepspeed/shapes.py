@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors say about the model, where the arguments are silent or gone."""
+"""What the shapes of a checkpoint's tensors say about the model, where the arguments do not say it or are missing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def args_from_shapes(
     where: str,
     report: Report,
 ) -> dict[str, Any]:
-    """The arguments, completed; what was assumed is in the report.
+    """The arguments, completed. Assumptions go into the report.
 
-    Raises ConversionError for what no tensor shows, and for contradictions.
+    Raises ConversionError for facts that no tensor shows, and for contradictions.
     """
     embedding, block = stored[layers.embedding], stored[layers.blocks[0]]
     rows, hidden = _two(embedding, "word_embeddings.weight", where)
@@ -67,7 +67,7 @@ def _two(ranks: tuple[Mapping[str, LayerTensor], ...], key: str, where: str) -> 
 def _widths(
     said: Mapping[str, Any], block: tuple[Mapping[str, LayerTensor], ...], tp: int, hidden: int
 ) -> dict[str, Any]:
-    """The feed-forward width, and whether two matrices (swiglu) stand in the first one."""
+    """The feed-forward width, and whether the first matrix is two in one (swiglu)."""
     up, down = block[0].get("mlp.dense_h_to_4h.weight"), block[0].get("mlp.dense_4h_to_h.weight")
     if up is None or down is None or len(up.shape) != 2 or len(down.shape) != 2:
         return {}
@@ -96,7 +96,7 @@ def _refuse_contradictions(said: Mapping[str, Any], facts: Mapping[str, Any], wh
 
 
 def _assumed(said: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What tensors do not show but most such models have."""
+    """Facts that tensors do not show, with the value that most such models have."""
     found: dict[str, Any] = {}
     if said.get("seq_length") is None:
         found["seq_length"] = said.get("max_position_embeddings") or facts.get("max_position_embeddings") or SEQUENCE

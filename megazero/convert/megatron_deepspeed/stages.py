@@ -1,4 +1,4 @@
-"""Which layers and parameters a pipeline stage of a written checkpoint has."""
+"""The layers and parameters of each pipeline stage of a checkpoint that is written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megazero.mpu.place import Place
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor of a layer file. names: of ours, in the order of its rows (two for a gated layer). shape: on one tp
-    rank.
+    """A tensor of a layer file. names: our tensors in it, in the order of its rows (two for a gated layer). shape: on
+    one tp rank.
     """
 
     where: PipelineTensor
@@ -28,7 +28,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written where. tensors: in the pipeline's order; stages: layers of each."""
+    """What is written where. tensors: in the pipeline's order. stages: the layers of each stage."""
 
     model: ModelConfig
     layers: Layers
@@ -40,8 +40,8 @@ class Plan:
         return [written for written in self.tensors if written.where.layer == layer]
 
     def of_stage(self, stage: int) -> list[Written]:
-        """A stage's parameters in the order of DeepSpeed's pipeline module: those of the tied embedding first, which
-        the last stage has too.
+        """The parameters of a stage in the order of DeepSpeed's pipeline module. Those of the tied embedding come
+        first; the last stage has them too.
         """
         tied = self.layers.tied and stage in (0, len(self.stages) - 1)
         front = self.of_layer(self.layers.embedding) if tied else []
@@ -50,20 +50,22 @@ class Plan:
         ]
 
     def groups(self, stage: int) -> tuple[list[Written], list[Written]]:
-        """The two parameter groups of a stage: what decays, and norms and biases."""
+        """The two parameter groups of a stage: parameters with weight decay, and norms and biases without."""
         parameters = self.of_stage(stage)
         return [p for p in parameters if p.decays], [p for p in parameters if not p.decays]
 
     def parameter(self, written: Written) -> str:
-        """Its name in the optimizer's files."""
+        """The name of a tensor in the optimizer's files."""
         return self.layers.parameter(written.where.layer, written.where.key)
 
 
 def plan(model: ModelConfig, options: TargetOptions) -> Plan:
-    """How a model is laid out. Stages are those of BLOOM's `--pp-partition-method 'type:transformer|embedding'`; with a
-    head of its own, which only the other Megatron-DeepSpeed has, of the 'type:transformer' that is all it knows.
+    """How a model is divided into stages.
 
-    Raises ConversionError where DeepSpeed would then have stages without a block.
+    A tied model gets the stages of BLOOM's `--pp-partition-method 'type:transformer|embedding'`. An untied one, which
+    only Microsoft's Megatron-DeepSpeed has, gets those of 'type:transformer', the only method there.
+
+    Raises ConversionError where DeepSpeed would make a stage without a block.
     """
     if model.untie_embeddings_and_output_weights and options.pp > model.num_layers:
         raise ConversionError(
@@ -101,10 +103,10 @@ def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -
 
 
 def _stages(model: ModelConfig, layers: Layers, pp: int) -> Iterator[range]:
-    """Numbers of layer files, by stage; functions without weights in between do not matter.
+    """The numbers of the layer files, by stage. Functions without weights between them do not matter.
 
-    A tied embedding and its use as the head count as a layer each. What is left when all stages have as many goes one
-    by one to the first ones; DeepSpeed's partition_balanced does so, and looks for no better place.
+    A tied embedding and its use as the head count as one layer each. Layers are dealt out evenly; those that are left
+    over go to the first stages, one each. DeepSpeed's partition_balanced does the same.
     """
     front = 1 if layers.tied else 0
     each, left = divmod(model.num_layers + 2 * front, pp)

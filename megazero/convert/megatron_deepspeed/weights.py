@@ -1,5 +1,5 @@
-"""The layer files of a checkpoint: 16-bit weights, one file per layer and tp rank, whatever the number of pipeline
-stages.
+"""The layer files of a checkpoint: 16-bit weights in one file per layer and tp rank. They do not depend on the number
+of stages.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class LayerTensor:
 
 
 def stored_layers(files: Files, listing: Listing) -> dict[int, tuple[Mapping[str, LayerTensor], ...]]:
-    """layer -> for each tp rank key -> shape and dtype. Reads no tensor.
+    """layer -> for each tp rank: key -> shape and dtype. Reads no values.
 
-    Raises ConversionError where ranks of a layer have different keys.
+    Raises ConversionError where the ranks of a layer have different keys.
     """
     found: dict[int, tuple[Mapping[str, LayerTensor], ...]] = {}
     for layer, paths in listing.layers.items():
@@ -90,14 +90,14 @@ class Weights:
             )
 
     def read(self, name: str) -> Tensor:
-        """One of our global tensors, vocabulary padding cut off."""
+        """One of our global tensors, without vocabulary padding."""
         where = self.theirs[name]
         pieces = [halved(self.files[path][where.key], where) for path in self.listing.layers[where.layer]]
         return join(label(where), pieces, tp_axis(name), self.report, self.rows(name))
 
     def beside(self, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Parts of another column's global tensor, each with what the layer files hold for it; views, unless replicas
-        differ.
+        """Parts of a global tensor of another column, each with the part of the layer files' tensor at the same place.
+        They are views, unless replicas differ.
         """
         where, axis = self.theirs[name], tp_axis(name)
         if axis is None:
@@ -116,7 +116,7 @@ class Weights:
         return self.stored[where.layer][0][where.key].dtype
 
     def rows(self, name: str) -> int | None:
-        """Rows that are not padding, of a table that may have such."""
+        """How many rows of a table are not padding. None for a tensor that is never padded."""
         return self.shapes[name][0] if name in TABLES else None
 
     def _missing(self) -> list[str]:
@@ -127,7 +127,7 @@ class Weights:
         ]
 
     def _surplus(self) -> list[str]:
-        """Puts every key into the report; gives those that cannot be left out."""
+        """Put every key into the report. Returns the keys that cannot be left out."""
         used = {(where.layer, where.key) for where in self.theirs.values()}
         problems = []
         for layer, ranks in self.stored.items():
@@ -165,10 +165,10 @@ class Weights:
 
 
 def label(where: PipelineTensor) -> str:
-    """How reports and errors name a tensor of a layer file."""
+    """The name of a layer file's tensor in reports and errors."""
     return f"layer {where.layer} {where.key}"
 
 
 def halved(piece: Tensor, where: PipelineTensor) -> Tensor:
-    """A tp rank's rows of ours, where a gated layer's two matrices are stored as one."""
+    """The rows of a tp rank that are ours, where one tensor holds both matrices of a gated layer."""
     return piece if where.half is None else piece.chunk(2)[where.half]

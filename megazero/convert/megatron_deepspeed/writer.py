@@ -1,6 +1,6 @@
-"""Writing Megatron-DeepSpeed's checkpoints: weights as layer files, and the optimizer's state where there is one.
+"""Writing Megatron-DeepSpeed's checkpoints: weights as layer files, and the optimizer's state if the source has one.
 
-Memory: one global tensor, and what a tp rank has of it. The files of a layer's tp ranks are filled together.
+Memory: one global tensor, and a tp rank's part of it. The files of a layer's tp ranks are filled side by side.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _write_layer(
 def model_state(
     run: Run, position: Position, planned: Plan, stage: int, options: TargetOptions, said: dict[str, Any]
 ) -> dict[str, Any]:
-    """What an mp_rank file holds. The model itself is in the layer files, which DeepSpeed's pipeline reads when
-    `module` is None.
+    """The content of an mp_rank file. Where `module` is None, DeepSpeed's pipeline reads the model from the layer
+    files.
     """
     args = record_type("argparse.Namespace")()
     args.fill(said)

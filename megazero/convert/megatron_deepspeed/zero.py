@@ -41,8 +41,8 @@ STATE, BASE, MASTERS, MAPPINGS = (
 
 @dataclass(frozen=True)
 class PartitionSlice:
-    """Consecutive elements of a parameter: `numel` from `start` of a group's flat vector in the file
-    of a dp partition.
+    """Consecutive elements of a parameter: `numel` elements from `start` on, in a group's flat vector in the file of a
+    dp partition.
     """
 
     partition: int
@@ -53,11 +53,13 @@ class PartitionSlice:
 
 @dataclass
 class Zero:
-    """What the optimizer's files hold, before anything is read.
+    """What the optimizer's files hold, before any value is read.
 
-    slices   per model-parallel rank: parameter -> where its elements are, in order
-    dtypes   column -> dtype; masters alone where the optimizer has no two moments
-    steps    what Adam counts; scaler: the loss scaler's state, if any; hyper: the first group's numbers
+    slices  per model-parallel rank: parameter -> where its elements are, in order
+    dtypes  column -> dtype; masters alone where the optimizer has no two moments
+    steps   Adam's step count
+    scaler  the loss scaler's state, if any
+    hyper   the settings of the first parameter group
     """
 
     slices: list[dict[str, list[PartitionSlice]]]
@@ -71,7 +73,7 @@ class Zero:
 def read_zero(files: Files, listing: Listing) -> Zero:
     """The layout of a checkpoint's optimizer files.
 
-    Raises ConversionError where they are not whole, or say where nothing is.
+    Raises ConversionError where files are missing or damaged, or do not say where a parameter is.
     """
     ranks = 1 + max(rank for rank, _ in listing.zero)
     partitions = _partitions(files, listing, ranks)
@@ -112,12 +114,12 @@ def read_zero(files: Files, listing: Listing) -> Zero:
 
 
 def column_of(state: Mapping[str, Any], column: str, group: int) -> Tensor:
-    """A group's flat vector of one column in one file."""
+    """The flat vector of a group and column in one file."""
     return state[MASTERS][group] if column == WEIGHT else _group_states(state)[group][column]
 
 
 def pieces_of(files: Files, listing: Listing, rank: int, slices: Sequence[PartitionSlice], column: str) -> list[Tensor]:
-    """A parameter's elements on one model-parallel rank: 1-D views, in order."""
+    """The elements of a parameter on one model-parallel rank: 1-D views, in order."""
     found = []
     for part in slices:
         flat = column_of(_state(files, listing.zero[rank, part.partition]), column, part.group)
@@ -144,7 +146,7 @@ def _state(files: Files, path: Path) -> Mapping[str, Any]:
 
 
 def _partitions(files: Files, listing: Listing, ranks: int) -> int:
-    """dp: as many as there are files of each rank, and as many as the files say."""
+    """The number of dp partitions: each rank has as many files, and the files name this number."""
     counts = {rank: sorted(partition for r, partition in listing.zero if r == rank) for rank in range(ranks)}
     said = _state(files, listing.zero[min(listing.zero)]).get("partition_count")
     numbers = [_number(count) for count in (said if isinstance(said, list | tuple) else [said]) if count is not None]
@@ -162,7 +164,7 @@ def _partitions(files: Files, listing: Listing, ranks: int) -> int:
 
 
 def _group_states(state: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
-    """group -> its state. Files of DeepSpeed's "elastic" kind hold a list."""
+    """group -> its state. In files of DeepSpeed's "elastic" kind it is a list."""
     base = state[BASE]
     inside = base.get("state") if isinstance(base, dict) else base
     if isinstance(inside, list):
@@ -188,7 +190,7 @@ def _steps(state: Mapping[str, Any]) -> Iterator[float]:
 
 
 def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Columns that every group has, with their dtype."""
+    """The columns that every group has, with their dtypes."""
     groups = _group_states(state)
     found = {WEIGHT: state[MASTERS][0].dtype}
     for column in (EXP_AVG, EXP_AVG_SQ):
@@ -212,7 +214,7 @@ def _by_mappings(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Partitio
 
 
 def _address(address: Any) -> tuple[int, int]:
-    """(numel, start) of DeepSpeed's fragment_address, in any of the forms that it was stored in."""
+    """(numel, start) of DeepSpeed's fragment_address, which has been stored in several forms."""
     if isinstance(address, Record):
         address = address.state if address.state else dict(zip(("numel", "start"), address.args, strict=False))
     if isinstance(address, dict):
@@ -227,8 +229,8 @@ def _address(address: Any) -> tuple[int, int]:
 def _by_shapes(
     files: Files, listing: Listing, rank: int, states: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[PartitionSlice]]:
-    """Parameters follow each other in the joined vector, as `param_shapes` has them; each with its alignment behind it,
-    if it has one.
+    """The slices where no mapping tells them: parameters lie in the joined vector in the order of `param_shapes`, each
+    followed by its alignment padding, if any.
     """
     shapes = files[listing.ranks[rank]].get("param_shapes") if rank in listing.ranks else None
     if not isinstance(shapes, list | tuple) or not all(isinstance(group, dict) for group in shapes):
@@ -250,7 +252,7 @@ def _by_shapes(
 
 
 def _cut(lengths: Sequence[int], group: int, at: int, numel: int) -> Iterator[PartitionSlice]:
-    """Elements [at, at + numel) of a vector whose parts have these lengths."""
+    """The slices that hold elements [at, at + numel) of a vector whose parts have these lengths."""
     begin = 0
     for partition, length in enumerate(lengths):
         start, stop = max(at, begin), min(at + numel, begin + length)
@@ -262,8 +264,8 @@ def _cut(lengths: Sequence[int], group: int, at: int, numel: int) -> Iterator[Pa
 def _refuse_overhangs(
     listing: Listing, rank: int, slices: Mapping[str, Sequence[PartitionSlice]], states: Sequence[Mapping[str, Any]]
 ) -> None:
-    """A slice lies inside every column's vector; what crosses a border goes to the end of one and on from the beginning
-    of the next.
+    """Refuse slices that do not lie inside every column's vector, and parameters that go on in the next partition
+    before they have reached the end of one.
     """
     columns = _dtypes(states[0])
     lengths: dict[tuple[int, int], int] = {}
@@ -297,6 +299,6 @@ _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def _number(value: Any) -> int:
-    """A number, or a member of DeepSpeed's stages of ZeRO."""
+    """A number, or the value of a member of DeepSpeed's enumeration of ZeRO stages."""
     given = value.args[0] if isinstance(value, Record) and value.args else value
     return _STAGES.index(given) if given in _STAGES else int(given)

@@ -1,8 +1,7 @@
-"""Writing ZeRO-1's optimizer files. Every group's vector of a model-parallel rank is cut into as many equal parts as
-there are dp ranks.
+"""Writing ZeRO-1's optimizer files. The vector of each group of a model-parallel rank is cut into dp equal parts.
 
-DeepSpeed pads the vector to a multiple of twice dp, so that parts begin where NCCL likes it; the last partition says
-how much that was.
+DeepSpeed pads the vector to a multiple of 2 dp, which aligns the parts for NCCL. The last partition records the
+padding.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ADDRESS = record_type("deepspeed.utils.tensor_fragment.fragment_address")
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """A group of parameters as one vector per model-parallel rank. size: of a partition."""
+    """A parameter group as one vector per model-parallel rank. size: elements of a partition."""
 
     parameters: list[Written]
     decays: bool
@@ -42,8 +41,8 @@ class FlatGroup:
 
 
 def write_zero(source: Source, inside: Path, planned: Plan, options: TargetOptions, advance: Advance) -> None:
-    """Write the files of all ranks, stage by stage: those of its tp and dp ranks are filled together,
-    tensor by tensor.
+    """Write the files of all ranks, stage by stage. The files of a stage's tp and dp ranks are filled side by side, one
+    tensor after the other.
     """
     prefix = "bf16_" if source.run.optimizer.precision == "bf16" else ""
     for stage in range(options.pp):
@@ -72,7 +71,7 @@ def write_zero(source: Source, inside: Path, planned: Plan, options: TargetOptio
 
 
 def _order(groups: int) -> list[tuple[int, str]]:
-    """(group, column) in the order of a file's structure (`_state`)."""
+    """(group, column) in the order of the tensors in a file (`_state`)."""
     return [
         *((group, WEIGHT) for group in range(groups)),
         *((group, column) for group in range(groups) for column in MOMENTS),
@@ -80,7 +79,7 @@ def _order(groups: int) -> list[tuple[int, str]]:
 
 
 def _tell(source: Source, planned: Plan, stage: int, advance: Advance, whole: bool) -> None:
-    """Moments count once: a tied embedding is written again for the last stage."""
+    """Report a stage's moments as read. A tied embedding counts once, although the last stage writes it again."""
     for written in planned.of_stage(stage):
         if whole or written.where.layer != planned.layers.embedding:
             for name in written.names:
@@ -96,7 +95,7 @@ def _cut(parameters: list[Written], dp: int) -> FlatGroup:
 def _fill(
     source: Source, planned: Plan, group: FlatGroup, column: str, files: Sequence[Sequence[TorchFileWriter]]
 ) -> None:
-    """One column of a group into the files of a stage: files[tp rank][dp partition]."""
+    """Write one column of a group into the files of a stage: files[tp rank][dp partition]."""
     dtype = _dtype(source, column)
     at = [0] * len(files)
     for written in group.parameters:
@@ -113,7 +112,7 @@ def _fill(
 
 
 def _pour(flat: Tensor, at: int, size: int, files: Sequence[TorchFileWriter]) -> int:
-    """Elements of a vector, from position `at` on, into its partitions; gives the position behind them."""
+    """Write elements of a vector into its partitions, from position `at` on. Returns the position after them."""
     done = 0
     while done < flat.numel():
         partition, inside = divmod(at + done, size)
@@ -124,7 +123,7 @@ def _pour(flat: Tensor, at: int, size: int, files: Sequence[TorchFileWriter]) ->
 
 
 def _dtype(source: Source, column: str) -> torch.dtype:
-    """fp32, as DeepSpeed's optimizers have it; fp64 runs keep what they have."""
+    """fp32, as in DeepSpeed's optimizers. An fp64 run keeps fp64."""
     wide = any(entry.columns[column] == torch.float64 for entry in source.entries.values())
     return torch.float64 if wide else torch.float32
 
@@ -167,7 +166,7 @@ def _state(source: Source, planned: Plan, groups: Sequence[FlatGroup], d: int, d
 
 
 def _mapping(planned: Plan, group: FlatGroup, d: int) -> dict[str, Record]:
-    """Parameter -> what partition d has of it."""
+    """Parameter -> the part of it in partition d."""
     found = {}
     at, begin, end = 0, d * group.size, (d + 1) * group.size
     for written in group.parameters:

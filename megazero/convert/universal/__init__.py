@@ -1,3 +1,3 @@
-"""DeepSpeed's universal checkpoint: a folder per parameter with its whole fp32 value and moments; and the values alone,
-as one state dictionary.
+"""DeepSpeed's universal checkpoints, a folder per parameter with its fp32 value and moments; and consolidated weights,
+the values alone in one state dictionary.
 """

@@ -1,8 +1,8 @@
-"""Consolidated weights: one state dictionary under Megatron-DeepSpeed's names, as DeepSpeed's zero_to_fp32 leaves it,
-read and written.
+"""Reading and writing consolidated weights: one state dictionary under Megatron-DeepSpeed's names, as DeepSpeed's
+zero_to_fp32 writes it.
 
-What tensors do not say of a model stands in megatron_args.json beside the file, else in an mp_rank file of the
-checkpoint that it was made of: zero_to_fp32 writes beside that.
+The facts about the model that tensors do not show come from megatron_args.json beside the file, or else from an mp_rank
+file of the checkpoint that was consolidated: zero_to_fp32 writes its file beside that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TORCH_FILE, SAFETENSORS_FILE, ARGS_FILE = "pytorch_model.bin", "model.safetensor
 
 
 def recognises(path: Path) -> bool:
-    """Weights without the config.json that a Hugging Face folder has, and something that tells the model's shape."""
+    """Whether a folder has weights without a Hugging Face config.json, and a file with the model's arguments."""
     if (path / "config.json").is_file():
         return False
     try:
@@ -59,7 +59,7 @@ def _told_by(path: Path) -> Path | None:
 
 
 def open_consolidated(path: Path) -> Source:
-    """The state dictionary in this folder. Raises ConversionError."""
+    """Open the state dictionary in this folder. Raises ConversionError."""
     told, report = _told_by(path), Report()
     if told is None:
         raise ConversionError(

@@ -1,4 +1,4 @@
-"""Where a universal checkpoint is, and what is in it."""
+"""Where a universal checkpoint is, and the files in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL_STATES = "mp_rank_00_model_states.pt"
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint itself: `path`, or what `latest_universal` names in it. Raises ConversionError."""
+    """The folder of the checkpoint: `path`, or the one in it that `latest_universal` names. Raises ConversionError."""
     if _is_one(path):
         return path
     if not (path / LATEST).is_file():
@@ -29,7 +29,7 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def recognises(path: Path) -> bool:
-    """A universal checkpoint's folder, or one whose `latest_universal` names it."""
+    """Whether a folder is a universal checkpoint, or has a `latest_universal` that names one."""
     return (path / LATEST).is_file() or _is_one(path)
 
 
@@ -43,6 +43,6 @@ def parameters(folder: Path) -> Mapping[str, Path]:
 
 
 def model_states(folder: Path) -> Path | None:
-    """A file that keeps the run's arguments, if there is one."""
+    """A file with the run's arguments, if there is one."""
     found = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     return found[0] if found else None

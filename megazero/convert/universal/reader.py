@@ -105,7 +105,7 @@ def _dtype(held: WholeTensors, name: str, column: str) -> Any:
 
 
 def _has_moments(held: WholeTensors, folders: Mapping[str, Path]) -> bool:
-    """Whether every parameter of the model has both."""
+    """Whether every parameter of the model has both moments."""
     without = [
         name for name in held.report.mapped if not all((folders[name] / STATES[moment]).is_file() for moment in MOMENTS)
     ]
@@ -117,7 +117,7 @@ def _has_moments(held: WholeTensors, folders: Mapping[str, Path]) -> bool:
 
 
 def _optimizer(folder: Path, files: Files, report: Report) -> dict[str, Any]:
-    """The optimizer's numbers, by the arguments' names."""
+    """The optimizer's settings, under the names of the arguments."""
     state = _optimizer_state(folder, files)
     report.unused |= {
         f"{OPTIMIZER} {key}": "DeepSpeed's own bookkeeping"
@@ -166,7 +166,7 @@ def _position(
 
 
 def _steps(optimizer: Mapping[str, Any], files: Files, folders: Mapping[str, Path], report: Report) -> float:
-    """What Adam counts: with each parameter, or with the optimizer's groups."""
+    """Adam's step count, which is stored with each parameter or with the optimizer's groups."""
     counted = {name: float(files[inside / STEP]) for name, inside in folders.items() if (inside / STEP).is_file()}
     if counted:
         usual, _ = Counter(counted.values()).most_common(1)[0]

@@ -66,7 +66,7 @@ def run_args(source: Source, dtype: torch.dtype | None = None) -> dict[str, Any]
 
 
 def _parameter(source: Source, made_of: Sequence[str]) -> dict[str, Any]:
-    """What a parameter's file holds. A replicated one has no axis to be cut along."""
+    """The content of a parameter's file. A replicated parameter has no axis to cut."""
     first = made_of[0]
     rows = sum(source.entries[name].shape[0] for name in made_of)
     content: dict[str, Any] = {"param": TensorPlaceholder((rows, *source.entries[first].shape[1:]), torch.float32)}
@@ -81,7 +81,7 @@ def _parameter(source: Source, made_of: Sequence[str]) -> dict[str, Any]:
 
 
 def _values(source: Source, made_of: Sequence[str], column: str, advance: Advance) -> Iterator[Tensor]:
-    """In order, a few million elements at a time."""
+    """The values in order, a few million elements at a time."""
     for name in made_of:
         yield from flat_pieces(source.read(name, column), torch.float32)
         advance(source.entries[name].nbytes(column))
@@ -97,8 +97,8 @@ def _note(source: Source) -> None:
 
 
 def _optimizer_state(source: Source) -> dict[str, Any]:
-    """The optimizer's state that belongs to no parameter: two groups as Megatron makes them, with weight decay and
-    without.
+    """The part of the optimizer's state that belongs to no parameter: two groups as Megatron makes them, with and
+    without weight decay.
     """
     optimizer = source.run.optimizer
     state: dict[str, Any] = {
@@ -127,7 +127,7 @@ def _group(optimizer: OptimizerConfig, source: Source, number: int, decay: float
 
 
 def _model_states(source: Source, args: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed's engine and Megatron-DeepSpeed want of an mp_rank file; weights are not in it."""
+    """The content of the mp_rank file that DeepSpeed's engine and Megatron-DeepSpeed need. It holds no weights."""
     position = source.position
     return {
         "module": None,
@@ -150,7 +150,7 @@ def _model_states(source: Source, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _patterns(source: Source) -> dict[str, list[str]]:
-    """Which parameters are treated in which way, as regular expressions."""
+    """Regular expressions of the parameters that are treated alike."""
     names = written_names(source.model)
     escaped = {key: key.replace(".", r"\.") + "$" for key in names}
     kinds = {key: tp_axis(made_of[0]) for key, made_of in names.items()}
@@ -164,7 +164,7 @@ def _patterns(source: Source) -> dict[str, list[str]]:
 
 
 def namespace(args: dict[str, Any]) -> Record:
-    """Arguments as the object that Megatron keeps."""
+    """The arguments as the object that Megatron stores."""
     made = record_type("argparse.Namespace")()
     made.state = dict(args)
     return made
