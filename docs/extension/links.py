@@ -13,6 +13,8 @@ from docs.extension.options import all_options, anchor
 
 HOME = "reference/flags"
 """The page with an entry for each flag."""
+_UNBROKEN = 34
+"""Characters of code that stay on one line: a browser would break a flag behind its first dash."""
 
 
 @cache
@@ -22,7 +24,7 @@ def anchors() -> Mapping[str, str]:
 
 
 class FlagLinks(SphinxPostTransform):
-    """`--tp 4` becomes a link, by its first word."""
+    """`--tp 4` becomes a link, by its first word. Short code stays on one line."""
 
     default_priority = 200
 
@@ -30,6 +32,8 @@ class FlagLinks(SphinxPostTransform):
         if HOME not in self.env.found_docs:
             return
         for literal in list(self.document.findall(nodes.literal)):
+            if len(literal.astext()) <= _UNBROKEN:
+                literal["classes"].append("unbroken")
             flag = literal.astext().split(" ")[0].split("=")[0]
             if flag in anchors() and not isinstance(literal.parent, nodes.reference | nodes.title | nodes.term):
                 link = make_refnode(self.app.builder, self.env.docname, HOME, anchors()[flag], literal.deepcopy())

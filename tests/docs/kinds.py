@@ -16,6 +16,9 @@ ELSEWHERE: Mapping[str, str] = {
     r"torchrun --nproc-per-node 48 ": "tests/e2e/test_mission.py::test_48_ranks_equal_one_process",
     r"megazero pretrain$": "tests/e2e/test_first_run.py::test_the_bare_command",
     r"(\w+=\S+ )*sbatch ": "tests/examples/test_recipes.py::test_slurm_starts_one_torchrun_per_node",
+    r"docker build ": "tests/examples/test_container.py::test_what_is_copied_can_be_installed",
+    r"docker run ": "tests/examples/test_container.py::test_what_is_copied_is_enough_to_train_with",
+    r"kubectl ": "tests/examples/test_kubernetes.py::test_its_command_is_valid_on_its_ranks",
     r"megazero harness run ": "tests/evaluation/test_harness.py::test_simple_evaluate",
     r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",
 }
