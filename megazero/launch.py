@@ -1,4 +1,4 @@
-"""The only place that creates and destroys process groups, and decides with what status a rank's process ends."""
+"""Creates the process groups of a process that is there for one run, and decides with what status it ends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig
-from megazero.mpu.grid import Axes, ProcessGrid, build_grid, stream_options
+from megazero.mpu.grid import Axes, ProcessGrid, axes_of, build_grid, stream_options
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
 from megazero.system import threads
@@ -56,21 +56,44 @@ class Environment:
 
 @contextmanager
 def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[ProcessGrid]:
-    """The process grid of this rank for the length of the block. dp is world size / (tp * pp).
+    """The process grid of this rank for the length of the block, in a process that is there for it alone. dp is world
+    size / (tp * pp).
 
     A world of one needs no process group and makes none. After a failure the groups are left as they are: tearing them
     down would wait for peers that may be gone.
     """
     die_with_parent()
     torch.set_num_threads(threads.given() or threads.share(environment.local_world_size))
+    world = world_of(parallel, environment)
+    if world.axes.world_size == 1:
+        yield build_grid(world.axes, world.device)
+        return
+    begin(world)
+    yield build_grid(world.axes, world.device, world.timeout, shared_memory=parallel.shared_memory)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class World:
+    """What process groups are made of."""
+
+    axes: Axes
+    device: torch.device
+    backend: str
+    timeout: timedelta
+
+
+def world_of(parallel: ParallelConfig, environment: Environment) -> World:
+    """Raises ConfigError for what this machine or this torch does not have."""
     try:
         device = devices.resolve(parallel.device, environment.local_rank)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    axes = Axes(parallel.pp, environment.world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    axes = axes_of(parallel, environment.world_size)
     if environment.world_size == 1:
-        yield build_grid(axes, device)
-        return
+        return World(axes, device, "gloo", timeout)
     backend = parallel.backend if parallel.backend != "auto" else _backend_for(device, environment)
     if not dist.is_backend_available(backend):
         raise ConfigError([f"--distributed-backend {backend}: this torch ({torch.__version__}) is built without it"])
@@ -86,14 +109,16 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         # NCCL registers the memory of captured collectives and takes it for one piece, which a segment that grows is
         # not: hangs and accesses outside of it (pytorch/pytorch#158029).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    return World(axes, device, backend, timeout)
+
+
+def begin(world: World, **store: Any) -> None:
+    """torch's default group, found through the launcher's environment, or through a store that is given."""
     # Without device_id: given one, torch splits the world's communicator for every further group (ncclCommSplit), and
     # waits for all ranks of the world; but ranks make their own groups only, and use them in their own order
     # (pytorch/pytorch#134314).
-    dist.init_process_group(backend, timeout=timeout, pg_options=stream_options(backend, timeout))
-    yield build_grid(axes, device, timeout, shared_memory=parallel.shared_memory)
-    dist.barrier()
-    dist.destroy_process_group()
+    options = stream_options(world.backend, world.timeout)
+    dist.init_process_group(world.backend, timeout=world.timeout, pg_options=options, **store)
 
 
 def _backend_for(device: torch.device, environment: Environment) -> str:
@@ -144,7 +169,7 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
     store, if it has one.
     """
     world, told = environment.world_size, environment.world_size
-    if _agent_serves():
+    if agent_serves():
         with suppress(Exception):  # the store goes with the launcher, which goes when its ranks have gone
             store, deadline = _store(environment), time.monotonic() + WAIT_FOR_OTHERS
             if store.check([WRONG]):
@@ -167,7 +192,7 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
     leave(0)
 
 
-def _agent_serves() -> bool:
+def agent_serves() -> bool:
     """Whether torchrun keeps the store, so that it is there before any process group and after a rank has gone."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -178,7 +203,7 @@ def _store(environment: Environment) -> dist.Store:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         environment.world_size,
-        is_master=environment.rank == 0 and not _agent_serves(),
+        is_master=environment.rank == 0 and not agent_serves(),
         timeout=timedelta(seconds=30),
     )
 

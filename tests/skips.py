@@ -18,6 +18,7 @@ MAY_BE_MISSING = {
     r"a card before Ampere|needs compute capability": "a newer card",
     r"no reference data at": "other programs' data, which lie beside the checkout",
     r"this processor has no": "instructions of another processor",
+    r"Ray Train is not installed": "a scheduler of clusters, 80 MB for one test",
 }
 """Reasons, as a regular expression that is searched for in what a skip says -> what the machine has not."""
 

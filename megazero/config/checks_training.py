@@ -189,7 +189,8 @@ def _tokens(f: Facts) -> Found:
             "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number "
             "is not known"
         )
-    if d.tokenizer is not None and not (d.data_path or d.instruction_data or f.run.checkpoint.init_from):
+    named = d.data_path or d.instruction_data or f.run.checkpoint.init_from or f.own_data
+    if d.tokenizer is not None and not named:
         yield f"--tokenizer {d.tokenizer} needs --data-path: the default corpus brings its own tokenizer"
     if d.tokenizer in ("gpt2", "sentencepiece", "hf") and d.tokenizer_path is None:
         yield f"--tokenizer {d.tokenizer} needs --tokenizer-path: the folder or file that it reads"
@@ -228,7 +229,7 @@ def _checkpoint(f: Facts) -> Found:
             f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop "
             "one of them"
         )
-    if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data):
+    if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data or f.own_data):
         yield (
             f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of "
             "its own, not that of "

@@ -70,13 +70,26 @@ def read_yaml(path: str | Path) -> Level:
         level.problems.append(f"--config {path}: holds no settings, but {type(content).__name__}")
         level.unread = True
         return level
+    _read_settings(level, content)
+    return level
+
+
+def given_level(given: Run | Mapping[str, Any], name: str) -> Level:
+    """The settings that a program gives, as `read_yaml` has those of a file: a mapping as a file holds it, or a run,
+    which says every field.
+    """
+    level = Level(name)
+    _read_settings(level, {RESOLVED: True, **run_dict(given)} if isinstance(given, Run) else dict(given))
+    return level
+
+
+def _read_settings(level: Level, content: dict[Any, Any]) -> None:
     level.resolved = content.pop(RESOLVED, False) is True
     for key, value in content.items():
         if key in sections():
             _read_section(level, str(key), value)
         else:
             _read_key(level, str(key), value, None)
-    return level
 
 
 def _read_section(level: Level, section: str, value: object) -> None:

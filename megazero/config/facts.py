@@ -11,11 +11,15 @@ from megazero.config.schema import Run
 
 @dataclass(frozen=True)
 class Facts:
-    """What checks look at: the run, the number of ranks if known, the fields that the command line itself sets."""
+    """What checks look at: the run, the number of ranks if known, the fields that the command line itself sets.
+
+    own_data: whether a program hands in the training data, which the run then does not name
+    """
 
     run: Run
     world_size: int | None
     given: frozenset[str]
+    own_data: bool = False
 
     @property
     def dp(self) -> int | None:

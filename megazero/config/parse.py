@@ -62,6 +62,18 @@ class Asked:
         return {section: fields for section, fields in found.items() if fields}
 
 
+@dataclass(frozen=True)
+class Program:
+    """What a program gives for its run.
+
+    settings  in place of flags
+    has_data  whether it hands in the training data itself
+    """
+
+    settings: Level
+    has_data: bool
+
+
 def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], Level] | None = None) -> Run:
     """The run alone; arguments and errors are those of `ask`."""
     return ask(argv, world_size, model_of).run
@@ -72,16 +84,16 @@ def ask(
     world_size: int | None,
     model_of: Callable[[str], Level] | None = None,
     absences: Callable[[Run], Sequence[str]] | None = None,
+    program: Program | None = None,
 ) -> Asked:
     """The run that a command line describes, on `world_size` ranks.
 
     model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for
     --init-from; None in programs that start from none. absences: what is wrong with the files that a run names; asked
     where something else is wrong, so that all is told at once, since the caller looks at them only once the rest is
-    right. With --validate-only or --print-config, --world-size N makes it a run of N ranks. World size None leaves out
-    what depends on it (tools that start no ranks). `--help` and `--help-all` print and exit
-    with 0. Raises ConfigError with everything
-    that is wrong.
+    right. program: what a program gives beside the command line, whose flags win over it. With --validate-only or
+    --print-config, --world-size N makes it a run of N ranks. World size None leaves out what depends on it (tools that
+    start no ranks). `--help` and `--help-all` print and exit with 0. Raises ConfigError with everything that is wrong.
     """
     line = read_command_line(argv)
     told = help_asked(argv)
@@ -94,7 +106,8 @@ def ask(
     problems += _wrong_ranks(line.command, world_size)
     if line.command.starts_nothing:
         world_size = line.command.ranks_to_check(world_size)
-    levels = _levels(line.level, line.command)
+    levels = [*_levels(line.command), *([program.settings] if program else []), line.level]
+    own_data = program is not None and program.has_data
     said = frozenset(name for level in levels for name in level.settings)
     notes = _deepspeed_defaults(levels)
     for level in levels:
@@ -113,7 +126,7 @@ def ask(
             )  # which is told, with what it would have to be
     bad, given = _unknown(levels), frozenset(line.level.settings)
     run = build_run(_with_defaults(settings, world_size))
-    problems += problems_of(run, world_size, bad=bad, given=given)
+    problems += problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
     problems += contradictions(model, run, bad) if model is not None and not model.unread else ()
     if problems and absences is not None and line.command.looks_at_files:
         problems += absences(build_run({name: value for name, value in settings.items() if name not in bad}))
@@ -144,8 +157,8 @@ def _deepspeed_defaults(levels: list[Level]) -> list[str]:
     return []
 
 
-def _levels(flags: Level, given: Command) -> list[Level]:
-    """The levels that a command line names, the lowest first."""
+def _levels(given: Command) -> list[Level]:
+    """The levels beneath its flags that a command line names, the lowest first."""
     levels = []
     if given.preset is not None:
         level = Level(f"--preset {given.preset}")
@@ -160,7 +173,7 @@ def _levels(flags: Level, given: Command) -> list[Level]:
         levels.append(read_deepspeed(given.deepspeed_config))
     if given.config is not None:
         levels.append(read_yaml(given.config))
-    return [*levels, flags]
+    return levels
 
 
 def _model_level(levels: Sequence[Level], model_of: Callable[[str], Level] | None) -> Level | None:

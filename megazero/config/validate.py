@@ -188,19 +188,25 @@ def flat(run: Run) -> dict[str, Any]:
 
 
 def problems_of(
-    run: Run, world_size: int | None, *, bad: set[str] | None = None, given: frozenset[str] = frozenset()
+    run: Run,
+    world_size: int | None,
+    *,
+    bad: set[str] | None = None,
+    given: frozenset[str] = frozenset(),
+    own_data: bool = False,
 ) -> list[str]:
     """Everything wrong with a run on `world_size` ranks (None: any number, and what depends on it is left out).
 
     bad    fields already reported, whose values stand for nothing
     given  fields that the command line itself sets: a flag that would have no effect is a problem there, while a
            preset or a file may well carry settings for another precision or optimizer
+    own_data  whether a program hands in the training data
     """
     bad = set(bad or ())
     found = range_problems(flat(run), bad)
     if world_size is not None and world_size < 1:
         return [*found, f"--world-size {world_size}: must be at least 1"]
-    facts = Facts(run, world_size, given)
+    facts = Facts(run, world_size, given, own_data)
     for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *EFFECT_CHECKS):
         if bad.isdisjoint(check.reads):
             found += check.problems(facts)

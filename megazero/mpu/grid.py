@@ -91,6 +91,10 @@ def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
     return Axes(parallel.pp, world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
 
 
+_RanksOf = Callable[[Coordinates], tuple[int, ...]]
+"""The members of a rank's group."""
+
+
 @dataclass
 class Group:
     """A process group as a value.
@@ -149,6 +153,8 @@ class ProcessGrid:
     """{first, last stage} x replicas; None on ranks of other stages. With pp 1 it is `replicas` itself."""
     timeout: timedelta | None = None
     """How long a collective may take; None: torch's default."""
+    made: list[dist.ProcessGroup] = field(default_factory=list)
+    """Groups that were made beside a default group of the caller's, which they do not go with."""
 
     def state_group(self, group: StateGroup) -> Group:
         """The group over which parameters of this kind are reduced and sharded. This rank must be in it."""
@@ -166,14 +172,20 @@ def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
 
 
 def build_grid(
-    axes: Axes, device: str | torch.device = "cpu", timeout: timedelta | None = None, *, shared_memory: bool = True
+    axes: Axes,
+    device: str | torch.device = "cpu",
+    timeout: timedelta | None = None,
+    *,
+    shared_memory: bool = True,
+    guest_backend: str | None = None,
 ) -> ProcessGrid:
     """The grid of this rank, over an initialised `torch.distributed` (or none, when the world is one process).
 
     Each rank creates only the groups it is a member of, in the same order everywhere, so start-up does not grow
     with the number of groups. timeout: of their collectives (torch does not take it from the world's group).
-    shared_memory: groups within a host exchange tensors through memory where the backend is the host's (gloo). Raises
-    ValueError when the axes do not multiply to the world size.
+    shared_memory: groups within a host exchange tensors through memory where the backend is the host's (gloo).
+    guest_backend: torch's default group is the caller's and stays as it is; all groups, the world's included, are made
+    of this backend and listed in `made`. Raises ValueError when the axes do not multiply to the world size.
     """
     if axes.world_size == 1 and not dist.is_initialized():
         return single_process_grid(device)
@@ -185,20 +197,56 @@ def build_grid(
         )
     at = axes.coordinates(rank)
     made: dict[tuple[int, ...], Group] = {}
+    listed: list[dist.ProcessGroup] = []
     world = tuple(range(world_size))
-    made[world] = _group_of(world, rank, dist.group.WORLD if world_size > 1 else None, timeout, shared_memory)
 
-    def group(ranks_of: Callable[[Coordinates], tuple[int, ...]]) -> Group:
+    def handle_of(ranks_of: _RanksOf) -> dist.ProcessGroup | None:
+        if guest_backend is not None:
+            return _made_by_all(axes, ranks_of, rank, timeout, guest_backend, listed)
+        ranks = ranks_of(at)
+        return None if len(ranks) == 1 else dist.group.WORLD if ranks == world else join_group(ranks, timeout)
+
+    def group(ranks_of: _RanksOf) -> Group:
         ranks = ranks_of(at)
         if ranks not in made:
-            made[ranks] = _new_group(ranks, rank, timeout, shared_memory)
+            made[ranks] = _group_of(ranks, rank, handle_of(ranks_of), timeout, shared_memory)
         return made[ranks]
 
+    everybody = group(lambda _: world)
     tp, dp, pp = group(axes.tensor_ranks), group(axes.data_ranks), group(axes.pipeline_ranks)
     cp, replicas = group(axes.context_ranks), group(axes.replica_ranks)
-    holds_tied = at.pp in (0, axes.pp - 1)
-    tied = group(axes.tied_ranks) if holds_tied else None
-    return ProcessGrid(axes, rank, at, torch.device(device), made[world], tp, pp, dp, cp, replicas, tied, timeout)
+    tied: Group | None = None
+    if at.pp in (0, axes.pp - 1):
+        tied = group(axes.tied_ranks)
+    elif guest_backend is not None:
+        handle_of(axes.tied_ranks)
+    return ProcessGrid(axes, rank, at, torch.device(device), everybody, tp, pp, dp, cp, replicas, tied, timeout, listed)
+
+
+def _made_by_all(
+    axes: Axes,
+    ranks_of: _RanksOf,
+    rank: int,
+    timeout: timedelta | None,
+    backend: str,
+    listed: list[dist.ProcessGroup],
+) -> dist.ProcessGroup | None:
+    """The group that this rank is in, of all such groups of the grid; None for a group of one. It is added to `listed`.
+
+    Every rank of the world asks for all groups in one order, whether it is in them or not. Only so does torch give
+    them names that no group has had before: the store of a default group that outlives them still knows the old ones.
+    """
+    mine: dist.ProcessGroup | None = None
+    options = stream_options(backend, timeout)
+    for ranks in dict.fromkeys(ranks_of(axes.coordinates(other)) for other in range(axes.world_size)):
+        if len(ranks) == 1:
+            continue
+        handle = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+        if rank in ranks:
+            assert isinstance(handle, dist.ProcessGroup)
+            mine = handle
+            listed.append(handle)
+    return mine
 
 
 def stream_options(backend: str, timeout: timedelta | None) -> Any:
@@ -214,30 +262,33 @@ def stream_options(backend: str, timeout: timedelta | None) -> Any:
     return options
 
 
-def join_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of the world's backend, made by its members alone: each of them calls this, nobody else waits."""
-    options = stream_options(dist.get_backend(), timeout)
-    handle = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
+def join_group(ranks: Sequence[int], timeout: timedelta | None, like: Group | None = None) -> dist.ProcessGroup:
+    """A group of the backend of `like`, else of torch's default group, made by its members alone: each of them calls
+    this, nobody else waits.
+    """
+    backend = dist.get_backend(None if like is None else like.handle)
+    options = stream_options(backend, timeout)
+    handle = dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+    )
     assert isinstance(handle, dist.ProcessGroup)
     return handle
 
 
-def background_group(world: Group, timeout: timedelta = timedelta(days=1)) -> Group:
+def background_group(grid: ProcessGrid, timeout: timedelta = timedelta(days=1)) -> Group:
     """The world once more, over the host's sockets: for a thread beside the run, whose messages would meet the run's.
     All ranks call this.
 
     timeout: how long one rank may be behind the others, which is as long as a disk may take.
     """
+    world = grid.world
     if world.handle is None:
         return solo(world.ranks[0])
     handle = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
     assert isinstance(handle, dist.ProcessGroup)
+    if grid.made:
+        grid.made.append(handle)
     return Group(world.ranks, world.index, handle)
-
-
-def _new_group(ranks: tuple[int, ...], rank: int, timeout: timedelta | None, shared_memory: bool) -> Group:
-    handle = join_group(ranks, timeout) if len(ranks) > 1 else None
-    return _group_of(ranks, rank, handle, timeout, shared_memory)
 
 
 def _group_of(

@@ -141,7 +141,7 @@ class Channels:
 
     def _connect(self, channel: Channel) -> None:
         source, target = (self.grid.pp.ranks[stage] for stage in channel[:2])
-        self._groups[channel] = group = join_group(sorted((source, target)), self.timeout)
+        self._groups[channel] = group = join_group(sorted((source, target)), self.timeout, self.grid.pp)
         greeting = torch.zeros(1, device=self.grid.device)
         if self._stage == channel[0]:
             dist.send(greeting, target, group=group)

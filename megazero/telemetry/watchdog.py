@@ -66,18 +66,23 @@ class StopSignals:
         self._early = early
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None
+        self._asked: str | None = None
         self._begun = threading.Event()
         self._wake: list[int] = []
 
     @property
     def raised(self) -> bool:
-        """Whether a signal has come."""
-        return self._received is not None
+        """Whether a signal has come, or `ask` has been called."""
+        return self._received is not None or self._asked is not None
 
     @property
     def name(self) -> str | None:
-        """Name of the first signal that came."""
-        return None if self._received is None else self._received.name
+        """Name of the first signal that came, else what `ask` was given."""
+        return self._asked if self._received is None else self._received.name
+
+    def ask(self, why: str) -> None:
+        """Ask the run to stop as a signal does, from within its program."""
+        self._asked = self._asked or why
 
     def begin(self) -> None:
         """From now on there is something to save."""

@@ -23,6 +23,11 @@ class Batches:
     valid: Mapping[str, TrainLoader]
     test: Mapping[str, TrainLoader]
 
+    def close(self) -> None:
+        """Stop the loaders' threads."""
+        for loader in (self.train, *self.valid.values(), *self.test.values()):
+            loader.close()
+
 
 def batches_of(run: Run, datasets: Datasets, grid: ProcessGrid) -> Batches:
     """Raises DataError where a mask needs a separator that nobody has named."""

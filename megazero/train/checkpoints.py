@@ -28,7 +28,7 @@ def claim_checkpoints(
     found: what it resumes from, whose model files go on. Raises ConfigError where the folder takes no files.
     """
     token = new_token(grid.world, grid.device)
-    group = background_group(grid.world) if run.checkpoint.async_save else None
+    group = background_group(grid) if run.checkpoint.async_save else None
     extra = (peft_files(run), model_files(run, found)) if grid.rank == 0 and run.checkpoint.save else ()
     checkpoints = Checkpoints(
         run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, group, _each(extra)

@@ -32,6 +32,17 @@ def with_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> Run:
         samples = int(schedule.epochs * _packed_samples(run, tokenizer, report))
     else:
         samples = (int(schedule.epochs * sum(train_tokens(run.data))) - 1) // run.model.seq_length
+    return _of_length(run, samples)
+
+
+def with_own_samples(run: Run, rows: int) -> Run:
+    """The same for so many rows of data that a program hands in, which are an epoch."""
+    epochs = run.schedule.epochs
+    return run if epochs is None else _of_length(run, int(epochs * rows))
+
+
+def _of_length(run: Run, samples: int) -> Run:
+    schedule = run.schedule
     first = schedule.rampup_batch_size[0] if schedule.rampup_batch_size else schedule.global_batch_size
     if samples < first:
         raise DataError(
@@ -62,6 +73,11 @@ def epochs_told(run: Run, datasets: Datasets, samples: int) -> str:
     if len(read) <= NAMED:
         return ", ".join(f"{_words(epochs)} of {prefix}" for epochs, prefix in zip(read, blend.prefixes, strict=True))
     return f"{_number(min(read))} to {_words(max(read))} of {len(read)} pairs"
+
+
+def own_epochs_told(samples: int, rows: int) -> str:
+    """The same for `rows` rows of data that a program hands in."""
+    return _words(samples / rows)
 
 
 def _number(epochs: float) -> str:

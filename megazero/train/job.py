@@ -21,6 +21,7 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.batches import batches_of
+from megazero.train.callbacks import Callbacks, CallbackSink
 from megazero.train.checkpoints import claim_checkpoints
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
@@ -66,13 +67,19 @@ class Job:
 
 
 def build_job(
-    prepared: Prepared, grid: ProcessGrid, signals: StopSignals | None = None, asked: Asked | None = None
+    prepared: Prepared,
+    grid: ProcessGrid,
+    signals: StopSignals | None = None,
+    asked: Asked | None = None,
+    callbacks: Callbacks | None = None,
 ) -> Job:
     """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner.
 
     signals: what asks the run to stop. asked: what its user said, and should know before it starts; None for a run that
-    a program made.
+    a program made. callbacks: what a program is told, on this rank.
     """
+    signals = signals or StopSignals()
+    program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     minutes = run.trainer.exit_duration_in_mins
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -88,14 +95,15 @@ def build_job(
     checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
     start = resume(run, state, checkpoints, probe_engine, grid)
     introduce(run, grid, prepared, start, checkpoints.fence, asked)
-    log = step_log(run, grid, sinks_of(run, grid, start.position, checkpoints.fence))
+    log = step_log(run, grid, [*sinks_of(run, grid, start.position, checkpoints.fence), *program])
     if run.checkpoint.async_save:
         held = size(checkpoints.reserve())
         log.note(f"--async-save: {held} of host memory on this rank hold the copy that is written")
     saved_at = start.position.iteration if start.saved else None
     record = _record_of(run, prepared, grid, state, probe_engine)
     in_background = run.checkpoint.async_save
-    saves = Saves(checkpoints, record, log.note, in_background=in_background, saved_at=saved_at)
+    on_saved = program[0].saved if program else None
+    saves = Saves(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved, saved_at=saved_at)
     trainer = Trainer(
         run,
         grid,
@@ -106,7 +114,7 @@ def build_job(
         saves if run.checkpoint.save else None,
         start.position,
         deadline,
-        signals or StopSignals(),
+        signals,
     )
     return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer)
 

@@ -18,13 +18,14 @@ from megazero.data.build import Datasets, build_datasets, cache_root
 from megazero.data.corpus import default_corpus
 from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
+from megazero.data.own import OwnData, OwnSamples, own_datasets
 from megazero.data.progress import Report
-from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.mpu.grid import axes_of
 from megazero.optim.progress import Progress
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
-from megazero.train.epochs import epochs_told, with_samples
+from megazero.train.epochs import epochs_told, own_epochs_told, with_own_samples, with_samples
 from megazero.train.presence import look, starts_at
 from megazero.train.requirements import unfit
 
@@ -43,37 +44,53 @@ class Prepared:
 
     run: Run
     datasets: Datasets
-    tokenizer: ListedTokenizer | None
+    tokenizer: Tokenizer | None
     text: str
     found: FoundCheckpoint | None
     changes: tuple[Change, ...]
 
 
-def prepare(run: Run, world_size: int, report: Report) -> Prepared:
+def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = None) -> Prepared:
     """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another
     run.
+
+    own: what a program hands in, in place of what the run names.
     """
     if run.trainer.deterministic:
         devices.use_deterministic_algorithms()
-    present = look(run, world_size)
-    problems = [*unfit(run), *present.problems]
+    own = own or OwnData()
+    present = look(run, world_size, own.tokenizer)
+    run, tokenizer, found = present.run, present.tokenizer, present.found
+    problems = [*unfit(run), *present.problems, *own.problems(run)]
     if problems:
         raise ConfigError(problems)
-    run, tokenizer, found = present.run, present.tokenizer, present.found
     try:
-        if not (run.data.data_path or run.data.instruction_data):
-            run, tokenizer, text = _with_default_corpus(run, report)
+        if own.train is not None:
+            run = with_own_samples(run, len(own.train))
+            datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
+            epochs = own_epochs_told(samples_used(run, found), len(own.train))
+            text = f"{len(own.train):,} samples of the program's own; {epochs}"
         else:
-            text = " ".join(run.data.data_path)
-        assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
-        run = with_samples(run, tokenizer, report)
-        datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
-        text = f"{text}; {epochs_told(run, datasets, samples_asked(run, found))}"
+            run, tokenizer, datasets, text = _named_data(run, tokenizer, found, report)
     except (DataError, ImportError) as error:  # a package that only the data show to be needed: jinja2, for chats
         raise ConfigError([str(error)]) from error
     changes = _changes(found, run, world_size, datasets)
     run = with_base(run, found)
     return Prepared(run, datasets, tokenizer, text, found, changes)
+
+
+def _named_data(
+    run: Run, tokenizer: Tokenizer | None, found: FoundCheckpoint | None, report: Report
+) -> tuple[Run, Tokenizer | None, Datasets, str]:
+    """The data that the run names, and what follows from them: its tokenizer, its length, what they are in words."""
+    if not (run.data.data_path or run.data.instruction_data):
+        run, tokenizer, text = _with_default_corpus(run, report)
+    else:
+        text = " ".join(run.data.data_path)
+    assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
+    run = with_samples(run, tokenizer, report)
+    datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
+    return run, tokenizer, datasets, f"{text}; {epochs_told(run, datasets, samples_asked(run, found))}"
 
 
 def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:
@@ -107,9 +124,7 @@ def _ordered_as(
     return made
 
 
-def _datasets(
-    run: Run, needed: int, tokenizer: ListedTokenizer | None, text: str, report: Report
-) -> tuple[Datasets, str]:
+def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
     """At least `needed` training samples and those of validation, and what they are.
 
     That pairs are of this tokenizer `look` has seen.
@@ -198,6 +213,12 @@ def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> list[s
             f"checkpoint was written ({then[0][0]:,}"
             f" samples an epoch then, {now[0][0]:,} now), so samples would be repeated and left out; to go on all the "
             "same: --override-data"
+        ]
+    if isinstance(datasets.train, OwnSamples):
+        return [
+            f"train_data holds other samples than when the checkpoint was written ({then[0][0]:,} then, {now[0][0]:,} "
+            "now, by number and checksum), so samples would be repeated and left out; to go on all the same: "
+            "--override-data"
         ]
     epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
     return [

@@ -23,7 +23,7 @@ from megazero.convert.source import ConversionError
 from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
-from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
 from megazero.mpu.grid import axes_of
 from megazero.system.reading import about
@@ -35,30 +35,32 @@ class Present:
     """What was found, and what is wrong with it.
 
     run        with the vocabulary and the separator of its tokenizer, where it names one that opens
-    tokenizer  None without one, or where it does not open
+    tokenizer  None without one, or where it does not open; the program's own where it hands one in
     found      the checkpoint that --load would resume from, if there is one
     """
 
     run: Run
-    tokenizer: ListedTokenizer | None
+    tokenizer: Tokenizer | None
     found: FoundCheckpoint | None
     problems: tuple[str, ...]
 
 
-def look(run: Run, world_size: int | None) -> Present:
+def look(run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = None) -> Present:
     """Look at everything that the run names. Communicates nothing; files are opened and their headers read.
 
     world_size None: something else is wrong with the run. Each thing is then looked at by itself, and no checkpoint is
-    compared with the run.
+    compared with the run. own_tokenizer: one that a program hands in, in place of the run's.
     """
     problems: list[str] = [*_unusable_places(run), *_missing_data(run)]
-    tokenizer: ListedTokenizer | None = None
+    listed: ListedTokenizer | None = None
     found: FoundCheckpoint | None = None
     with _collected(problems):
-        tokenizer = _tokenizer(run)
+        listed = _tokenizer(run)
+    tokenizer = own_tokenizer or listed
     if tokenizer is not None:
         run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
-        problems += _other_tokenizer(run, tokenizer)
+    if listed is not None:
+        problems += _other_tokenizer(run, listed)
     with _collected(problems, f"--load {run.checkpoint.load}: "):
         found = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
     if found is None and run.checkpoint.load:

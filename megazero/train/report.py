@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megazero.config.schema import Run
-from megazero.data.tokenizer import ListedTokenizer
+from megazero.data.tokenizer import Tokenizer
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
@@ -16,7 +16,7 @@ from megazero.pipeline.division import chunks_of
 from megazero.train.banner_parts import pairs
 
 
-def sample(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: ListedTokenizer | None) -> str | None:
+def sample(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: Tokenizer | None) -> str | None:
     """How the model continues the prompt of --sample-prompt, with the prompt; None without a tokenizer or a prompt.
 
     Called by all ranks, whose parameters have been gathered.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.background import Outcome
@@ -28,6 +29,7 @@ class Saves:
 
     record    what is stored with the state; called when the state is, by all ranks
     note      tells the person who reads along
+    on_saved  is told the folder and the iteration of each checkpoint that is complete
     saved_at  iteration whose state the folder holds as the run starts, if it holds that
     pauses    seconds before each try of the last save
 
@@ -43,15 +45,18 @@ class Saves:
         note: Callable[[str], None],
         *,
         in_background: bool,
+        on_saved: Callable[[Path, int], None] | None = None,
         saved_at: int | None = None,
         pauses: Sequence[float] = PAUSES,
     ) -> None:
         self._checkpoints, self._record, self._note, self._in_background = checkpoints, record, note, in_background
-        self._pauses = pauses
+        self._pauses, self._on_saved = pauses, on_saved
         self.saved_at = saved_at
         """Iteration that is saved, or being saved; None: none is."""
         self.superseded = False
         """Whether another job writes into the folder now. Ranks may learn it at different steps."""
+        self.newest: Path | None = None
+        """Folder of the newest checkpoint that this run has completed."""
         self._waited = 0.0
 
     def save(self, position: Position) -> None:
@@ -97,6 +102,7 @@ class Saves:
             return Outcome(position.iteration, error=error)
         self.saved_at = position.iteration
         self._note(_words(saved))
+        self._complete(saved, position.iteration)
         return Outcome(position.iteration, saved)
 
     def _start(self, position: Position) -> None:
@@ -118,6 +124,7 @@ class Saves:
     def _tell(self, outcome: Outcome) -> None:
         if outcome.saved is not None:
             self._note(f"{_words(outcome.saved)}; the step waited {self._waited:.2f} s")
+            self._complete(outcome.saved, outcome.iteration)
         elif isinstance(outcome.error, FenceLost):
             self.superseded = True
             self._note(f"the checkpoint of iteration {outcome.iteration} was not written: {outcome.error}")
@@ -125,6 +132,11 @@ class Saves:
             if self.saved_at == outcome.iteration:
                 self.saved_at = None
             self._warn(outcome, "training goes on, and the next save tries again")
+
+    def _complete(self, saved: SavedCheckpoint, iteration: int) -> None:
+        self.newest = saved.path
+        if self._on_saved is not None:
+            self._on_saved(saved.path, iteration)
 
     def _warn(self, outcome: Outcome, then: str) -> None:
         self._note(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +34,7 @@ little is left.
 
 @dataclass
 class Trainer:
-    """What one rank needs to run the loop; `fit` runs it.
+    """What one rank needs to run the loop; `fit` runs it, `steps` gives it into the caller's hand.
 
     saves      keeps the state of the run at the current position; None: nothing is kept
     position   from which it goes on; replaced after each step
@@ -54,6 +54,10 @@ class Trainer:
     signals: StopSignals
     plan: Progress = field(init=False)
     asked_to_stop: Tensor = field(init=False)
+    losses: dict[str, float] = field(default_factory=dict)
+    """Of the newest evaluation, by metric name."""
+    stopped_by: str | None = None
+    """Why the run stopped before its end, in words."""
     steps_here: int = 0
     first_seconds: float = 0.0
     usual_memory: int = 0
@@ -64,22 +68,30 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the end, or to the first reason to stop; whatever the reason, the state is saved."""
+        for _ in self.steps():
+            pass
+        self.at_the_end()
+
+    def steps(self) -> Iterator[StepValues]:
+        """Train one step for each item taken, evaluations and saves at their intervals included, to the end of the run
+        or the first reason to stop. `at_the_end` is the caller's to call.
+        """
         if self.finished():
             self.log.note(f"nothing left to train: iteration {self.position.iteration} is the run's last")
-            return
-        while not self.finished():
-            self.train_step(stop=self.signals.raised or (self.saves is not None and self.saves.superseded))
+        while not self.finished() and self.stopped_by is None:
+            step = self.train_step(stop=self.signals.raised or (self.saves is not None and self.saves.superseded))
             self.after_step()
-            if self.should_stop():
-                break
-        self.at_the_end()
+            yield step
+            self.stopped_by = self.why_stop()
+            if self.stopped_by is not None:
+                self.log.note(f"stopping: {self.stopped_by}")
 
     def finished(self) -> bool:
         """Whether the run has all its iterations or samples."""
         return self.plan.finished(self.position.iteration, self.position.consumed_samples)
 
-    def train_step(self, *, stop: bool) -> None:
-        """One optimizer step over one global batch.
+    def train_step(self, *, stop: bool) -> StepValues:
+        """One optimizer step over one global batch; its numbers, of which some may lie on the device.
 
         Every rank's gradients are those of the summed loss divided by the positions of the global batch; how many of
         those count (masks) is known once all ranks have said so, in the step's one packed reduction, and enters the
@@ -113,21 +125,21 @@ class Trainer:
         self.batches.train.upload()
         self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
         seconds = time.perf_counter() - began
-        self.log.step(
-            StepValues(
-                iteration=self.position.iteration,
-                consumed_samples=self.position.consumed_samples,
-                consumed_tokens=self.position.consumed_tokens,
-                loss=loss_sum / tokens,
-                grad_norm=norm,
-                lr=now.lr,
-                loss_scale=scale,
-                skipped=bad,
-                global_batch_size=size,
-                step_seconds=seconds,
-            )
+        values = StepValues(
+            iteration=self.position.iteration,
+            consumed_samples=self.position.consumed_samples,
+            consumed_tokens=self.position.consumed_tokens,
+            loss=loss_sum / tokens,
+            grad_norm=norm,
+            lr=now.lr,
+            loss_scale=scale,
+            skipped=bad,
+            global_batch_size=size,
+            step_seconds=seconds,
         )
+        self.log.step(values)
         self.tell_compilation(seconds)
+        return values
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
         """Each value's sum over all ranks, in one message, in float64.
@@ -193,21 +205,17 @@ class Trainer:
                 f"{seconds:.1f} s"
             )
 
-    def should_stop(self) -> bool:
-        """Whether all ranks stop after this step: what one of them learned travelled with the step's scalars."""
+    def why_stop(self) -> str | None:
+        """Why all ranks stop after this step, if they do; what one of them learned travelled with its scalars."""
         if not parent_alive():
             raise RuntimeError("the launcher of this rank has died; stopping without saving")
         every = self.run.trainer.exit_interval
         if every and self.position.iteration % every == 0:
-            self.log.note(f"stopping: --exit-interval {every}")
-            return True
+            return f"--exit-interval {every}"
         on_host = self.grid.device.type == "cpu"
         if not on_host and self.position.iteration % self.run.trainer.log_interval:
-            return False  # reading the flag waits for the device
-        if self.asked_to_stop.item() > 0:
-            self.log.note(f"stopping: {self.signals.name or self.why_asked()}")
-            return True
-        return False
+            return None  # reading the flag waits for the device
+        return (self.signals.name or self.why_asked()) if self.asked_to_stop.item() > 0 else None
 
     def why_asked(self) -> str:
         """Why all ranks stop where no signal came to this one: its own clock, or what another rank was told."""
@@ -216,10 +224,15 @@ class Trainer:
             return f"--exit-duration-in-mins {minutes:g} has passed"
         if self.saves is not None and self.saves.superseded:
             return "the folder of checkpoints is another job's now, or gone"
-        return "another rank was asked to by a signal"
+        return "another rank was asked to"
 
     def at_the_end(self) -> None:
-        """Evaluate a finished run, on the test part where that is asked for; save whatever is not saved."""
+        """Evaluate a finished run, on the test part where that is asked for; save whatever is not saved.
+
+        Where nothing was left to train there is nothing to do.
+        """
+        if self.steps_here == 0:
+            return
         if self.finished() and self.batches.valid:
             self.evaluate()
         if self.finished() and self.batches.test:
@@ -251,6 +264,7 @@ class Trainer:
                 batches = loader.micro_batches(step * size, size)
                 totals += torch.stack(self.reduce(self.loss_of(batches), self.count(batches)))
             losses[name] = float(totals[0] / totals[1])
+        self.losses |= losses
         self.log.evaluation(self.position.iteration, losses)
         return losses
 

@@ -235,9 +235,7 @@ def beside_a_run(rank: int, folder: str, layout: Layout) -> tuple[list[str], flo
     """Four saves, the third of which fails on rank 2, while the main thread sums over the world without a pause."""
     grid = build_grid(layout.axes)
     token = new_token(grid.world, grid.device)
-    checkpoints, state = open_run(
-        Path(folder), token, layout, grid, background=background_group(grid.world), keep_last=2
-    )
+    checkpoints, state = open_run(Path(folder), token, layout, grid, background=background_group(grid), keep_last=2)
     checkpoints.claim()
     original, outcomes, total = save_phases.write_fragments, [], 0.0
 

@@ -30,7 +30,7 @@ RUN = "runs/saved"
 def started(rank: int, disks: list[str], layout: Layout, keep_last: int = 3) -> Iterator[tuple[Checkpoints, FakeState]]:
     """The run of a rank that works in its folder."""
     before, grid = Path.cwd(), build_grid(layout.axes)
-    token, background = new_token(grid.world, grid.device), background_group(grid.world)
+    token, background = new_token(grid.world, grid.device), background_group(grid)
     os.chdir(disks[rank])
     try:
         yield open_run(Path(RUN), token, layout, grid, background=background, keep_last=keep_last)

@@ -1,0 +1,142 @@
+"""Data and a tokenizer that a program hands in, in place of what a configuration names."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.config.schema import Run
+from megazero.data.build import Datasets
+from megazero.data.dataset import EmptyDataset, Samples
+from megazero.data.indexed import DataError
+from megazero.data.tokenizer import Tokenizer
+
+MARKS = 16
+"""Samples that a data set is known by."""
+
+
+class Rows(Protocol):
+    """A data set of a program: n samples of seq_length + 1 token ids each, whose inputs are [:-1] and labels [1:].
+
+    Item i is a one-dimensional array, tensor or list of integers, the same one each time and on every rank. Several
+    threads may ask at once (--num-workers).
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class OwnSamples:
+    """The rows of a program as samples of a run: sample i is row i modulo their number, in the program's own order.
+
+    rows     what the program handed in; name: how messages call it
+    samples  how many the run takes
+
+    A row that is wrong raises DataError when it is asked for.
+    """
+
+    def __init__(self, rows: Rows, name: str, seq_length: int, vocab_size: int, samples: int) -> None:
+        self.rows, self.name, self.seq_length, self.vocab_size = rows, name, seq_length, vocab_size
+        self._samples, self._number = samples, len(rows)
+        if self._number == 0:
+            raise DataError(f"{name} holds no samples")
+        self.plans = ((self._number, self._fingerprint()),)
+        """Number of rows, and a checksum of some: what a checkpoint knows the data by."""
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if not 0 <= index < self._samples:
+            raise IndexError(f"{self.name}: sample {index} of {self._samples}")
+        return self._row(index % self._number)
+
+    def _row(self, index: int) -> NDArray[np.int64]:
+        row = np.asarray(self.rows[index])
+        if row.dtype.kind not in "iu" or row.shape != (self.seq_length + 1,):
+            raise DataError(
+                f"{self.name}[{index}] is {row.dtype} of shape {list(row.shape)}, not {self.seq_length + 1} integers: "
+                f"--seq-length {self.seq_length} and the label of the last"
+            )
+        low, high = int(row.min()), int(row.max())
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise DataError(f"{self.name}[{index}] holds token id {wrong}, outside the vocabulary of {self.vocab_size}")
+        return row.astype(np.int64)
+
+    def _fingerprint(self) -> int:
+        checksum = 0
+        for index in np.unique(np.linspace(0, self._number - 1, MARKS).astype(np.int64)).tolist():
+            checksum = zlib.crc32(self._row(index).tobytes(), checksum)
+        return checksum
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """What a program hands in.
+
+    train      rows to train on; None: what the configuration names
+    valid      rows by the name of their metric (valid_loss, valid_loss/NAME)
+    tokenizer  in place of --tokenizer
+    """
+
+    train: Rows | None = None
+    valid: Mapping[str, Rows] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+
+    def problems(self, run: Run) -> list[str]:
+        """What of the configuration contradicts what was handed in."""
+        found = []
+        if self.tokenizer is not None and run.data.tokenizer is not None:
+            found.append(f"a tokenizer is handed in, and --tokenizer {run.data.tokenizer} names another: give one")
+        if self.train is None:
+            if self.valid:
+                found.append("valid_data is handed in without train_data: name it with --valid-data-path")
+            if self.tokenizer is not None and not (run.data.data_path or run.data.instruction_data):
+                found.append("a tokenizer is handed in without data: the default corpus brings its own tokenizer")
+            return found
+        flags = {
+            "--data-path": run.data.data_path,
+            "--valid-data-path": run.data.valid_data_path,
+            "--instruction-data": run.data.instruction_data,
+            "--valid-instruction-data": run.data.valid_instruction_data,
+        }
+        found += [
+            f"train_data is handed in, and {flag} {' '.join(words)} names other data: give one"
+            for flag, words in flags.items()
+            if words
+        ]
+        if run.trainer.test_iters:
+            found.append(f"--test-iters {run.trainer.test_iters}: data that is handed in has no test part")
+        if run.model.vocab_size is None:
+            found.append("--vocab-size is needed with train_data and no tokenizer: ids are used as they are")
+        if (run.model.document_mask or run.data.eod_mask_loss) and run.data.eod_id is None:
+            found.append("--document-mask and --eod-mask-loss must know which token ends a document: give --eod-id")
+        return found
+
+
+def own_datasets(run: Run, own: OwnData, samples: int, validation_samples: int) -> Datasets:
+    """Data of a program for a run that takes so many samples of it, and of each validation set so many.
+
+    Raises DataError for rows that are no samples, and for a validation set that is too short.
+    """
+    assert own.train is not None and run.model.vocab_size is not None
+    length, vocabulary = run.model.seq_length, run.model.vocab_size
+    train = OwnSamples(own.train, "train_data", length, vocabulary, samples)
+    sets: dict[str, Samples] = {}
+    for metric, rows in own.valid.items() if validation_samples else ():
+        name = "valid_data" + "".join(f"[{part!r}]" for part in metric.split("/", 1)[1:])
+        if len(rows) < validation_samples:
+            raise DataError(
+                f"{name} holds {len(rows)} samples; --eval-iters {run.trainer.eval_iters} x --global-batch-size "
+                f"{run.schedule.global_batch_size} takes {validation_samples}"
+            )
+        sets[metric.removeprefix("valid_loss/")] = OwnSamples(rows, name, length, vocabulary, validation_samples)
+    valid = sets.pop("valid_loss", EmptyDataset())
+    return Datasets(train, valid, EmptyDataset(), sets)

@@ -1,0 +1,244 @@
+"""Pretraining as a function: called by a program, with its data, in its loop, without ending its process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.config.dump import given_level, read_yaml
+from megazero.config.level import ConfigError, Level
+from megazero.config.parse import Asked, Program, ask
+from megazero.config.schema import Run
+from megazero.data.own import OwnData, Rows
+from megazero.data.progress import silent, to_stderr
+from megazero.data.tokenizer import Tokenizer
+from megazero.launch import World, world_of
+from megazero.pipeline.graphs import GraphedEngine
+from megazero.telemetry.record import StepRecord, StepValues, read_scalars
+from megazero.telemetry.watchdog import StopSignals
+from megazero.train.callbacks import Callbacks
+from megazero.train.embedded import Meeting, agreed, meet, process_groups, settings_of_torch
+from megazero.train.init_from import model_level
+from megazero.train.job import Job, build_job
+from megazero.train.prepare import Prepared, prepare
+from megazero.train.presence import absences
+
+Given = Run | Mapping[str, Any] | str | os.PathLike[str]
+"""A run as a program gives it: see `pretrain`."""
+__all__ = ["Result", "Training", "pretrain", "training"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run has ended; the same on every rank.
+
+    iteration, consumed_samples, consumed_tokens
+                 how far the run is, counted from its first step, resumes included
+    finished     whether it has all its iterations or samples
+    stopped_by   why it stopped before that, in words
+    loss         of the last step; None where there was none
+    evaluations  losses of the newest evaluation by metric name: valid_loss, valid_loss/NAME, test_loss
+    checkpoint   folder of the newest checkpoint that this call has saved, if it has
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    finished: bool
+    stopped_by: str | None
+    loss: float | None
+    evaluations: dict[str, float]
+    checkpoint: Path | None
+
+
+class Training:
+    """A run in the hands of a program, which takes its steps.
+
+    run               as it was resolved
+    rank, world_size  of this process
+    """
+
+    def __init__(self, job: Job, signals: StopSignals) -> None:
+        self.run, self.rank, self.world_size = job.run, job.grid.rank, job.grid.axes.world_size
+        self._job: Job | None = job
+        self._signals = signals
+        self._last: StepValues | None = None
+        self._result: Result | None = None
+
+    def steps(self) -> Iterator[StepValues]:
+        """Train one step for each item taken. Evaluations and saves come at their intervals; the iterator ends with the
+        run, or where it stops.
+
+        The numbers of a step may still lie on the device, as 0-dim tensors: `float(step.loss)` waits for them. Who
+        leaves the loop early must do so on every rank after the same step; to decide it on one rank, call `stop`.
+        """
+        assert self._job is not None, "the run has ended"
+        for step in self._job.trainer.steps():
+            self._last = step
+            yield step
+
+    def evaluate(self) -> dict[str, float]:
+        """Losses of the validation sets now, by metric name. Called by all ranks."""
+        assert self._job is not None, "the run has ended"
+        return self._job.trainer.evaluate()
+
+    def stop(self, why: str = "its program asked for it") -> None:
+        """Ask the run to stop: the next step carries the word to all ranks, and is the last. Any rank may ask."""
+        self._signals.ask(why)
+
+    @property
+    def result(self) -> Result:
+        """How the run has ended; there once the `with` block is left."""
+        if self._result is None:
+            raise RuntimeError("the run goes on: its result is there after the `with` block")
+        return self._result
+
+    def finish(self) -> None:
+        """Evaluate and save what a run evaluates and saves at its end, and show its report. Called by all ranks."""
+        assert self._job is not None, "the run has ended"
+        trainer = self._job.trainer
+        trainer.at_the_end()
+        self._job.report()
+        loss = None if self._last is None else read_scalars([self._last.loss])[0]
+        newest = None if trainer.saves is None else trainer.saves.newest
+        at, finished = trainer.position, trainer.finished()
+        progress = (at.iteration, at.consumed_samples, at.consumed_tokens)
+        stopped_by = None if finished else trainer.stopped_by or "its program left the loop"
+        self._result = Result(*progress, finished, stopped_by, loss, dict(trainer.losses), newest)
+
+    def release(self) -> None:
+        """Give back threads, captured graphs and all that is held through the job."""
+        if self._job is not None:
+            self._job.trainer.batches.close()
+            if isinstance(self._job.trainer.engine, GraphedEngine):
+                self._job.trainer.engine.release()
+        self._job = None
+
+
+@contextmanager
+def training(
+    run: Given,
+    *,
+    train_data: Rows | None = None,
+    valid_data: Rows | Mapping[str, Rows] | None = None,
+    tokenizer: Tokenizer | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
+    on_evaluation: Callable[[int, dict[str, float]], object] | None = None,
+    on_checkpoint: Callable[[Path, int], object] | None = None,
+    handle_signals: bool = False,
+) -> Iterator[Training]:
+    """A run whose steps are taken by the caller:
+
+        with megazero.training({"train_iters": 100}) as run:
+            for step in run.steps():
+                ...
+        print(run.result)
+
+    Arguments are those of `pretrain`. Leaving the block evaluates and saves what a run does at its end, after a `break`
+    too; an exception that leaves it saves nothing.
+    """
+    own = OwnData(train_data, _by_metric(valid_data), tokenizer)
+    callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
+    meeting = meet()
+    here = meeting.environment
+    with settings_of_torch(here):
+        asked, prepared, world = agreed(lambda: _prepared(run, own, meeting, handle_signals), meeting)
+        shared_memory = prepared.run.parallel.shared_memory
+        with (
+            StopSignals() if handle_signals else nullcontext(StopSignals()) as signals,
+            process_groups(world, meeting, shared_memory=shared_memory) as grid,
+        ):
+            under_way = Training(build_job(prepared, grid, signals, asked, callbacks), signals)
+            try:
+                yield under_way
+                under_way.finish()
+            finally:
+                under_way.release()
+
+
+def pretrain(
+    run: Given,
+    *,
+    train_data: Rows | None = None,
+    valid_data: Rows | Mapping[str, Rows] | None = None,
+    tokenizer: Tokenizer | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
+    on_evaluation: Callable[[int, dict[str, float]], object] | None = None,
+    on_checkpoint: Callable[[Path, int], object] | None = None,
+    handle_signals: bool = False,
+) -> Result:
+    """Pretrain a model in this process, and return when the run has ended.
+
+    Called by every rank alike: of torch's default process group where there is one (Ray Train makes it), which stays
+    as it is; else of what torchrun started; else this process is the world. All process groups of the run are gone
+    when it returns. It may be called again.
+
+    run             what `--config` takes, as the path of a YAML file or as a mapping of the same form; what it does not
+                    say has the defaults of the command line. Or a `Run`, which is taken field by field as it stands
+    train_data      samples to train on, in place of the data that the run names: anything with a length whose item i is
+                    `seq_length` + 1 token ids, the same on every rank (`megazero.Rows`). The run takes them in this
+                    order, sample i being item i modulo the length, whatever the layout: step after step the global
+                    batch's next ones. A resumed run goes on with the sample where its checkpoint was, and raises
+                    ConfigError where the number of items or a checksum of 16 of them is another
+    valid_data      the same for validation, or several by name; each holds at least `eval_iters` global batches
+    tokenizer       object with `vocab_size`, `eod_id`, `encode` and `decode`, in place of `tokenizer` of the run
+    on_step         called with a `StepRecord` on every rank that hands it in, at the log interval
+    on_evaluation   called with the iteration and the losses by metric name
+    on_checkpoint   called with folder and iteration of each checkpoint that is complete. A callback that returns True
+                    asks the run to stop: it saves and stops after the next step
+    handle_signals  whether SIGTERM, SIGINT and SIGHUP stop the run with its state saved, for as long as it lasts; main
+                    thread only
+
+    Raises ConfigError, a ValueError whose `problems` are all that is wrong, before any process group is made: on every
+    rank, where it is found on one. After any other error the ranks may be out of step: end the processes.
+    """
+    with training(
+        run,
+        train_data=train_data,
+        valid_data=valid_data,
+        tokenizer=tokenizer,
+        on_step=on_step,
+        on_evaluation=on_evaluation,
+        on_checkpoint=on_checkpoint,
+        handle_signals=handle_signals,
+    ) as under_way:
+        for _ in under_way.steps():
+            pass
+    return under_way.result
+
+
+def _by_metric(data: Rows | Mapping[str, Rows] | None) -> dict[str, Rows]:
+    if data is None:
+        return {}
+    return (
+        {f"valid_loss/{name}": rows for name, rows in data.items()}
+        if isinstance(data, Mapping)
+        else {"valid_loss": data}
+    )
+
+
+def _prepared(given: Given, own: OwnData, meeting: Meeting, handle_signals: bool) -> tuple[Asked, Prepared, World]:
+    """The run resolved and its data there; communicates nothing. Raises ConfigError."""
+    if handle_signals and threading.current_thread() is not threading.main_thread():
+        raise ConfigError(["handle_signals: only the main thread of a program can handle signals, and this is another"])
+    here, level = meeting.environment, _settings(given)
+    if own.tokenizer is not None:
+        for name, value in (("vocab_size", own.tokenizer.vocab_size), ("eod_id", own.tokenizer.eod_id)):
+            if level.settings.get(name) is None:
+                level.put(name, value, "tokenizer")
+    asked = ask([], here.world_size, model_level, absences, Program(level, own.train is not None))
+    prepared = prepare(asked.run, here.world_size, to_stderr if here.local_rank == 0 else silent, own)
+    return asked, prepared, world_of(prepared.run.parallel, here)
+
+
+def _settings(given: Given) -> Level:
+    if isinstance(given, str | os.PathLike):
+        return read_yaml(Path(given))
+    if isinstance(given, Run | Mapping):
+        return given_level(given, "the run")
+    raise ConfigError([f"run is {type(given).__name__}, not a Run, a mapping or the path of a YAML file"])
