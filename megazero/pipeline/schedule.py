@@ -15,29 +15,29 @@ breadth-first order of chunks: Lamy-Poirier 2023 (arXiv 2211.05953); zero bubble
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 
 from megazero.mpu.chunks import ChunkMap
 from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.zero_bubble import zb_h1, zb_v
 
-CHUNKS = {"gpipe": None, "1f1b": None, "interleaved": None, "zb-h1": 1, "zb-v": 2}
-"""Schedules, and how many chunks per stage each has; None: any number."""
-SCHEDULES = tuple(CHUNKS)
+Order = Callable[[int], list[Instruction]]
+"""Stage -> its computations, in order."""
 
 
 def is_breadth_first(name: str, virtual_stages: int) -> bool:
     """Whether each chunk's backwards are consecutive, so that one reduction per chunk needs few full gradients at a
     time.
     """
-    return name == "gpipe" and virtual_stages > 1
+    return KINDS[name].breadth_first and virtual_stages > 1
 
 
 def chunk_map(name: str, stages: int, virtual_stages: int) -> ChunkMap:
     """Which stage holds which model chunk under a schedule."""
-    return ChunkMap(stages, virtual_stages, and_back=name == "zb-v")
+    return ChunkMap(stages, virtual_stages, and_back=KINDS[name].and_back)
 
 
 def make_schedule(
@@ -78,7 +78,7 @@ def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
 
 
 def _check_counts(name: str, stages: int, micro_batches: int, virtual_stages: int) -> None:
-    if name not in CHUNKS:
+    if name not in KINDS:
         raise ValueError(f"pipeline schedule {name!r} is none of {', '.join(SCHEDULES)}")
     for count, what in ((stages, "stages"), (micro_batches, "micro-batches"), (virtual_stages, "virtual stages")):
         if count < 1:
@@ -87,19 +87,10 @@ def _check_counts(name: str, stages: int, micro_batches: int, virtual_stages: in
         raise ValueError(f"pipeline schedule {name} has {CHUNKS[name]} chunks per stage, not {virtual_stages}")
 
 
-def _orders(name: str, stages: int, m: int, virtual_stages: int) -> tuple[Callable[[int], list[Instruction]], ChunkMap]:
+def _orders(name: str, stages: int, m: int, virtual_stages: int) -> tuple[Order, ChunkMap]:
     """The order of computations as a function of the stage, and where the chunks are."""
     _check_counts(name, stages, m, virtual_stages)
-    chunks = chunk_map(name, stages, virtual_stages)
-    if name == "gpipe":
-        return lambda stage: _gpipe(m, virtual_stages), chunks
-    if name == "zb-h1":
-        return lambda stage: zb_h1(m, stages, stage), chunks
-    if name == "zb-v":
-        return zb_v(m, stages).__getitem__, chunks
-    if virtual_stages == 1:
-        return lambda stage: _one_forward_one_backward(m, warm_up=stages - 1 - stage), chunks
-    return lambda stage: _interleaved(stages, m, virtual_stages, stage), chunks
+    return KINDS[name].orders(stages, m, virtual_stages), chunk_map(name, stages, virtual_stages)
 
 
 def _gpipe(m: int, chunks: int) -> list[Instruction]:
@@ -143,6 +134,43 @@ def _interleaved(stages: int, m: int, chunks: int, stage: int) -> list[Instructi
     # fills the time of the way there and back.
     warm_up = (chunks - 1) * max(map(len, groups)) + 2 * (stages - 1 - stage)
     return _alternate(forwards, backwards, warm_up)
+
+
+def _in_turn(stages: int, m: int, chunks: int) -> Order:
+    if chunks == 1:
+        return lambda stage: _one_forward_one_backward(m, warm_up=stages - 1 - stage)
+    return lambda stage: _interleaved(stages, m, chunks, stage)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A schedule.
+
+    orders         (stages, micro-batches, chunks per stage) -> the order of a stage's computations
+    chunks         per stage; None: any number
+    and_back       chunks lie there and back over the stages, not in turns
+    breadth_first  with several chunks, one chunk's backwards follow each other
+    """
+
+    orders: Callable[[int, int, int], Order]
+    chunks: int | None = None
+    and_back: bool = False
+    breadth_first: bool = False
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "gpipe": Kind(lambda stages, m, chunks: lambda stage: _gpipe(m, chunks), breadth_first=True),
+        "1f1b": Kind(_in_turn),
+        "interleaved": Kind(_in_turn),
+        "zb-h1": Kind(lambda stages, m, chunks: lambda stage: zb_h1(m, stages, stage), chunks=1),
+        "zb-v": Kind(lambda stages, m, chunks: zb_v(m, stages).__getitem__, chunks=2, and_back=True),
+    }
+)
+"""Choices of --pipeline-schedule."""
+CHUNKS: Mapping[str, int | None] = MappingProxyType({name: kind.chunks for name, kind in KINDS.items()})
+"""Schedules, and how many chunks per stage each has; None: any number."""
+SCHEDULES = tuple(KINDS)
 
 
 def _with_reduction(order: list[Instruction], reduce_every: bool) -> list[Instruction]:
