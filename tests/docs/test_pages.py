@@ -42,7 +42,7 @@ def wrong_links(page: str) -> list[str]:
 def test_links_and_named_files_exist(page: str) -> None:
     named = re.findall(r"`((?:megazero|tools|tests|examples|fused_ops|docs|bench)/[\w./-]*)`", prose(page))
     assert not wrong_links(page)
-    assert not [path for path in named if not (ROOT / path.rstrip("/")).exists()]
+    assert not [path for path in named if "NAME" not in path and not (ROOT / path.rstrip("/")).exists()]
 
 
 def test_wrong_links_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
