@@ -171,6 +171,20 @@ def test_a_contestant_that_is_not_there_says_why() -> None:
         contestant.stop()
 
 
+def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
+    """Also where another is installed, or on PYTHONPATH."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    (tmp_path / "bench" / "child.py").write_text(
+        "import bench, json, sys; print(json.dumps({'file': bench.__file__}), file=open(int(sys.argv[2]), 'w'))"
+    )
+    contestant = Contestant(TINY, Entry("nobody", "nobody"), patience=60, root=tmp_path)
+    try:
+        assert contestant.hear("load") == [{"file": str(tmp_path / "bench" / "__init__.py")}]
+    finally:
+        contestant.stop()
+
+
 def test_the_ratio_is_of_neighbouring_turns() -> None:
     """A machine that becomes three times slower halfway does not change it."""
     ours, theirs = Samples([[1.0, 1.1, 1.0], [3.0, 3.0, 9.0]]), Samples([[2.0, 2.0, 2.0], [6.0, 6.0, 6.0]])
