@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser
 
 DESCRIPTION = """
@@ -23,4 +24,4 @@ def main(argv: Sequence[str]) -> int:
     command_parser("doctor", DESCRIPTION, EXAMPLES).parse_args(argv)
     from megazero.cli.examination import run
 
-    return run()
+    return status_of(run)

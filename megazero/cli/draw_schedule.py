@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser
 from megazero.pipeline.draw import Look, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, forward_only, make_schedule
@@ -69,6 +70,11 @@ def wants_colour(choice: str) -> bool:
 def main(argv: Sequence[str]) -> int:
     parser = arguments()
     args = parser.parse_args(argv)
+    return status_of(lambda: show(args, parser))
+
+
+def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Print the schedule; what is wrong with the flags is the parser's to say."""
     if min(args.forward_time, args.backward_time, *(args.profile or [1])[:3]) <= 0 or args.message_time < 0:
         parser.error("--forward-time, --backward-time and those of --profile are above 0, --message-time at least 0")
     if args.weight_time is not None and not 0 < args.weight_time < args.backward_time:
@@ -88,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     report = simulate(schedule, profiled_times(args.pp, virtual, *args.profile) if args.profile else times)
     if args.list is not None:
         print("\n".join(f"{number:4d}  {instruction}" for number, instruction in enumerate(schedule[args.list])))
-        return 0
+        return
     chunks = f", {virtual} chunks each" if virtual > 1 else ""
     print(f"{name}: {args.pp} stages{chunks}, {args.micro_batches} micro-batches")
     apart = f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"
@@ -96,4 +102,3 @@ def main(argv: Sequence[str]) -> int:
     print(f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")
     width = args.width or shutil.get_terminal_size((100, 24)).columns
     print(draw(report, Look(width, wants_colour(args.color), args.fit)))
-    return 0

@@ -7,8 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-from megazero.data.indexed import DataError
-
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 128 + signal.SIGINT
 
 
@@ -21,8 +19,8 @@ def reader_left() -> int:
     return 128 + signal.SIGPIPE
 
 
-def status_of(work: Callable[[], int | None], mistakes: tuple[type[Exception], ...] = (DataError,)) -> int:
-    """The status of a command that does this: its own; 2 with one message for a mistake in flags or files, 1 where a
+def status_of(work: Callable[[], int | None], mistakes: tuple[type[Exception], ...] = ()) -> int:
+    """The status of a command that does this: its own; 2 with one message for one of the mistakes, 1 where a
     package is missing, 130 on Ctrl-C, 141 where nobody reads on.
     """
     try:

@@ -9,6 +9,7 @@ from megazero.cli.data_flags import add_tokenizer_flags
 from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser
 from megazero.config.schema import DataConfig
+from megazero.data.indexed import DataError
 
 DESCRIPTION = """
 What data are: documents, tokens, lengths. With --seq-length what training reads of them: samples of each split and
@@ -42,4 +43,4 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     from megazero.cli.samples import run
 
-    return status_of(lambda: run(args))
+    return status_of(lambda: run(args), (DataError,))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser
+from megazero.data.indexed import DataError
 from megazero.data.writer import merge
 
 DESCRIPTION = "Join .bin/.idx pairs of one tokenizer in the order given; the widest dtype wins. Whole or not at all."
@@ -26,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: merged(args))
+    return status_of(lambda: merged(args), (DataError,))
 
 
 def merged(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
+from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser, taken_out
 from megazero.config.level import Level
 from megazero.config.parse import ConfigError, parse_run
@@ -94,5 +95,4 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         print(ConfigError(problems), file=sys.stderr)
         return 2
-    show(schedule, iterations)
-    return 0
+    return status_of(lambda: show(schedule, iterations))

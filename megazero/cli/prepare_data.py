@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megazero.cli.data_flags import add_reader_flags, add_tokenizer_flags, cores, reader_of
 from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser
+from megazero.data.indexed import DataError
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import to_stderr
 
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: prepared(args))
+    return status_of(lambda: prepared(args), (DataError,))
 
 
 def prepared(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from megazero.cli.data_flags import add_reader_flags, reader_of
 from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser
+from megazero.data.indexed import DataError
 from megazero.data.preprocess import texts
 from megazero.data.progress import to_stderr
 from megazero.data.train_bpe import train_bpe
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: trained(args))
+    return status_of(lambda: trained(args), (DataError,))
 
 
 def trained(args: argparse.Namespace) -> None:

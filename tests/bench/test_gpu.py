@@ -93,7 +93,7 @@ def test_an_item_that_ends_its_process_is_left_out_alone(tmp_path: Path, monkeyp
     )
     lines_of = gpu.lines_of
     monkeypatch.setattr(
-        gpu, "lines_of", lambda command, patience: lines_of([command[0], str(program), command[2]], patience)
+        gpu, "lines_of", lambda command, patience: lines_of([command[0], str(program), command[3]], patience)
     )
     monkeypatch.setattr(gpu_ops, "items", lambda: items)
     monkeypatch.setattr(gpu, "ITEM_SECONDS", 3.0)

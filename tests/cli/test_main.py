@@ -91,6 +91,16 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"megazero {megazero.__version__}\n"
 
 
+def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
+    """As with `| head`: 141, which is what a shell says of SIGPIPE."""
+    command = [sys.executable, "-m", "megazero", "draw-schedule"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (141, b"")
+
+
 def test_formats_are_named_as_the_table_has_them() -> None:
     assert tuple(format_table()) == FORMATS
     assert all(format.write is not None for format in format_table().values())
