@@ -16,8 +16,9 @@ from megazero.convert.companions import contents_of, write_companions
 from megazero.convert.formats import Format, TargetOptions
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import WEIGHT, ConversionError, Source
-from megazero.data.progress import Progress, Report, clock
+from megazero.data.progress import Progress, Report
 from megazero.system.durable import sync_folder
+from megazero.telemetry.units import duration
 
 SPARE = 1.02
 """What a target may need beyond the bytes of its tensors: headers, pickles, padding."""
@@ -43,7 +44,7 @@ def convert(source: Source, target: Format, output: Path, options: TargetOptions
             write_companions(contents_of(source.companions, source.report.notes.append), temporary)
     seconds = max(time.monotonic() - began, 1e-9)
     report(
-        f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {clock(seconds)} "
+        f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {duration(seconds)} "
         f"({total / size / seconds:,.1f} {unit}/s)"
     )
 

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.file_array import DataError, FileArray, OpenFile
-from megazero.data.progress import Report, clock
+from megazero.data.progress import Report
 from megazero.system.durable import sync_folder
 from megazero.system.reading import BOUNDS, Unreadable, read_object
-from megazero.telemetry.units import size
+from megazero.telemetry.units import duration, size
 
 FORMAT = 1
 FACTS = "facts.json"
@@ -101,7 +101,7 @@ def _held(handle: int, name: str, report: Report) -> Iterator[None]:
             if now - said >= SAY_EVERY:
                 said = now
                 note = os.pread(handle, 4096, 0).decode(errors="replace")
-                report(f"waiting {clock(now - start)} for {name}: {note}")
+                report(f"waiting {duration(now - start)} for {name}: {note}")
             time.sleep(0.05)
         except OSError as error:
             raise DataError(

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from megazero.telemetry.units import duration
+
 Report = Callable[[str], None]
 
 
@@ -16,12 +18,6 @@ def silent(text: str) -> None:
 def to_stderr(text: str) -> None:
     """A Report for tools: one line on stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """3723.4 -> '1:02:03'."""
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 class Progress:
@@ -45,7 +41,7 @@ class Progress:
     def line(self, more: str = "") -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = self.done / seconds
-        left = clock((self.total - self.done) / rate) if rate > 0 else "?"
+        left = duration((self.total - self.done) / rate) if rate > 0 else "?"
         share = 100 * self.done / self.total if self.total else 100.0
         return (
             f"{self.what}: {self.done:,.1f} of {self.total:,.1f} {self.unit} ({share:.0f}%), {rate:,.1f} "
