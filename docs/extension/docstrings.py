@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 _ENTRY = re.compile(r"(?P<name>[\w.*]+(?:, [\w.*]+)*)(?:  +|: +(?=\S))(?P<text>\S.*)")
 _LISTED = re.compile(r"[\w.*]+(?:, [\w.*]+)*  +\S")
+_NAMES = re.compile(r"[\w.*]+(?:, [\w.*]+)*")
 
 
 def restructured(lines: Sequence[str]) -> list[str]:
@@ -41,10 +42,12 @@ def _listed(block: Sequence[str]) -> list[str]:
     """A definition list; lines before the first entry are a paragraph of their own."""
     lead: list[str] = []
     entries: list[tuple[str, list[str]]] = []
-    for line in block:
+    for line, following in zip(block, [*block[1:], ""], strict=True):
         entry = _ENTRY.match(line) if _LISTED.match(line) else None
         if entry:
             entries.append((entry["name"], [entry["text"]]))
+        elif _NAMES.fullmatch(line) and following.startswith("    "):  # names too long to have text beside them
+            entries.append((line, []))
         elif entries:
             entries[-1][1].append(line.strip())
         else:

@@ -23,7 +23,14 @@ def test_code_and_marks_of_its_own_in_a_docstring() -> None:
 
 
 def test_lists_of_names_in_a_docstring() -> None:
-    lines = ["Two of them:", "path       a folder", "           of any format", "device, at  where"]
+    lines = [
+        "Two of them:",
+        "path       a folder",
+        "           of any format",
+        "device, at  where",
+        "first, second",
+        "           both",
+    ]
     assert restructured(lines) == [
         "Two of them:",
         "",
@@ -31,6 +38,8 @@ def test_lists_of_names_in_a_docstring() -> None:
         "    a folder of any format",
         "``device, at``",
         "    where",
+        "``first, second``",
+        "    both",
         "",
     ]
 
