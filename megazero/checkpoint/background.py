@@ -41,7 +41,7 @@ class Snapshot:
         tensors = [tensor for fragment in fragments for tensor in columns_of(fragment).values()]
         copies = iter(self._copies.take(tensors))
         return [
-            Fragment(one.place, one.start, one.stop, **{column: next(copies) for column in columns_of(one)})
+            Fragment(one.spec, one.start, one.stop, **{column: next(copies) for column in columns_of(one)})
             for one in fragments
         ]
 

@@ -20,7 +20,7 @@ from megazero.system.durable import replace_file
 
 
 class FenceLost(RuntimeError):
-    """The place that this run writes to is another's now, or gone."""
+    """The folder that this run writes to belongs to another run now, or is gone."""
 
 
 def new_token(world: Group, device: torch.device | str = "cpu") -> str:
@@ -38,7 +38,7 @@ class Fence:
         self.token: str | None = None
 
     def claim(self, token: str) -> Fence:
-        """Take the place over: from now on every run with another token fails its check. One rank does this."""
+        """Take the folder over: from now on every run with another token fails its check. One rank does this."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.path, f"{token}\n".encode(), token)
         return self.join(token)

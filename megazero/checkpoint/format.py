@@ -46,7 +46,7 @@ def columns_of(fragment: Fragment) -> dict[str, Tensor]:
 
 def range_of(fragment: FragmentSpec) -> FlatRange:
     """Where a fragment lies in its global tensor."""
-    return FlatRange(fragment.place.box, fragment.start, fragment.stop)
+    return FlatRange(fragment.spec.box, fragment.start, fragment.stop)
 
 
 def key_of(name: str, column: str, flat: FlatRange) -> str:

@@ -60,7 +60,7 @@ def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: 
 
     model: everything that all ranks hold. Raises ValueError, one that names every difference.
     """
-    shapes = {held.place.name: held.place.shape for held in model}
+    shapes = {held.spec.name: held.spec.shape for held in model}
     both = sorted(shapes.keys() & manifest.tensors.keys())
     kinds = {
         "missing from the checkpoint": sorted(shapes.keys() - manifest.tensors.keys()),
@@ -134,7 +134,7 @@ _Plan = dict[int, dict[tuple[str, FlatRange], list[Fragment]]]
 def _plan(manifest: Manifest, targets: Iterable[Fragment]) -> _Plan:
     plan: _Plan = {}
     for target in targets:
-        name, wanted = target.place.name, range_of(target)
+        name, wanted = target.spec.name, range_of(target)
         found = 0
         for number, flat in manifest.tensors[name].fragments:
             shared = sum(overlap.numel for overlap in overlaps(flat, wanted))

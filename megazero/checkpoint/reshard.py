@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megazero.mpu.place import Box
+from megazero.mpu.parameter import Box
 
 
 @dataclass(frozen=True)

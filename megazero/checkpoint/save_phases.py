@@ -129,7 +129,7 @@ class SavePhases:
         done(self.fence.guarding(publish) if leads else None)
         done(
             self.fence.guarding(prune) if leads else None
-        )  # not before every place has the new one: they must have one in common
+        )  # not before every file system has the new one: all must have one in common
         return size
 
     def _manifest(
@@ -137,8 +137,8 @@ class SavePhases:
     ) -> tuple[bytes, int]:
         """The manifest's content for the ranks that lead, and the bytes of all files for rank 0.
 
-        Rank 0 makes it from the headers of all files. Those in its own place it reads there; of another place the
-        leader sends them, and gets the manifest. Nothing travels where all ranks share one folder.
+        Rank 0 makes it from the headers of all files. It reads those on its own file system; the leader of another one
+        sends them, and gets the manifest. Nothing travels where all ranks share one folder.
         """
         rank, leaders = world.index, self.filesystems.all_leaders
         headers: dict[str, Header] = {}

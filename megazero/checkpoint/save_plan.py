@@ -18,12 +18,12 @@ _Fragment = TypeVar("_Fragment", bound=FragmentSpec)
 
 def _cuts(held: Sequence[_Fragment], tp_index: int, tp_size: int) -> Iterator[tuple[_Fragment, int, int]]:
     """(fragment, start, stop) of what the tp rank writes of the fragments that it holds."""
-    total = sum(one.numel for one in held if not one.place.tp_sharded)
+    total = sum(one.numel for one in held if not one.spec.tp_sharded)
     first, last = (total * index // tp_size for index in (tp_index, tp_index + 1))
     offset = 0
     for one in held:
         start, stop = one.start, one.stop
-        if start < stop and not one.place.tp_sharded:
+        if start < stop and not one.spec.tp_sharded:
             begin, offset = offset, offset + stop - start
             start, stop = start + max(first - begin, 0), stop - max(offset - last, 0)
         if start < stop:
@@ -35,7 +35,7 @@ def fragments_to_write(held: Sequence[FragmentSpec], tp_index: int, tp_size: int
 
     held: all that it holds, in the order in which every tp rank holds it.
     """
-    return [FragmentSpec(one.place, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]
+    return [FragmentSpec(one.spec, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]
 
 
 def views_to_write(held: Sequence[Fragment], tp_index: int, tp_size: int) -> list[Fragment]:
@@ -43,6 +43,6 @@ def views_to_write(held: Sequence[Fragment], tp_index: int, tp_size: int) -> lis
 
     def cut(one: Fragment, start: int, stop: int) -> Fragment:
         columns = {name: tensor[start - one.start : stop - one.start] for name, tensor in columns_of(one).items()}
-        return Fragment(one.place, start, stop, **columns)
+        return Fragment(one.spec, start, stop, **columns)
 
     return [cut(one, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]

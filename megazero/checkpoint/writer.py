@@ -34,7 +34,7 @@ def write_fragments(
     Nothing is communicated. Memory: one block. Raises OSError.
     """
     tensors = [
-        (key_of(fragment.place.name, column, range_of(fragment)), tensor)
+        (key_of(fragment.spec.name, column, range_of(fragment)), tensor)
         for fragment in fragments
         for column, tensor in columns_of(fragment).items()
     ]
@@ -125,14 +125,14 @@ def _add_file(manifest: Manifest, name: str, header: Header, fragments: Sequence
     number = len(manifest.files)
     manifest.files.append(StoredFile(name, header.size, header.sha256))
     for held in fragments:
-        flat, tensor = range_of(held), held.place.name
+        flat, tensor = range_of(held), held.spec.name
         columns = found.pop((tensor, key_of("", "", flat).lstrip("|")), None)
         if columns is None:
             raise CheckpointError(f"{name} lacks {tensor} {flat}, which by the layout it must hold")
-        stored = manifest.tensors.setdefault(tensor, StoredTensor(held.place.shape, columns))
-        if stored.shape != held.place.shape or stored.columns != columns:
+        stored = manifest.tensors.setdefault(tensor, StoredTensor(held.spec.shape, columns))
+        if stored.shape != held.spec.shape or stored.columns != columns:
             raise CheckpointError(
-                f"{tensor} is {held.place.shape} {columns} in {name} and {stored.shape} {stored.columns} in an earlier "
+                f"{tensor} is {held.spec.shape} {columns} in {name} and {stored.shape} {stored.columns} in an earlier "
                 "file"
             )
         stored.fragments.append((number, flat))

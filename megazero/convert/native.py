@@ -28,8 +28,8 @@ from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
 from megazero.convert.companions import companions, contents_of, write_companions
 from megazero.convert.formats import Advance, Format, TargetOptions
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source, places
-from megazero.mpu.place import Box, Place
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
+from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import about
 from megazero.zero.fragment import Fragment
 
@@ -45,7 +45,7 @@ class NativeSource(Source):
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         run = run_from(manifest.run)
-        wanted = places(run.model, adapters=run.lora if run.lora.lora_rank else None)
+        wanted = parameter_specs(run.model, adapters=run.lora if run.lora.lora_rank else None)
         entries = {name: _entry(manifest, name) for name in wanted if name in manifest.tensors}
         _refuse_misfits(path, manifest, wanted)
         progress = manifest.progress
@@ -57,7 +57,7 @@ class NativeSource(Source):
             progress.get("loss_scale") or None,
         )
         super().__init__("megazero", path, run, entries, position, companions(path))
-        self.manifest, self._places = manifest, wanted
+        self.manifest, self._specs = manifest, wanted
         self._files = self.closing.enter_context(OpenFiles(path, manifest))
         self.report.mapped += [f"{name} {column}" for name, entry in entries.items() for column in entry.columns]
 
@@ -68,7 +68,7 @@ class NativeSource(Source):
         """Reads only the blocks of the files that hold a part of the box."""
         shape = tuple(stop - start for start, stop in box)
         values = torch.empty(math.prod(shape), dtype=self.entries[name].columns[column])
-        part = Fragment(replace(self._places[name], box=box, local_shape=shape), 0, values.numel(), **{column: values})
+        part = Fragment(replace(self._specs[name], box=box, local_shape=shape), 0, values.numel(), **{column: values})
         try:
             read_fragments(self._files, [part], [column])
         except CheckpointError as error:
@@ -81,13 +81,13 @@ def _entry(manifest: Manifest, name: str) -> TensorInfo:
     return TensorInfo(stored.shape, {column: DTYPES[code] for column, code in stored.columns.items()})
 
 
-def _refuse_misfits(path: Path, manifest: Manifest, wanted: dict[str, Place]) -> None:
+def _refuse_misfits(path: Path, manifest: Manifest, wanted: dict[str, ParameterSpec]) -> None:
     missing = [name for name in wanted if name not in manifest.tensors]
     surplus = [name for name in manifest.tensors if name not in wanted]
     shapes = [
-        f"{name} {list(manifest.tensors[name].shape)} instead of {list(place.shape)}"
-        for name, place in wanted.items()
-        if name in manifest.tensors and manifest.tensors[name].shape != place.shape
+        f"{name} {list(manifest.tensors[name].shape)} instead of {list(spec.shape)}"
+        for name, spec in wanted.items()
+        if name in manifest.tensors and manifest.tensors[name].shape != spec.shape
     ]
     kinds = {"missing": missing, "not of the model": surplus, "of another shape": shapes}
     problems = [f"{len(names)} tensors {kind}: {', '.join(names[:20])}" for kind, names in kinds.items() if names]
@@ -142,7 +142,7 @@ def write_native(source: Source, folder: Path, options: TargetOptions, advance: 
 
 def _files(source: Source, options: TargetOptions, advance: Advance) -> Iterator[list[Fragment]]:
     """The entries of each file, in the model's order."""
-    everything = places(source.model)
+    everything = parameter_specs(source.model)
     group: list[Fragment] = []
     size = 0
     for name, entry in source.entries.items():

@@ -24,7 +24,7 @@ from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
 from megazero.mpu.lora import low_rank
-from megazero.mpu.place import Box, Place, place_of
+from megazero.mpu.parameter import Box, ParameterSpec, spec_of
 
 WEIGHT, EXP_AVG, EXP_AVG_SQ = "weight", "exp_avg", "exp_avg_sq"
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
@@ -57,7 +57,7 @@ class Source:
     path       the folder of this very checkpoint
     run        what is known of the run that wrote it; `run.model.vocab_size` is set, `run.optimizer.precision` is what
     the model computes in
-    entries    every tensor of the model, by its global name, in the model's order (`places`); nothing else
+    entries    every tensor of the model, by its global name, in the model's order (`parameter_specs`); nothing else
     position   how far the training was
     companions files of the model that are no tensors, by the name they have beside it: config.json, tokenizer.json, ...
     report     what became of the format's own keys; complete once everything has been read
@@ -106,9 +106,9 @@ class Source:
         self.closing.close()
 
 
-def places(
+def parameter_specs(
     model: ModelConfig, tp: int = 1, tp_index: int = 0, *, adapters: LoraConfig | None = None
-) -> dict[str, Place]:
+) -> dict[str, ParameterSpec]:
     """Every parameter of a model by its global name, in forward order, with the box that a tp rank of a whole-model
     stage holds. No memory.
 
@@ -117,12 +117,10 @@ def places(
     group = Group(tuple(range(tp)), tp_index, None)
     lora = None if adapters is None else low_rank(adapters, model)
     stage = Stage(ModelLayout(model, group, torch.float32, lora=lora, device=torch.device("meta")), whole_model(model))
-    found = (
-        place_of(parameter) for unit in stage.units() for parameter in unit.parameters() if parameter.requires_grad
-    )
-    return {place.name: place for place in found}
+    found = (spec_of(parameter) for unit in stage.units() for parameter in unit.parameters() if parameter.requires_grad)
+    return {spec.name: spec for spec in found}
 
 
-def boxed(tensor: Tensor, place: Place) -> Tensor:
+def boxed(tensor: Tensor, spec: ParameterSpec) -> Tensor:
     """A rank's part of a global tensor, as a view."""
-    return tensor[tuple(slice(start, stop) for start, stop in place.box)]
+    return tensor[tuple(slice(start, stop) for start, stop in spec.box)]

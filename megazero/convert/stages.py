@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.convert.source import ConversionError, Source, boxed
 from megazero.model.stage import Stage
-from megazero.mpu.place import Place, place_of
+from megazero.mpu.parameter import ParameterSpec, spec_of
 
 
 @torch.no_grad()
@@ -21,20 +21,20 @@ def fill_stages(stages: Sequence[Stage], source: Source) -> None:
     """
     for stage in stages:
         for parameter in stage.parameters():
-            place = place_of(parameter)
-            if place.name not in source.entries:
-                raise ConversionError(f"{source.path} has no {place.name}, which the model has")
-            fill(parameter, place, source.read(place.name))
+            spec = spec_of(parameter)
+            if spec.name not in source.entries:
+                raise ConversionError(f"{source.path} has no {spec.name}, which the model has")
+            fill(parameter, spec, source.read(spec.name))
 
 
-def fill(local: Tensor, place: Place, whole: Tensor) -> None:
+def fill(local: Tensor, spec: ParameterSpec, whole: Tensor) -> None:
     """Copy this rank's box of the global tensor. Padding rows become zero.
 
     Raises ConversionError where the global shape differs.
     """
-    if tuple(whole.shape) != place.shape:
-        raise ConversionError(f"{place.name} has shape {place.shape}, not {tuple(whole.shape)}")
-    piece = boxed(whole, place)
+    if tuple(whole.shape) != spec.shape:
+        raise ConversionError(f"{spec.name} has shape {spec.shape}, not {tuple(whole.shape)}")
+    piece = boxed(whole, spec)
     if piece.shape != local.shape:
         local.zero_()
     local[: piece.shape[0]].copy_(piece)

@@ -14,7 +14,7 @@ from megazero.model.batch import MicroBatch, Past
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
-from megazero.mpu.place import Kind, Parameter, StateGroup, shard
+from megazero.mpu.parameter import Kind, Parameter, StateGroup, shard
 
 
 class Embedding(nn.Module):
@@ -62,14 +62,14 @@ class LearnedPositions(nn.Module):
     def __init__(self, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
-        place = shard(
+        spec = shard(
             POSITIONS,
             (position_rows(layout.model), layout.model.hidden_size),
             Kind.EMBEDDING,
             std=layout.std,
             tp_partial=layout.sequence_parallel and layout.tp.size > 1,
         )
-        self.weight = Parameter(place, layout.dtype, layout.device)
+        self.weight = Parameter(spec, layout.dtype, layout.device)
 
     def forward(self, hidden: Tensor, past: Past | None = None, positions: Tensor | None = None) -> Tensor:
         """[s(/t), b, h] plus the positions' vectors; positions int64 [b, s], where they are not those of the sample.

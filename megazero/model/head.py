@@ -15,7 +15,7 @@ from megazero.model.layout import ModelLayout
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
 from megazero.mpu.head_loss import LogitsMemory, head_loss
-from megazero.mpu.place import Kind, Parameter, StateGroup, shard
+from megazero.mpu.parameter import Kind, Parameter, StateGroup, shard
 
 
 class Head(nn.Module):
@@ -36,7 +36,7 @@ class Head(nn.Module):
     def _own_weight(self, tied_copy: bool) -> Parameter:
         model, tp = self.layout.model, self.layout.tp
         assert model.vocab_size is not None
-        place = shard(
+        spec = shard(
             WORDS if tied_copy else HEAD,
             (model.vocab_size, model.hidden_size),
             Kind.EMBEDDING,
@@ -47,7 +47,7 @@ class Head(nn.Module):
             std=self.layout.std,
             state_group=StateGroup.TIED if tied_copy else StateGroup.REPLICAS,
         )
-        return Parameter(place, self.layout.dtype, self.layout.device)
+        return Parameter(spec, self.layout.dtype, self.layout.device)
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         """[s(/t), b, h] -> sum of the token losses that count, 0-dim (float32 for 16-bit, else the model's dtype)."""

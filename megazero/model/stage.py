@@ -16,7 +16,7 @@ from megazero.model.head import Head
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
 from megazero.mpu.lora import freeze_all_but_adapters
-from megazero.mpu.place import Parameter, place_of
+from megazero.mpu.parameter import Parameter, spec_of
 from megazero.mpu.random import initialise as initialise_parameter
 
 
@@ -121,4 +121,4 @@ def initialise(stage: Stage, seed: int) -> None:
     """
     for parameter in stage.parameters():
         with torch.no_grad():
-            initialise_parameter(parameter, place_of(parameter), seed)
+            initialise_parameter(parameter, spec_of(parameter), seed)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero.mpu.place import Parameter
+from megazero.mpu.parameter import Parameter
 
 Write = Callable[[Tensor, bool], None]
 """write(into, add): put a gradient into a contiguous tensor of the parameter's shape and any dtype at least as wide,

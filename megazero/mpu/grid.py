@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fused_ops.native import library
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.exchange import Exchange
-from megazero.mpu.place import StateGroup
+from megazero.mpu.parameter import StateGroup
 from megazero.mpu.shared_memory import share_memory
 
 

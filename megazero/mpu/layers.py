@@ -22,7 +22,7 @@ from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear, with_bias
 from megazero.mpu.lora import ColumnAdapter, LowRank, RowAdapter
-from megazero.mpu.place import Kind, Parameter, StateGroup, place_of, shard
+from megazero.mpu.parameter import Kind, Parameter, StateGroup, shard, spec_of
 
 Device = torch.device | str
 
@@ -196,7 +196,7 @@ class VocabParallelEmbedding(nn.Module):
 
     A token's row is looked up by the rank that holds it; the others add zeros. Rows from `vocab` on are padding and
     exist only in memory. Communication: forward all-reduce (sp: reduce-scatter along s); backward nothing (sp:
-    all-gather). `weight` also serves as the tied head's. state_group: see `Place`. Tokens must lie in [0, vocab).
+    all-gather). `weight` also serves as the tied head's. state_group: see `ParameterSpec`. Tokens lie in [0, vocab).
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel, self.vocab = group, sequence_parallel, vocab
-        place = shard(
+        spec = shard(
             f"{name}.weight",
             (vocab, hidden),
             Kind.EMBEDDING,
@@ -226,13 +226,13 @@ class VocabParallelEmbedding(nn.Module):
             std=std,
             state_group=state_group,
         )
-        self.weight = Parameter(place, dtype, device)
+        self.weight = Parameter(spec, dtype, device)
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
         if self.group.size == 1:
             return _lookup(tokens, self.weight)
-        start, stop = place_of(self.weight).box[0]
+        start, stop = spec_of(self.weight).box[0]
         elsewhere = (tokens < start) | (tokens >= stop)
         # Tokens of other ranks look up any row; not all the same one, whose gradient would be added up token by token.
         rows = _lookup((tokens - start) % self.weight.shape[0], self.weight)

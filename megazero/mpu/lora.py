@@ -24,7 +24,7 @@ from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, plain_linear
-from megazero.mpu.place import Kind, Parameter, shard
+from megazero.mpu.parameter import Kind, Parameter, shard
 from megazero.mpu.random import DropoutKey, hidden_dropout, sequence_offset, sliced_dropout
 
 Device = torch.device | str

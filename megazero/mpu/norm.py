@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as modules whose parameters know their place."""
+"""LayerNorm and RMSNorm as modules whose parameters carry their spec."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megazero.mpu.grid import Group
-from megazero.mpu.place import Kind, Parameter, Place, shard
+from megazero.mpu.parameter import Kind, Parameter, ParameterSpec, shard
 
 
-def _place(name: str, hidden: int, group: Group, sequence_parallel: bool, fill: float) -> Place:
+def _spec(name: str, hidden: int, group: Group, sequence_parallel: bool, fill: float) -> ParameterSpec:
     # Under sequence parallelism a rank sees its own positions only: its gradient is a partial sum over tp.
     return shard(name, (hidden,), Kind.NORM, fill=fill, tp_partial=sequence_parallel and group.size > 1)
 
@@ -33,8 +33,8 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = Parameter(_place(f"{name}.weight", hidden, group, sequence_parallel, 1.0), dtype, device)
-        self.bias = Parameter(_place(f"{name}.bias", hidden, group, sequence_parallel, 0.0), dtype, device)
+        self.weight = Parameter(_spec(f"{name}.weight", hidden, group, sequence_parallel, 1.0), dtype, device)
+        self.bias = Parameter(_spec(f"{name}.bias", hidden, group, sequence_parallel, 0.0), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = Parameter(_place(f"{name}.weight", hidden, group, sequence_parallel, 1.0), dtype, device)
+        self.weight = Parameter(_spec(f"{name}.weight", hidden, group, sequence_parallel, 1.0), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)

@@ -17,7 +17,7 @@ from fused_ops.blocks import rows_of
 from fused_ops.counter_hash import GOLDEN, halves, mix, signed
 from fused_ops.dropout import bias_dropout_residual, dropout
 from megazero.mpu.grid import Group
-from megazero.mpu.place import Place
+from megazero.mpu.parameter import ParameterSpec
 
 
 def _key(*words: object) -> int:
@@ -40,27 +40,27 @@ def _normals(keys: Tensor, first: int, stop: int) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(out: Tensor, place: Place, seed: int) -> None:
-    """Fill `out` (a parameter, or a master of it; place.local_shape, any floating dtype) with its initial values.
+def initialise(out: Tensor, spec: ParameterSpec, seed: int) -> None:
+    """Fill `out` (a parameter, or a master of it; spec.local_shape, any floating dtype) with its initial values.
 
-    N(0, place.std) keyed by (seed, name, global row, global column), drawn in float64 and rounded once to out's dtype;
-    the constant place.fill where std is 0; zero in padding rows.
+    N(0, spec.std) keyed by (seed, name, global row, global column), drawn in float64 and rounded once to out's dtype;
+    the constant spec.fill where std is 0; zero in padding rows.
     """
-    assert out.shape == torch.Size(place.local_shape), f"{place.name}: {tuple(out.shape)} != {place.local_shape}"
-    if place.std == 0.0:
-        rows = place.box[0][1] - place.box[0][0]
-        out[:rows] = place.fill
+    assert out.shape == torch.Size(spec.local_shape), f"{spec.name}: {tuple(out.shape)} != {spec.local_shape}"
+    if spec.std == 0.0:
+        rows = spec.box[0][1] - spec.box[0][0]
+        out[:rows] = spec.fill
         out[rows:] = 0.0
         return
-    assert out.dim() == 2, f"{place.name}: random starts are for matrices"
-    (row0, row1), (column0, column1) = place.box
+    assert out.dim() == 2, f"{spec.name}: random starts are for matrices"
+    (row0, row1), (column0, column1) = spec.box
     out[row1 - row0 :] = 0.0
-    base = _key("weight", seed, place.name)
+    base = _key("weight", seed, spec.name)
     block = rows_of(out, column1 - column0)
     for start in range(row0, row1, block):
         stop = min(start + block, row1)
         keys = mix(torch.arange(start, stop, device=out.device).mul_(GOLDEN).add_(base))
-        out[start - row0 : stop - row0] = _normals(keys, column0, column1).mul_(place.std)
+        out[start - row0 : stop - row0] = _normals(keys, column0, column1).mul_(spec.std)
 
 
 @dataclass(frozen=True)

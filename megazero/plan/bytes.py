@@ -8,7 +8,7 @@ from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import Run
 from megazero.mpu.grid import Axes, Coordinates
 from megazero.pipeline.division import chunks_of, stage_specs
-from megazero.plan.places import places_of
+from megazero.plan.parameter_specs import specs_of
 from megazero.zero.layout import UNSHARED, group_sizes, pack
 from megazero.zero.placement import Column, Placement, columns, placements
 
@@ -48,12 +48,12 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     )
     held = dict.fromkeys(Column, 0)
     parameters = 0
-    for bucket in pack(places_of(run, stage, 0), sizes, run.parallel.bucket_size):
+    for bucket in pack(specs_of(run, stage, 0), sizes, run.parallel.bucket_size):
         parameters += bucket.used
         for column, dtype in dtypes.items():
             elements = bucket.numel // sizes[bucket.group] if row[column] is Placement.SHARDED else bucket.numel
             held[column] += elements * dtype.itemsize
-    frozen = pack(places_of(run, stage, 0, trained=False), UNSHARED, run.parallel.bucket_size)
+    frozen = pack(specs_of(run, stage, 0, trained=False), UNSHARED, run.parallel.bucket_size)
     parameters += sum(bucket.used for bucket in frozen)
     held[Column.PARAMETER] += sum(bucket.numel for bucket in frozen) * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)

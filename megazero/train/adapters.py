@@ -17,7 +17,7 @@ from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError
 from megazero.convert.stages import fill
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 from megazero.train.init_from import opened_alike
 from megazero.zero.frozen import FrozenParameters
 
@@ -104,8 +104,8 @@ def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
             if absent:
                 raise ConversionError(f"{source.path} does not fit the model: it has no {', '.join(absent[:20])}")
             for parameter in frozen.by_name.values():
-                place = place_of(parameter)
-                fill(parameter.data, place, source.read(place.name))
+                spec = spec_of(parameter)
+                fill(parameter.data, spec, source.read(spec.name))
     except Exception as error:
         failure = error
     agree(grid.world, grid.device, failure)

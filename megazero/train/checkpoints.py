@@ -13,7 +13,7 @@ from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import Run
 from megazero.convert.model_files import model_files
 from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
-from megazero.plan.places import places_of
+from megazero.plan.parameter_specs import specs_of
 from megazero.train.adapters import peft_files
 from megazero.train.logs import refused
 from megazero.zero.layout import owned_fragments
@@ -53,12 +53,12 @@ def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequ
     """What every rank's fragments cover, by arithmetic; ranks with equal pp and tp indices hold the same parameters."""
 
     @cache
-    def places(pp_index: int, tp_index: int) -> Any:
-        return places_of(run, pp_index, tp_index)
+    def specs(pp_index: int, tp_index: int) -> Any:
+        return specs_of(run, pp_index, tp_index)
 
     def held_by(at: Coordinates) -> list[Any]:
         return [
-            fragment for _, fragment in owned_fragments(places(at.pp, at.tp), grid.axes, at, run.parallel.bucket_size)
+            fragment for _, fragment in owned_fragments(specs(at.pp, at.tp), grid.axes, at, run.parallel.bucket_size)
         ]
 
     return lambda: [held_by(grid.axes.coordinates(rank)) for rank in range(grid.axes.world_size)]

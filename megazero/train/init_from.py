@@ -23,7 +23,7 @@ from megazero.convert.report import Report
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.place import Box, Place
+from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import about
 from megazero.zero.fragment import Fragment
 from megazero.zero.optimizer import ShardedOptimizer
@@ -140,31 +140,29 @@ def _out_of_the_ordinary(report: Report) -> list[str]:
 
 def _fill(source: Source, fragments: list[Fragment]) -> None:
     """Copy what these fragments cover. A tensor is one bucket's, so it is read once."""
-    problems = [problem for fragment in fragments if (problem := _misfit(source, fragment.place))]
+    problems = [problem for fragment in fragments if (problem := _misfit(source, fragment.spec))]
     if problems:
         raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
     for fragment in fragments:
         _copy(source, fragment)
 
 
-def _misfit(source: Source, place: Place) -> str | None:
-    entry = source.entries.get(place.name)
+def _misfit(source: Source, spec: ParameterSpec) -> str | None:
+    entry = source.entries.get(spec.name)
     if entry is None:
-        return f"{place.name} is missing"
-    longer = place.name in TABLES and entry.shape[0] < place.shape[0] and entry.shape[1:] == place.shape[1:]
+        return f"{spec.name} is missing"
+    longer = spec.name in TABLES and entry.shape[0] < spec.shape[0] and entry.shape[1:] == spec.shape[1:]
     return (
-        None
-        if entry.shape == place.shape or longer
-        else f"{place.name} is {list(entry.shape)}, not {list(place.shape)}"
+        None if entry.shape == spec.shape or longer else f"{spec.name} is {list(entry.shape)}, not {list(spec.shape)}"
     )
 
 
 @torch.no_grad()
 def _copy(source: Source, fragment: Fragment) -> None:
     """What the fragment covers, by one read of the rows that it reaches into."""
-    parts, (_, *columns) = sub_boxes(range_of(fragment)), fragment.place.box
+    parts, (_, *columns) = sub_boxes(range_of(fragment)), fragment.spec.box
     first, last = min(part.box[0][0] for part in parts), max(part.box[0][1] for part in parts)
-    rows = _rows(source, fragment.place.name, ((first, last), *columns))
+    rows = _rows(source, fragment.spec.name, ((first, last), *columns))
     origins = (first, *(start for start, _ in columns))
     for part in parts:
         into = fragment.weight[part.offset : part.offset + part.numel].view(part.shape)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.mpu.place import Place
+from megazero.mpu.parameter import ParameterSpec
 
 
 @dataclass(frozen=True)
 class FragmentSpec:
-    """Elements [start, stop), in row-major order, of the box that `place` names: a fragment without its values.
+    """Elements [start, stop), in row-major order, of the box that `spec` names: a fragment without its values.
 
     Layout arithmetic knows the fragments of every rank by these.
     """
 
-    place: Place
+    spec: ParameterSpec
     start: int
     stop: int
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from megazero.mpu.place import Parameter, Place, place_of
+from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
 from megazero.zero.layout import UNSHARED, pack
 
 FROZEN = "frozen"
@@ -19,17 +19,17 @@ def parameters_by_name(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) 
     """The trained parameters of the units of these chunks, or the others; one that two chunks share comes once."""
     by_name: dict[str, Parameter] = {}
     for parameter in (p for units in chunks for unit in units for p in unit.parameters() if p.requires_grad == trained):
-        place = place_of(parameter)
-        assert by_name.setdefault(place.name, cast(Parameter, parameter)) is parameter, (
-            f"two parameters are called {place.name}"
+        spec = spec_of(parameter)
+        assert by_name.setdefault(spec.name, cast(Parameter, parameter)) is parameter, (
+            f"two parameters are called {spec.name}"
         )
     return by_name
 
 
-def places_by_unit(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> list[list[list[Place]]]:
-    """Their places by chunk and unit, as `layout.pack` takes them."""
+def specs_by_unit(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> list[list[list[ParameterSpec]]]:
+    """Their specs by chunk and unit, as `layout.pack` takes them."""
     return [
-        [[place_of(p) for p in unit.parameters() if p.requires_grad == trained] for unit in units] for units in chunks
+        [[spec_of(p) for p in unit.parameters() if p.requires_grad == trained] for unit in units] for units in chunks
     ]
 
 
@@ -42,9 +42,9 @@ class FrozenParameters:
     def __init__(self, chunks: Sequence[Sequence[nn.Module]], device: torch.device, bucket_size: int) -> None:
         self.by_name = parameters_by_name(chunks, trained=False)
         self.nbytes = 0
-        for layout in pack(places_by_unit(chunks, trained=False), UNSHARED, bucket_size):
-            dtype = self.by_name[layout.entries[0].place.name].dtype
+        for layout in pack(specs_by_unit(chunks, trained=False), UNSHARED, bucket_size):
+            dtype = self.by_name[layout.entries[0].spec.name].dtype
             memory = torch.zeros(layout.numel, dtype=dtype, device=device)
             self.nbytes += memory.nbytes
             for entry in layout.entries:
-                self.by_name[entry.place.name].data = memory[entry.offset : entry.stop].view(entry.place.local_shape)
+                self.by_name[entry.spec.name].data = memory[entry.offset : entry.stop].view(entry.spec.local_shape)

@@ -1,4 +1,4 @@
-"""How parameters lie in flat buckets: arithmetic on places, the same for this rank and for any other.
+"""How parameters lie in flat buckets: arithmetic on parameters' specs, the same for this rank and for any other.
 
 A bucket is one flat buffer per column (parameter, gradient, master weight, moments) and one message per collective.
 Checkpoints and the planner call these functions for ranks whose memory they never see.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.mpu.grid import Axes, Coordinates
-from megazero.mpu.place import Kind, Place, StateGroup
+from megazero.mpu.parameter import Kind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
 
 UNSHARED = dict.fromkeys(StateGroup, 1)
@@ -22,12 +22,12 @@ UNSHARED = dict.fromkeys(StateGroup, 1)
 class Entry:
     """A parameter and the element of the bucket at which it begins."""
 
-    place: Place
+    spec: ParameterSpec
     offset: int
 
     @property
     def stop(self) -> int:
-        return self.offset + self.place.local_numel
+        return self.offset + self.spec.local_numel
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,19 @@ class BucketLayout:
         the unused tail.
         """
         for entry in self.entries:
-            first, last = max(start, entry.offset), min(stop, entry.offset + entry.place.stored_numel)
+            first, last = max(start, entry.offset), min(stop, entry.offset + entry.spec.stored_numel)
             if first < last:
-                yield BucketFragment(entry.place, first - entry.offset, last - entry.offset, first)
+                yield BucketFragment(entry.spec, first - entry.offset, last - entry.offset, first)
 
 
 def pack(
-    chunks: Sequence[Sequence[Sequence[Place]]], sizes: Mapping[StateGroup, int], bucket_size: int
+    chunks: Sequence[Sequence[Sequence[ParameterSpec]]], sizes: Mapping[StateGroup, int], bucket_size: int
 ) -> tuple[BucketLayout, ...]:
     """Buckets of one rank, in forward order.
 
-    chunks       places by model chunk and unit (embedding, blocks, head), in forward order; a name that comes again
+    chunks       specs by model chunk and unit (embedding, blocks, head), in forward order; a name that comes again
                  is the same parameter, which belongs to where it came first
-    sizes        ranks in each group that some place names
+    sizes        ranks in each group that some spec names
     bucket_size  elements after which a bucket is closed. No bucket spans two chunks or two groups; one parameter is
                  never cut, so a larger one makes a larger bucket
 
@@ -88,16 +88,16 @@ def pack(
     buckets: list[BucketLayout] = []
     seen: set[str] = set()
     for number, units in enumerate(chunks):
-        filling: list[Place] = []
+        filling: list[ParameterSpec] = []
 
-        def close(number: int = number, filling: list[Place] = filling) -> None:
+        def close(number: int = number, filling: list[ParameterSpec] = filling) -> None:
             if filling:
                 buckets.append(_bucket(number, filling, sizes))
                 filling.clear()
 
         for unit in units:
-            fresh = [place for place in unit if place.name not in seen]
-            seen.update(place.name for place in fresh)
+            fresh = [spec for spec in unit if spec.name not in seen]
+            seen.update(spec.name for spec in fresh)
             for together in _inseparable(fresh):
                 others = filling and filling[0].state_group is not together[0].state_group
                 if others or _numel(filling) + _numel(together) > bucket_size:
@@ -107,37 +107,37 @@ def pack(
     return tuple(buckets)
 
 
-def _numel(places: Iterable[Place]) -> int:
-    return sum(place.local_numel for place in places)
+def _numel(specs: Iterable[ParameterSpec]) -> int:
+    return sum(spec.local_numel for spec in specs)
 
 
-def _inseparable(places: Iterable[Place]) -> list[list[Place]]:
+def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Runs that share a bucket: a matrix with the bias after it, and matrices of equal shape that follow each other."""
-    runs: list[list[Place]] = []
-    matrix: Place | None = None
-    for place in places:
-        apart = not runs or runs[-1][0].state_group is not place.state_group
-        follows = not place.kind.decays or (
-            place.kind is Kind.MATRIX and matrix is not None and matrix.shape == place.shape
+    runs: list[list[ParameterSpec]] = []
+    matrix: ParameterSpec | None = None
+    for spec in specs:
+        apart = not runs or runs[-1][0].state_group is not spec.state_group
+        follows = not spec.kind.decays or (
+            spec.kind is Kind.MATRIX and matrix is not None and matrix.shape == spec.shape
         )
         if follows and not apart:
-            runs[-1].append(place)
+            runs[-1].append(spec)
         else:
-            runs.append([place])
-        if place.kind.decays:
-            matrix = place
+            runs.append([spec])
+        if spec.kind.decays:
+            matrix = spec
     return runs
 
 
-def _bucket(chunk: int, places: Sequence[Place], sizes: Mapping[StateGroup, int]) -> BucketLayout:
-    ordered = sorted(places, key=lambda place: not place.kind.decays)  # stable: order is kept within both parts
+def _bucket(chunk: int, specs: Sequence[ParameterSpec], sizes: Mapping[StateGroup, int]) -> BucketLayout:
+    ordered = sorted(specs, key=lambda spec: not spec.kind.decays)  # stable: order is kept within both parts
     entries, offset, decayed = [], 0, 0
-    for place in ordered:
-        entries.append(Entry(place, offset))
-        offset += place.local_numel
-        if place.kind.decays:
+    for spec in ordered:
+        entries.append(Entry(spec, offset))
+        offset += spec.local_numel
+        if spec.kind.decays:
             decayed = offset
-    group = places[0].state_group
+    group = specs[0].state_group
     return BucketLayout(chunk, tuple(entries), decayed, offset, _padded(offset, sizes[group]), group)
 
 
@@ -157,7 +157,7 @@ def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
 
 
 def owned_fragments(
-    chunks: Sequence[Sequence[Sequence[Place]]], axes: Axes, at: Coordinates, bucket_size: int
+    chunks: Sequence[Sequence[Sequence[ParameterSpec]]], axes: Axes, at: Coordinates, bucket_size: int
 ) -> Iterator[tuple[int, BucketFragment]]:
     """(bucket number, fragment) for all that the rank at `at` owns, whatever the ZeRO stage: what
     `ShardedOptimizer.fragments` covers there.

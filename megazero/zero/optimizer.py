@@ -87,7 +87,7 @@ class ShardedOptimizer:
                 at = index, fragment.offset, fragment.offset + fragment.numel
                 second = table[Column.EXP_AVG_SQ].view(*at) if Column.EXP_AVG_SQ in table else None
                 yield Fragment(
-                    fragment.place,
+                    fragment.spec,
                     fragment.start,
                     fragment.stop,
                     weights.view(*at),
@@ -119,7 +119,7 @@ class ShardedOptimizer:
         bucket = self.state.buckets[index]
         runs: list[tuple[int, int]] = []
         for fragment in bucket.layout.fragments(*bucket.shard):
-            if counted == (fragment.place.tp_sharded or self.grid.at.tp == 0):
+            if counted == (fragment.spec.tp_sharded or self.grid.at.tp == 0):
                 stop = fragment.offset + fragment.numel
                 if runs and runs[-1][1] == fragment.offset:
                     runs[-1] = runs[-1][0], stop

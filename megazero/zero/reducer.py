@@ -23,7 +23,7 @@ from megazero.mpu import collectives
 from megazero.mpu.collectives import Pending
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
-from megazero.mpu.place import Kind
+from megazero.mpu.parameter import Kind
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
 IN_FLIGHT = 2
@@ -123,7 +123,7 @@ class GradientReducer:
             column.view(index, fragment.offset, fragment.offset + fragment.numel)
             for index, bucket in enumerate(buckets)
             for fragment in bucket.layout.fragments(*state.range_of(index))
-            if fragment.place.tp_partial
+            if fragment.spec.tp_partial
         ]
 
     # --- what the engine calls -------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class GradientReducer:
         waits. Vectors could be added now, but they wait for the matrices of their bucket, whose buffer they would hold
         (ZeRO-2).
         """
-        if self._holding is None or self.buckets[index].layout.entries[entry].place.kind is Kind.EMBEDDING:
+        if self._holding is None or self.buckets[index].layout.entries[entry].spec.kind is Kind.EMBEDDING:
             self.accumulate(index, entry, write)
         else:
             self._holding.append((index, entry, write))
@@ -210,8 +210,8 @@ class GradientReducer:
     def accumulate(self, index: int, entry: int, write: Write) -> None:
         """Add to the gradient of a bucket's parameter. One of another chunk than the armed one only accumulates."""
         assert self.column.is_sharded or not self._launched[index], "a gradient arrived after its bucket was reduced"
-        place = self.buckets[index].layout.entries[entry]
-        into = self._whole(index)[place.offset : place.stop].view(place.place.local_shape)
+        spec = self.buckets[index].layout.entries[entry]
+        into = self._whole(index)[spec.offset : spec.stop].view(spec.spec.local_shape)
         # What has not arrived yet holds the previous step's gradient, or anything.
         write(into, entry in self._arrived[index])
         self._arrived[index].add(entry)

@@ -12,7 +12,7 @@ from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.random import initialise
-from megazero.zero.frozen import FROZEN, FrozenParameters, parameters_by_name, places_by_unit
+from megazero.zero.frozen import FROZEN, FrozenParameters, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.layout import group_sizes, pack
 from megazero.zero.placement import Column, columns, placements
@@ -29,11 +29,11 @@ class HasUnits(Protocol):
 class ModelState:
     """Parameters, gradients and optimizer state of this rank's stages, in flat buckets placed as the ZeRO stage says.
 
-    stages  model chunks of this rank in order; their parameters (`mpu.place.Parameter`) are moved into the buckets and
-            stay views of them. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False)
-            are no part of the table: they have a flat memory of their own (`frozen`), and neither gradient nor
-            optimizer state
-    grid    buckets are shared over the group that their parameters name (`mpu.place.StateGroup`)
+    stages  model chunks of this rank in order; their parameters (`mpu.parameter.Parameter`) are moved into the
+            buckets and stay views of them. A parameter that two chunks share exists once. Frozen ones
+            (`requires_grad` is False) are no part of the table: they have a flat memory of their own (`frozen`), and
+            neither gradient nor optimizer state
+    grid    buckets are shared over the group that their parameters name (`mpu.parameter.StateGroup`)
 
     `reducer` is the engine's gradient sink. After construction all values are zero: `initialise` or a checkpoint sets
     them. Construction communicates nothing.
@@ -77,8 +77,8 @@ class ModelState:
         column = self.columns[Column.PARAMETER]
         for index, bucket in enumerate(self.buckets):
             for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
-                assert parameter.dtype == column.dtype, f"{entry.place.name} is {parameter.dtype}, not {column.dtype}"
-                parameter.data = column.view(index, entry.offset, entry.stop).view(entry.place.local_shape)
+                assert parameter.dtype == column.dtype, f"{entry.spec.name} is {parameter.dtype}, not {column.dtype}"
+                parameter.data = column.view(index, entry.offset, entry.stop).view(entry.spec.local_shape)
 
     @property
     def weights(self) -> StoredColumn:
@@ -100,10 +100,10 @@ class ModelState:
         for index, bucket in enumerate(self.buckets):
             for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
                 if master is None:
-                    initialise(parameter, entry.place, seed)
+                    initialise(parameter, entry.spec, seed)
                     continue
-                values = torch.empty(entry.place.local_shape, dtype=master.dtype, device=parameter.device)
-                initialise(values, entry.place, seed)
+                values = torch.empty(entry.spec.local_shape, dtype=master.dtype, device=parameter.device)
+                initialise(values, entry.spec, seed)
                 parameter.copy_(values)
                 first, last = master.range_of(index)
                 start, stop = max(first, entry.offset), min(last, entry.stop)
@@ -128,12 +128,12 @@ class ModelState:
 def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_size: int) -> tuple[Bucket, ...]:
     """The packed trained parameters of the chunks, each with the group that shares it."""
     by_name = parameters_by_name(chunks, trained=True)
-    places = places_by_unit(chunks, trained=True)
-    layouts = pack(places, group_sizes(grid.axes, grid.at), bucket_size)
+    specs = specs_by_unit(chunks, trained=True)
+    layouts = pack(specs, group_sizes(grid.axes, grid.at), bucket_size)
     buckets = []
     for layout in layouts:
-        held = tuple(by_name[entry.place.name] for entry in layout.entries)
-        users = [{place.name for place in unit} for unit in places[layout.chunk]]
-        uses = tuple(sum(entry.place.name in names for names in users) for entry in layout.entries)
+        held = tuple(by_name[entry.spec.name] for entry in layout.entries)
+        users = [{spec.name for spec in unit} for unit in specs[layout.chunk]]
+        uses = tuple(sum(entry.spec.name in names for names in users) for entry in layout.entries)
         buckets.append(Bucket(layout, held, uses, grid.state_group(layout.group)))
     return tuple(buckets)

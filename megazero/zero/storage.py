@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.grid import Group
-from megazero.mpu.place import Parameter
+from megazero.mpu.parameter import Parameter
 from megazero.zero.layout import BucketLayout
 from megazero.zero.placement import Placement
 

@@ -18,7 +18,7 @@ from megazero.checkpoint.reader import check_files, check_inventory, read_fragme
 from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.grid import Axes, Coordinates
-from megazero.mpu.place import Kind, Place, StateGroup, shard
+from megazero.mpu.parameter import Kind, ParameterSpec, StateGroup, shard
 from megazero.zero.fragment import Fragment
 from megazero.zero.layout import BucketFragment, owned_fragments
 
@@ -41,7 +41,7 @@ class Layout:
     def axes(self) -> Axes:
         return Axes(self.pp, self.dp, 1, self.tp)
 
-    def chunks(self, at: Coordinates) -> list[list[list[Place]]]:
+    def chunks(self, at: Coordinates) -> list[list[list[ParameterSpec]]]:
         """Places of a rank: an embedding, blocks with split and replicated tensors, a head that is tied or not."""
         padded = -(-VOCAB // (self.divisor * self.tp)) * self.divisor * self.tp
 
@@ -52,14 +52,14 @@ class Layout:
             kind: Kind = Kind.MATRIX,
             padded: int | None = None,
             tied: bool = False,
-        ) -> Place:
+        ) -> ParameterSpec:
             group = StateGroup.TIED if tied else StateGroup.REPLICAS
             return shard(name, shape, kind, dim=dim, rank=at.tp, size=self.tp, padded=padded, state_group=group)
 
         word = split(
             "embedding.word.weight", (VOCAB, HIDDEN), 0, Kind.EMBEDDING, padded, tied=self.tied and self.pp > 1
         )
-        units: list[list[Place]] = []
+        units: list[list[ParameterSpec]] = []
         if at.pp == 0:
             units.append([word, split("embedding.norm.weight", (HIDDEN,), None, Kind.NORM)])
         for i in range(at.pp * BLOCKS // self.pp, (at.pp + 1) * BLOCKS // self.pp):
@@ -92,7 +92,7 @@ Values = dict[tuple[str, str], Tensor]
 def global_values(layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS, seed: int = 0) -> Values:
     """Distinct random numbers everywhere."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {piece.place.name: piece.place.shape for every in layout.all_fragments() for piece in every}
+    shapes = {piece.spec.name: piece.spec.shape for every in layout.all_fragments() for piece in every}
     return {
         (name, c): torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         for name, shape in sorted(shapes.items())
@@ -100,8 +100,8 @@ def global_values(layout: Layout, dtype: torch.dtype, columns: Sequence[str] = C
     }
 
 
-def box_of(values: Tensor, place: Place) -> Tensor:
-    return values[tuple(slice(start, stop) for start, stop in place.box)]
+def box_of(values: Tensor, spec: ParameterSpec) -> Tensor:
+    return values[tuple(slice(start, stop) for start, stop in spec.box)]
 
 
 def fragments_of(
@@ -114,12 +114,10 @@ def fragments_of(
             return None
         if values is None:
             return torch.full((piece.numel,), math.nan, dtype=dtype)
-        return (
-            box_of(values[piece.place.name, name], piece.place).reshape(-1)[piece.start : piece.stop].to(dtype).clone()
-        )
+        return box_of(values[piece.spec.name, name], piece.spec).reshape(-1)[piece.start : piece.stop].to(dtype).clone()
 
     return [
-        Fragment(piece.place, piece.start, piece.stop, **{name: column(piece, name) for name in COLUMNS})
+        Fragment(piece.spec, piece.start, piece.stop, **{name: column(piece, name) for name in COLUMNS})
         for piece in layout.fragments(rank)
     ]
 
@@ -170,6 +168,6 @@ def expect(folder: Path, layout: Layout, values: Values, dtype: torch.dtype, col
                 assert torch.equal(getattr(got, column), getattr(wanted, column)), (
                     layout,
                     rank,
-                    got.place.name,
+                    got.spec.name,
                     column,
                 )

@@ -53,7 +53,7 @@ def columns(state: ShardedOptimizer, iteration: int) -> Iterator[tuple[torch.Ten
     for fragment in state.fragments():
         for column, tensor in columns_of(fragment).items():
             random = torch.Generator().manual_seed(
-                zlib.crc32(f"{fragment.place.name} {fragment.start} {column} {iteration}".encode())
+                zlib.crc32(f"{fragment.spec.name} {fragment.start} {column} {iteration}".encode())
             )
             yield tensor, torch.randn(tensor.shape, generator=random)
 

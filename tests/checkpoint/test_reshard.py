@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.reshard import FlatRange, meet, overlaps, sub_boxes
-from megazero.mpu.place import Box
+from megazero.mpu.parameter import Box
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...], *, may_be_empty: bool = False) -> Box:

@@ -99,7 +99,7 @@ def test_one_error_names_every_tensor_that_does_not_fit(saved):
         piece
         for pieces in Layout(tied=False).all_fragments()
         for piece in pieces
-        if piece.place.name != "blocks.2.up.bias"
+        if piece.spec.name != "blocks.2.up.bias"
     ]
     stored = manifest.tensors["blocks.1.down.weight"]
     stored.shape = (12, 49)

@@ -11,7 +11,7 @@ import torch
 from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
-from megazero.mpu.place import Kind, shard
+from megazero.mpu.parameter import Kind, shard
 from megazero.zero.fragment import FragmentSpec
 from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save
 
@@ -34,10 +34,10 @@ def test_every_element_is_written_once(layout: Layout) -> None:
     boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
     for rank in written(layout):
         for part in rank:
-            boxes.setdefault(part.place.name, set()).add(part.place.box)
-            counts.update((part.place.name, part.place.box, i) for i in range(part.start, part.stop))
+            boxes.setdefault(part.spec.name, set()).add(part.spec.box)
+            counts.update((part.spec.name, part.spec.box, i) for i in range(part.start, part.stop))
     assert set(counts.values()) == {1}
-    shapes = {piece.place.name: piece.place.shape for held in layout.all_fragments() for piece in held}
+    shapes = {piece.spec.name: piece.spec.shape for held in layout.all_fragments() for piece in held}
     assert boxes.keys() == shapes.keys()
     for name, shape in shapes.items():
         assert sum(1 for key in counts if key[0] == name) == torch.Size(shape).numel(), name
@@ -45,7 +45,7 @@ def test_every_element_is_written_once(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tp_ranks_write_equal_parts_of_what_all_of_them_hold(layout: Layout) -> None:
-    bytes_of = [sum(s.stop - s.start for s in rank if not s.place.tp_sharded) for rank in written(layout)]
+    bytes_of = [sum(s.stop - s.start for s in rank if not s.spec.tp_sharded) for rank in written(layout)]
     for first in range(0, len(bytes_of), layout.tp):
         part = bytes_of[first : first + layout.tp]
         assert max(part) - min(part) <= 1 and sum(part) > 0
@@ -57,7 +57,7 @@ def test_one_large_replica_is_cut() -> None:
     norm = shard("norm.weight", (8,), Kind.NORM)
     held = [FragmentSpec(table, 0, 8000), FragmentSpec(norm, 0, 8)]
     parts = [fragments_to_write(held, index, 4) for index in range(4)]
-    assert [[(s.place.name, s.start, s.stop) for s in part] for part in parts] == [
+    assert [[(s.spec.name, s.start, s.stop) for s in part] for part in parts] == [
         [("embedding.position.weight", 0, 2002)],
         [("embedding.position.weight", 2002, 4004)],
         [("embedding.position.weight", 4004, 6006)],
@@ -71,7 +71,7 @@ def test_values_are_cut_as_the_arithmetic_says() -> None:
         values = views_to_write(
             fragments_of(layout, rank, global_values(layout, torch.float32), torch.float32), rank % 3, 3
         )
-        assert [(v.place, v.start, v.stop) for v in values] == [(s.place, s.start, s.stop) for s in every]
+        assert [(v.spec, v.start, v.stop) for v in values] == [(s.spec, s.start, s.stop) for s in every]
         assert all(v.weight.numel() == v.stop - v.start for v in values)
 
 
@@ -98,7 +98,7 @@ def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
         return [
             one
             for one in held
-            if one.start < one.stop and (one.place.tp_sharded or layout.axes.coordinates(rank).tp == 0)
+            if one.start < one.stop and (one.spec.tp_sharded or layout.axes.coordinates(rank).tp == 0)
         ]
 
     for rank in range(8):

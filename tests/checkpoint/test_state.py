@@ -14,12 +14,12 @@ from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.grid import Axes, build_grid
 from megazero.pipeline.build import build_stages
-from megazero.plan.places import places_of
+from megazero.plan.parameter_specs import specs_of
 from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 from tests.checkpoint.fakes import box_of
-from tests.places import Piece, assemble, values_of
+from tests.parameters import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
 BASE = Run(
@@ -49,7 +49,7 @@ def whole(name: str, column: str, shape: tuple[int, ...]) -> torch.Tensor:
 def held_by_all(run: Run, axes: Axes) -> list[list[FragmentSpec]]:
     def held(rank: int) -> list[FragmentSpec]:
         at = axes.coordinates(rank)
-        return [piece for _, piece in owned_fragments(places_of(run, at.pp, at.tp), axes, at, run.parallel.bucket_size)]
+        return [piece for _, piece in owned_fragments(specs_of(run, at.pp, at.tp), axes, at, run.parallel.bucket_size)]
 
     return [held(rank) for rank in range(axes.world_size)]
 
@@ -66,14 +66,14 @@ def body(
     checkpoints = Checkpoints(config, record_of(run), optimizer, lambda: held_by_all(run, axes), grid, "t")
 
     def expected(name: str, column: str, fragment: FragmentSpec) -> torch.Tensor:
-        values = box_of(whole(name, column, fragment.place.shape), fragment.place).reshape(-1)
+        values = box_of(whole(name, column, fragment.spec.shape), fragment.spec).reshape(-1)
         return values[fragment.start : fragment.stop].double()
 
     if save:
         checkpoints.claim()
         for fragment in optimizer.fragments():
             for column, tensor in columns_of(fragment).items():
-                tensor.copy_(expected(fragment.place.name, column, fragment))
+                tensor.copy_(expected(fragment.spec.name, column, fragment))
         optimizer.after_load()
         checkpoints.save(7, {"iteration": 7})
     else:
@@ -84,7 +84,7 @@ def body(
     for fragment in optimizer.fragments():
         for column, tensor in columns_of(fragment).items():
             if column == "weight" or not config.no_load_optim:
-                differing += (tensor.double() != expected(fragment.place.name, column, fragment)).sum().item()
+                differing += (tensor.double() != expected(fragment.spec.name, column, fragment)).sum().item()
             else:
                 differing += math.inf if tensor.any() else 0.0
     return values_of(stages), differing

@@ -14,7 +14,7 @@ from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 
 BLOOM_SIZES = {
     "560m": (24, 1024, 16, 559_214_592),
@@ -73,7 +73,7 @@ def test_heads_of_their_own_width_offset_positions_and_biases_apart(activation: 
         )
         has = ("blocks.0.attention.qkv.bias" in shapes, "blocks.0.mlp.down.bias" in shapes)
         assert has == (not off if attention is None else attention, not off if mlp is None else mlp)
-        assert parameters(model) == sum(place_of(p).stored_numel for p in stage.parameters())
+        assert parameters(model) == sum(spec_of(p).stored_numel for p in stage.parameters())
         biases[has] = parameters(model)
     assert len(set(biases.values())) == 4
 
@@ -94,9 +94,9 @@ def test_counts_are_those_of_a_built_model(position: str, norm: str, activation:
         stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
         counts = parameters_per_layer(model)
         built = [
-            sum({place_of(p).name: place_of(p).stored_numel for p in unit.parameters()}.values())
+            sum({spec_of(p).name: spec_of(p).stored_numel for p in unit.parameters()}.values())
             for unit in stage.units()
         ]
         shared = 0 if model.untie_embeddings_and_output_weights else counts.output
         assert built == [counts.embedding, counts.block, counts.block, counts.head + shared]
-        assert counts.total == sum(place_of(p).stored_numel for p in stage.parameters())
+        assert counts.total == sum(spec_of(p).stored_numel for p in stage.parameters())

@@ -12,7 +12,7 @@ from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 
 SIZE: dict[str, Any] = {
     "num_layers": 2,
@@ -48,16 +48,16 @@ def test_modules_hold_what_is_listed(name: str, tp: int) -> None:
         ModelLayout(model, Group(tuple(range(tp)), tp - 1, None), torch.float32, device=torch.device("meta")),
         whole_model(model),
     )
-    places = [place_of(parameter) for parameter in stage.parameters()]
+    specs = [spec_of(parameter) for parameter in stage.parameters()]
     listed = dict(shapes(model))
-    assert {place.name: place.shape for place in places} == listed and len(places) == len(listed)
-    for place in places:
-        axis = tp_axis(place.name)
-        assert place.tp_sharded == (tp > 1 and axis is not None), place.name
-        lengths = [stop - start for start, stop in place.box]
-        assert [length < whole for length, whole in zip(lengths, place.shape, strict=True)] == [
+    assert {spec.name: spec.shape for spec in specs} == listed and len(specs) == len(listed)
+    for spec in specs:
+        axis = tp_axis(spec.name)
+        assert spec.tp_sharded == (tp > 1 and axis is not None), spec.name
+        lengths = [stop - start for start, stop in spec.box]
+        assert [length < whole for length, whole in zip(lengths, spec.shape, strict=True)] == [
             tp > 1 and number == axis for number in range(len(lengths))
-        ], place.name
+        ], spec.name
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,7 @@ import torch
 
 from megazero.checkpoint.window import TensorInfo
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
-from megazero.convert.source import MOMENTS, WEIGHT, Position, Source, places
+from megazero.convert.source import MOMENTS, WEIGHT, Position, Source, parameter_specs
 
 BLOOM = ModelConfig(
     num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True
@@ -20,7 +20,7 @@ BLOOM = ModelConfig(
 
 def entries_of(model: ModelConfig, columns: Mapping[str, torch.dtype]) -> dict[str, TensorInfo]:
     """Entries for a format whose tensors are all stored alike."""
-    return {name: TensorInfo(place.shape, dict(columns)) for name, place in places(model).items()}
+    return {name: TensorInfo(spec.shape, dict(columns)) for name, spec in parameter_specs(model).items()}
 
 
 class Made(Source):

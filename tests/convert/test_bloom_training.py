@@ -66,7 +66,7 @@ class Looking(Recorder):
         for fragment in self.job.state.optimizer.fragments():
             for column in ("weight", "exp_avg", "exp_avg_sq"):
                 whole = self.seen.setdefault(column, {}).setdefault(
-                    fragment.place.name, torch.zeros(fragment.place.shape)
+                    fragment.spec.name, torch.zeros(fragment.spec.shape)
                 )
                 whole.view(-1)[fragment.start : fragment.stop] = getattr(fragment, column)
 

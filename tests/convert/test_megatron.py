@@ -14,7 +14,7 @@ from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron.registered import FORMAT, open_megatron
 from megazero.convert.registry import format_table, recognise
-from megazero.convert.source import ConversionError, places
+from megazero.convert.source import ConversionError, parameter_specs
 from megazero.data.progress import silent
 from tests.convert.megatron_files import padded, save_megatron
 from tests.convert.sources import made
@@ -299,7 +299,7 @@ def test_what_megatron_does_not_have_is_not_written(tmp_path):
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_table_of_axes_is_what_our_layers_do(model):
-    whole, half = places(model), places(model, 2, 1)
+    whole, half = parameter_specs(model), parameter_specs(model, 2, 1)
     for name, place in half.items():
         differing = [
             axis for axis, ((a, b), n) in enumerate(zip(place.box, whole[name].shape, strict=True)) if b - a != n

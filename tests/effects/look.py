@@ -30,7 +30,7 @@ from megazero.data.progress import silent
 from megazero.launch import Environment, launch
 from megazero.model.batch import MicroBatch
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 from megazero.system import threads
 from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_level
@@ -183,7 +183,7 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
 
 
 def _built(job: Job, grid: ProcessGrid) -> Seen:
-    parameters = [(place_of(parameter), parameter) for parameter in nn.ModuleList(job.stages).parameters()]
+    parameters = [(spec_of(parameter), parameter) for parameter in nn.ModuleList(job.stages).parameters()]
     moments = [
         column for name, column in job.state.model.columns.items() if name in (Column.EXP_AVG, Column.EXP_AVG_SQ)
     ]
@@ -191,7 +191,7 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
         "process": torch.are_deterministic_algorithms_enabled(),
         "carrier": grid.world.exchange is not None,
         "parameters": [
-            (place.name, place.shape, tuple(p.shape), str(p.dtype), p.requires_grad) for place, p in parameters
+            (spec.name, spec.shape, tuple(p.shape), str(p.dtype), p.requires_grad) for spec, p in parameters
         ],
         "history": None if job.trainer.state.fp8 is None else len(job.trainer.state.fp8.history),
         "buckets": [bucket.layout.numel for bucket in job.state.model.buckets],

@@ -18,8 +18,8 @@ from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
+from tests.parameters import values_of
 from tests.parity.training import Recorder, data_flags
-from tests.places import values_of
 
 # torch looks at it once, before the first product: other tests of this process would have it refuse the deterministic
 # ones.
@@ -73,7 +73,7 @@ def train(flags: list[str], grid: ProcessGrid | None = None) -> Outcome:
     job, recorder = job_on_card(flags, grid)
     job.fit()
     job.state.model.wait_parameters()
-    return Outcome(recorder.records, {piece.place.name: piece.values for piece in values_of(nn.ModuleList(job.stages))})
+    return Outcome(recorder.records, {piece.spec.name: piece.values for piece in values_of(nn.ModuleList(job.stages))})
 
 
 def assert_equal(ours: Outcome, theirs: Outcome) -> None:

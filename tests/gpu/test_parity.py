@@ -15,9 +15,9 @@ from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
+from tests.parameters import Piece, assemble, values_of
 from tests.parity.layouts import draw
 from tests.parity.training import Outcome, Recorder, data_flags, train, worst
-from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -76,7 +76,7 @@ def train_on_card(rank: int, size: int, flags: list[str]) -> tuple[list[StepReco
     job.trainer.log._sinks = (recorder,)
     job.fit()
     job.state.model.wait_parameters()
-    pieces = [Piece(piece.place, piece.values.cpu()) for piece in values_of(nn.ModuleList(job.stages))]
+    pieces = [Piece(piece.spec, piece.values.cpu()) for piece in values_of(nn.ModuleList(job.stages))]
     return recorder.records, recorder.losses, pieces
 
 

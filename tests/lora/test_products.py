@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.derive import ffn_width, head_dim, query_groups
 from megazero.config.schema import LoraConfig, ModelConfig
-from megazero.convert.source import places
+from megazero.convert.source import parameter_specs
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import solo
 from megazero.mpu.lora import low_rank
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 from megazero.plan.flops import adapter_flops, model_flops
 
 SHAPE = ModelConfig(
@@ -45,13 +45,12 @@ def test_products_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:
         stage(None, MicroBatch(ids, ids, None, torch.arange(2))).backward()
-    trained = (
-        sum(place.shape[0] * place.shape[1] for place in places(MODEL, adapters=lora).values()) if lora.lora_rank else 0
-    )
+    adapters = parameter_specs(MODEL, adapters=lora).values() if lora.lora_rank else ()
+    trained = sum(spec.shape[0] * spec.shape[1] for spec in adapters)
     expected = adapter_flops(MODEL, 2, trained) if lora.lora_rank else model_flops(MODEL, 2)
     assert counter.get_total_flops() == expected - 2 * not_needed(lora, MODEL.seq_length)
     assert all(
-        (parameter.grad is None) == (lora.lora_rank is not None and ".lora_" not in place_of(parameter).name)
+        (parameter.grad is None) == (lora.lora_rank is not None and ".lora_" not in spec_of(parameter).name)
         for parameter in stage.parameters()
     )
 

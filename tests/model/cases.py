@@ -17,8 +17,8 @@ from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import Group, solo
-from megazero.mpu.place import place_of
-from tests.places import assemble, values_of
+from megazero.mpu.parameter import spec_of
+from tests.parameters import assemble, values_of
 
 LENGTH = 12
 _BASE = ModelConfig(
@@ -86,8 +86,8 @@ def load(stages: Stage | Iterable[Stage], weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for stage in [stages] if isinstance(stages, Stage) else stages:
             for parameter in stage.parameters():
-                place = place_of(parameter)
-                fill(parameter, place, weights[place.name])
+                spec = spec_of(parameter)
+                fill(parameter, spec, weights[spec.name])
 
 
 def batch_of(

@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.config.schema import ModelConfig
 from megazero.mpu.grid import Axes, build_grid
 from tests.model.cases import MODELS, batch_of, load, stage_of, weights_of
-from tests.places import Piece, assemble, gradients_of, worst_difference
+from tests.parameters import Piece, assemble, gradients_of, worst_difference
 from tests.ranks import run_ranks
 
 

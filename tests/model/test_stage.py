@@ -13,9 +13,9 @@ from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec, initialise
 from megazero.mpu.grid import Axes, Group, build_grid
-from megazero.mpu.place import StateGroup, place_of
+from megazero.mpu.parameter import StateGroup, spec_of
 from tests.model.cases import BLOOM, GPT, LLAMA, MODELS, PLAIN, batch_of, load, stage_of, weights_of
-from tests.places import Piece, assemble, gradients_of, values_of, worst_difference
+from tests.parameters import Piece, assemble, gradients_of, values_of, worst_difference
 from tests.ranks import run_ranks
 
 
@@ -65,7 +65,7 @@ def test_two_stages_equal_one(size: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_names_are_places(name: str) -> None:
     stage = stage_of(MODELS[name])
-    assert [n for n, _ in stage.named_parameters()] == [place_of(p).name for p in stage.parameters()]
+    assert [n for n, _ in stage.named_parameters()] == [spec_of(p).name for p in stage.parameters()]
     units = stage.units()
     assert [type(unit).__name__ for unit in units] == ["Embedding", "Block", "Block", "Block", "Head"]
     assert {id(p) for unit in units for p in unit.parameters()} == {id(p) for p in stage.parameters()}
@@ -76,16 +76,16 @@ def test_tied_places() -> None:
     whole = stage_of(BLOOM)
     assert whole.head is not None and whole.embedding is not None
     assert (
-        whole.head.weight is whole.embedding.word.weight and whole.head.weight.place.state_group is StateGroup.REPLICAS
+        whole.head.weight is whole.embedding.word.weight and whole.head.weight.spec.state_group is StateGroup.REPLICAS
     )
     first, last = two_stages(BLOOM, Group((0,), 0, None))
     assert first.embedding is not None and last.head is not None
-    assert first.embedding.word.weight.place == last.head.weight.place
+    assert first.embedding.word.weight.spec == last.head.weight.spec
     assert (
-        last.head.weight.place.state_group is StateGroup.TIED and last.head.weight.place.name == "embedding.word.weight"
+        last.head.weight.spec.state_group is StateGroup.TIED and last.head.weight.spec.name == "embedding.word.weight"
     )
     assert all(
-        place_of(p).state_group is StateGroup.REPLICAS
+        spec_of(p).state_group is StateGroup.REPLICAS
         for stage in two_stages(LLAMA, Group((0,), 0, None))
         for p in stage.parameters()
     )
@@ -155,13 +155,13 @@ def test_any_ranks_stage_is_built_without_memory(name: str) -> None:
         tp = Group(tuple(range(100, 100 + size)), index, None)
         for stage in two_stages(model, tp, device="meta", sequence_parallel=True):
             for parameter in stage.parameters():
-                place = place_of(parameter)
-                assert parameter.is_meta and tuple(parameter.shape) == place.local_shape
-                mine = place.stored_numel if place.tp_sharded or index == 0 else 0
-                copy = place.state_group is StateGroup.TIED and stage.spec.has_head
+                spec = spec_of(parameter)
+                assert parameter.is_meta and tuple(parameter.shape) == spec.local_shape
+                mine = spec.stored_numel if spec.tp_sharded or index == 0 else 0
+                copy = spec.state_group is StateGroup.TIED and stage.spec.has_head
                 elements += 0 if copy else mine
-                assert place.tp_sharded or place.tp_partial, f"{place.name}: replicas see their own positions only"
-    assert elements == sum(place_of(p).stored_numel for p in stage_of(model, device="meta").parameters())
+                assert spec.tp_sharded or spec.tp_partial, f"{spec.name}: replicas see their own positions only"
+    assert elements == sum(spec_of(p).stored_numel for p in stage_of(model, device="meta").parameters())
 
 
 def test_loss_counts_unmasked_predictions_only() -> None:

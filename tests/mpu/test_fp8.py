@@ -17,10 +17,10 @@ from megazero.mpu import fp8 as module
 from megazero.mpu.fp8 import Fp8, Fp8Layer
 from megazero.mpu.grid import Axes, Group, build_grid, solo
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 from megazero.mpu.random import initialise
 from tests.mpu.splitting import split_sequence
-from tests.places import Piece, assemble, gradients_of
+from tests.parameters import Piece, assemble, gradients_of
 from tests.ranks import run_ranks
 
 HIDDEN, FFN, S, B = 32, 64, 16, 2
@@ -51,7 +51,7 @@ class Network(nn.Module):
         self.up = ColumnParallelLinear("up", HIDDEN, FFN, group, **linear)
         self.down = RowParallelLinear("down", FFN, HIDDEN, group, **linear)
         for parameter in self.parameters():
-            initialise(parameter, place_of(parameter), 7)
+            initialise(parameter, spec_of(parameter), 7)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.narrow(torch.tanh(self.wide(x)))
@@ -279,15 +279,15 @@ def test_weights_are_cast_once_a_step_and_never_kept_outside_of_one(casts: Count
 def test_fp8_weights_lie_in_the_same_memory_in_every_step() -> None:
     fp8 = state(0)
     network, x, grad = Network(fp8, solo()), data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
-    places = []
+    specs = []
     for _ in range(3):
         fp8.begin()
         run(network, x, grad)
         fp8.end(GO)
         kept = network.narrow.fp8._weight if network.narrow.fp8 is not None else None
         assert kept is not None and kept.transposed is not None
-        places.append([t.data_ptr() for t in (kept.values, kept.transposed, kept.inverse)])
-    assert places[0] == places[1] == places[2]
+        specs.append([t.data_ptr() for t in (kept.values, kept.transposed, kept.inverse)])
+    assert specs[0] == specs[1] == specs[2]
 
 
 @pytest.mark.parametrize("history", [0, 3])
@@ -326,7 +326,7 @@ def test_tokens_that_do_not_fit_leave_the_weights_gradient_to_16_bits() -> None:
         for given in (fp8, None)
     )
     for layer in (narrow, plain):
-        initialise(layer.weight, place_of(layer.weight), 7)
+        initialise(layer.weight, spec_of(layer.weight), 7)
         x = data(1, 9, 1, FFN).requires_grad_()
         layer(x).backward(data(2, 9, 1, HIDDEN))
     assert narrow.fp8 is not None and narrow.weight.grad is not None and plain.weight.grad is not None

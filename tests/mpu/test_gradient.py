@@ -10,7 +10,7 @@ from fused_ops import linear
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import solo
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear, with_bias
-from megazero.mpu.place import Kind, Parameter, shard
+from megazero.mpu.parameter import Kind, Parameter, shard
 
 
 class Kept:

@@ -7,7 +7,7 @@ import torch
 
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Axes, Coordinates, build_grid, single_process_grid
-from megazero.mpu.place import StateGroup
+from megazero.mpu.parameter import StateGroup
 from tests.ranks import run_ranks
 
 

@@ -25,10 +25,10 @@ from megazero.mpu.layers import (
 )
 from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.norm import LayerNorm, RMSNorm
-from megazero.mpu.place import Kind, StateGroup, place_of
+from megazero.mpu.parameter import Kind, StateGroup, spec_of
 from megazero.mpu.random import initialise
 from tests.mpu.splitting import split_sequence
-from tests.places import Piece, assemble, gradients_of, values_of
+from tests.parameters import Piece, assemble, gradients_of, values_of
 from tests.ranks import run_ranks
 
 VOCAB, HIDDEN, FFN, S, B = 29, 12, 24, 12, 2
@@ -64,11 +64,11 @@ class Network(nn.Module):
         self.up = ColumnParallelLinear("up", HIDDEN, FFN, group, bias=case.packed, **linear)
         self.down = RowParallelLinear("down", FFN, HIDDEN, group, bias=False, **linear)
         for parameter in self.parameters():
-            initialise(parameter, place_of(parameter), 7)
-            if place_of(parameter).kind in (Kind.BIAS, Kind.NORM):  # constants would hide mistakes
+            initialise(parameter, spec_of(parameter), 7)
+            if spec_of(parameter).kind in (Kind.BIAS, Kind.NORM):  # constants would hide mistakes
                 box, whole = (
-                    place_of(parameter).box[0],
-                    torch.sin(torch.arange(place_of(parameter).shape[0], dtype=torch.float64)),
+                    spec_of(parameter).box[0],
+                    torch.sin(torch.arange(spec_of(parameter).shape[0], dtype=torch.float64)),
                 )
                 parameter.data += whole[slice(*box)].to(dtype)
         if case.packed:
@@ -174,7 +174,7 @@ def test_fault_08_equal_to_torchs_own_layers(case):
 
 def partial_places(rank: int, sequence_parallel: bool) -> dict[str, bool]:
     network = Network(build_grid(Axes(tp=2)).tp, Case(2, sequence_parallel))
-    return {place_of(p).name: place_of(p).tp_partial for p in network.parameters()}
+    return {spec_of(p).name: spec_of(p).tp_partial for p in network.parameters()}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -182,10 +182,10 @@ def test_which_gradients_are_partial(sequence_parallel):
     expected = (
         {"first_norm.weight", "first_norm.bias", "second_norm.weight", "narrow.bias"} if sequence_parallel else set()
     )
-    for places in run_ranks(2, partial_places, sequence_parallel):
-        assert {name for name, partial in places.items() if partial} == expected
+    for specs in run_ranks(2, partial_places, sequence_parallel):
+        assert {name for name, partial in specs.items() if partial} == expected
     alone = Network(solo(), Case(1, sequence_parallel))
-    assert not any(place_of(p).tp_partial or place_of(p).tp_sharded for p in alone.parameters())
+    assert not any(spec_of(p).tp_partial or spec_of(p).tp_sharded for p in alone.parameters())
 
 
 def counted(rank: int, sequence_parallel: bool) -> dict[tuple[str, torch.dtype], int]:
@@ -200,7 +200,7 @@ def counted(rank: int, sequence_parallel: bool) -> dict[tuple[str, torch.dtype],
     }
     wide, narrow = ColumnParallelLinear("w", HIDDEN, FFN, group, **kw), RowParallelLinear("n", FFN, HIDDEN, group, **kw)
     for parameter in itertools.chain(wide.parameters(), narrow.parameters()):
-        initialise(parameter, place_of(parameter), 1)
+        initialise(parameter, spec_of(parameter), 1)
     x = torch.ones(S // 2 if sequence_parallel else S, B, HIDDEN, dtype=torch.float64, requires_grad=True)
     narrow(wide(x)).sum().backward()
     return dict(group.traffic)

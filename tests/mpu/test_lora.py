@@ -12,7 +12,7 @@ from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu.grid import solo
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megazero.mpu.lora import LowRank, freeze_all_but_adapters, low_rank
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 from megazero.mpu.random import DropoutKey, initialise, sliced_dropout
 
 SAMPLES = torch.tensor([5, 9])
@@ -24,7 +24,7 @@ def layer(
     placed: dict[str, Any] = {"sequence_parallel": False, "dtype": torch.float64, "device": "cpu"}
     made = kind("blocks.0.mlp.up", 12, 20, solo(), bias=True, std=0.3, lora=lora, **placed)
     for parameter in made.parameters():
-        initialise(parameter, place_of(parameter), 3)
+        initialise(parameter, spec_of(parameter), 3)
     return made
 
 
@@ -61,7 +61,7 @@ def test_a_starts_with_the_spread_that_peft_gives_it() -> None:
     )
     assert made.adapter is not None
     for parameter in made.adapter.parameters():
-        initialise(parameter, place_of(parameter), 1)
+        initialise(parameter, spec_of(parameter), 1)
     theirs = torch.nn.init.kaiming_uniform_(torch.empty(64, 300), a=math.sqrt(5))
     assert made.adapter.lora_a.std().item() == pytest.approx(theirs.std().item(), rel=0.03)
     assert not made.adapter.lora_b.any()

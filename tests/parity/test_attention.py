@@ -18,8 +18,8 @@ from fused_ops import attention
 from fused_ops.attention import flex as attention_flex
 from fused_ops.attention.rule import AttentionSupport, Body, Case, Choice
 from megazero.telemetry.record import StepRecord
+from tests.parameters import Piece, assemble, values_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
-from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
 MODEL = [

@@ -19,8 +19,8 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.data.progress import silent
 from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
+from tests.parameters import worst_difference
 from tests.parity.training import data_flags, job_on_rank
-from tests.places import worst_difference
 from tests.ranks import run_ranks
 
 STEPS = 3

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megazero.data.loader import TrainLoader
 from megazero.model.batch import MicroBatch
 from megazero.mpu.gradient import GradientTarget, Write
-from megazero.mpu.place import Parameter
+from megazero.mpu.parameter import Parameter
+from tests.parameters import Piece, assemble, values_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, worst
-from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 
 MODEL = [

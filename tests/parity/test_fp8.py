@@ -22,8 +22,8 @@ from megazero.data.progress import silent
 from megazero.mpu import fp8 as module
 from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
+from tests.parameters import Piece, assemble, values_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, train
-from tests.places import Piece, assemble, values_of
 from tests.ranks import run_ranks
 from tests.reference import REFERENCE, needs_reference
 

@@ -11,8 +11,8 @@ import torch
 
 from megazero.telemetry.record import StepRecord
 from tests.late import late_collectives
+from tests.parameters import Piece, assemble
 from tests.parity.training import Outcome, data_flags, train_on_rank
-from tests.places import Piece, assemble
 from tests.ranks import run_ranks
 
 MODEL = [

@@ -20,10 +20,10 @@ from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import solo
-from megazero.mpu.place import place_of
+from megazero.mpu.parameter import spec_of
 from tests.convert.transformers_tensors import from_transformers, to_transformers
+from tests.parameters import assemble, gradients_of, load_transformers_state, worst_difference
 from tests.parity.float64 import in_float64
-from tests.places import assemble, gradients_of, load_transformers_state, worst_difference
 
 transformers = pytest.importorskip("transformers")
 
@@ -248,7 +248,7 @@ def test_names_map_both_ways(case: Case) -> None:
     stage = our_stage(case, state)
     back: dict[str, Tensor] = {}
     for name, parameter in stage.named_parameters():
-        back |= to_transformers(case.family, case.model, name, parameter[: place_of(parameter).shape[0]].detach())
+        back |= to_transformers(case.family, case.model, name, parameter[: spec_of(parameter).shape[0]].detach())
     tied = {"lm_head.weight"} if not case.model.untie_embeddings_and_output_weights else set()
     assert back.keys() == state.keys() - tied
     assert all(torch.equal(back[name], state[name]) for name in back)

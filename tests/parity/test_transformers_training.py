@@ -22,10 +22,10 @@ from torch import Tensor
 from megazero.model.batch import MicroBatch
 from megazero.train.job import Job
 from tests.convert.transformers_tensors import from_transformers
+from tests.parameters import assemble, load_transformers_state, values_of, worst_difference
 from tests.parity.float64 import in_float64
 from tests.parity.test_transformers import shake, their_model
 from tests.parity.training import Recorder, data_flags, job_on_rank
-from tests.places import assemble, load_transformers_state, values_of, worst_difference
 
 STEPS, WARMUP, BATCH = 5, 2, 4
 LR, DECAY, CLIP, SMOOTHING, Z_LOSS = 5e-3, 0.2, 0.8, 0.1, 1e-2

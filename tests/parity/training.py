@@ -16,7 +16,7 @@ from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_level
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
-from tests.places import Piece, assemble, values_of, worst_difference
+from tests.parameters import Piece, assemble, values_of, worst_difference
 from tests.ranks import run_ranks
 
 

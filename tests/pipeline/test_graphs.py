@@ -23,8 +23,8 @@ from megazero.system.streams import GraphCapture
 from megazero.telemetry.record import StepRecord
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
+from tests.parameters import Piece, values_of
 from tests.parity.training import data_flags, job_on_rank
-from tests.places import Piece, values_of
 from tests.ranks import run_ranks
 
 MODEL = [
@@ -117,7 +117,7 @@ def equal(a: tuple, b: tuple) -> None:
         )  # NaN too
     assert len(a[1]) == len(b[1]) > 0
     for one, other in zip(a[1], b[1], strict=True):
-        assert one.place == other.place and torch.equal(one.values, other.values), one.place.name
+        assert one.spec == other.spec and torch.equal(one.values, other.values), one.spec.name
 
 
 CASES = {

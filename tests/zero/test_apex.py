@@ -14,7 +14,7 @@ import torch
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.placement import Column
 from tests.fused_ops.test_apex import multi_tensor_adam_capturable
-from tests.places import assemble
+from tests.parameters import assemble
 from tests.zero.toy import Case, Rank, build, configs
 
 

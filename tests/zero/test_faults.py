@@ -9,11 +9,11 @@ import torch
 
 from megazero.config.schema import OptimizerConfig
 from megazero.mpu.grid import Axes, build_grid
-from megazero.mpu.place import StateGroup
+from megazero.mpu.parameter import StateGroup
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
 from megazero.zero.placement import Column
-from tests.places import Piece, assemble, worst_difference
+from tests.parameters import Piece, assemble, worst_difference
 from tests.ranks import run_ranks
 from tests.zero.toy import Case, Rank, build, joined, poison, reference, train_all
 
@@ -36,7 +36,7 @@ def test_fault_02_03_all_replicas_stay_equal_bit_by_bit(precision: str) -> None:
     ]
     for case, ranks in zip(cases, weights_of(ALL_AXES, cases), strict=True):
         whole = assemble(ranks, tolerance=0.0)
-        names = [piece.place.name for pieces in ranks for piece in pieces]
+        names = [piece.spec.name for pieces in ranks for piece in pieces]
         assert names.count("embedding.word.weight") == 8, "both stages hold a copy"
         expected = reference(case)["weights"]
         assert worst_difference({n: t.double() for n, t in whole.items()}, expected)[0] < (
@@ -53,10 +53,10 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
             here.state.reducer.before_backward(number, True)
             losses = []
             for parameter in chunk.parameters():
-                place = parameter.place  # type: ignore[attr-defined]
-                ends = 2 if place.state_group is StateGroup.TIED else 1
-                holders = here.grid.replicas.size * (here.grid.tp.size if place.tp_partial else 1) * ends
-                losses.append(parameter.flatten()[: place.stored_numel].sum() / holders)
+                spec = parameter.spec  # type: ignore[attr-defined]
+                ends = 2 if spec.state_group is StateGroup.TIED else 1
+                holders = here.grid.replicas.size * (here.grid.tp.size if spec.tp_partial else 1) * ends
+                losses.append(parameter.flatten()[: spec.stored_numel].sum() / holders)
             torch.stack(losses).sum().backward()
             here.state.reducer.after_backward(number)
         here.optimizer.finish_reduction()
@@ -209,7 +209,7 @@ def overflow(rank: int, here: Rank, victims: list[int], bad: float) -> list[dict
     results = []
     for number, victim in enumerate(victims):
         before, scale = snapshot(here), scaler.scale.item()
-        parameter = next(p for p in here.chunks[-1].parameters() if p.place.name.endswith("up.weight"))  # type: ignore[attr-defined]
+        parameter = next(p for p in here.chunks[-1].parameters() if p.spec.name.endswith("up.weight"))  # type: ignore[attr-defined]
         hook = parameter.register_hook(lambda g: g.index_fill(0, torch.tensor([0]), bad)) if rank == victim else None
         skipped = step(number + 1)
         if hook is not None:
@@ -323,11 +323,11 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
     for case in cases:
         here = build(case, grid)
         for fragment in here.optimizer.fragments():
-            box = [j - i for i, j in fragment.place.box]
-            values = torch.zeros(fragment.place.shape, dtype=torch.float64)
+            box = [j - i for i, j in fragment.spec.box]
+            values = torch.zeros(fragment.spec.shape, dtype=torch.float64)
             values.flatten().copy_(torch.arange(values.numel()) % 64)
             local = (
-                values[tuple(slice(i, j) for i, j in fragment.place.box)]
+                values[tuple(slice(i, j) for i, j in fragment.spec.box)]
                 .reshape(box)
                 .flatten()[fragment.start : fragment.stop]
             )

@@ -10,18 +10,18 @@ from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Axes, Group, build_grid, solo
-from megazero.mpu.place import Kind, Place, StateGroup, place_of, shard
+from megazero.mpu.parameter import Kind, ParameterSpec, StateGroup, shard, spec_of
 from megazero.zero.layout import UNSHARED, owned_fragments, pack
 from megazero.zero.placement import placements
 from tests.ranks import run_ranks
 from tests.zero.toy import Case, build, build_chunks
 
 
-def matrix(name: str, rows: int, columns: int) -> Place:
+def matrix(name: str, rows: int, columns: int) -> ParameterSpec:
     return shard(name, (rows, columns), Kind.MATRIX)
 
 
-def bias(name: str, n: int) -> Place:
+def bias(name: str, n: int) -> ParameterSpec:
     return shard(name, (n,), Kind.BIAS)
 
 
@@ -30,17 +30,17 @@ def shared_by(replicas: int) -> dict[StateGroup, int]:
     return {StateGroup.REPLICAS: replicas, StateGroup.TIED: 2 * replicas}
 
 
-def places_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[Place]]]:
+def specs_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[ParameterSpec]]]:
     tp = Group(tuple(range(case.axes.tp)), tp_index, None)
     return [
-        [[place_of(p) for p in unit.parameters()] for unit in chunk.units()]
+        [[spec_of(p) for p in unit.parameters()] for unit in chunk.units()]
         for chunk in build_chunks(case, pp_index, tp)
     ]
 
 
 def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
     (bucket,) = pack([[[bias("n", 3), matrix("a", 2, 5), bias("a.b", 2), matrix("b", 1, 7)]]], shared_by(4), 1000)
-    assert [(e.place.name, e.offset) for e in bucket.entries] == [("a", 0), ("b", 10), ("n", 17), ("a.b", 20)]
+    assert [(e.spec.name, e.offset) for e in bucket.entries] == [("a", 0), ("b", 10), ("n", 17), ("a.b", 20)]
     assert (bucket.decayed, bucket.used, bucket.numel) == (17, 22, 24)
     assert [bucket.shard(i, 4) for i in range(4)] == [(0, 6), (6, 12), (12, 18), (18, 24)]
 
@@ -58,40 +58,40 @@ def test_shards_of_all_but_small_buckets_begin_at_multiples_of_eight(size: int) 
 def test_a_bucket_closes_before_it_overflows_and_at_the_end_of_a_chunk() -> None:
     units = [[matrix("a", 4, 4)], [matrix("b", 4, 4)], [matrix("c", 4, 3)]]
     buckets = pack([units, [[matrix("d", 2, 2)]]], UNSHARED, 32)
-    assert [[e.place.name for e in b.entries] for b in buckets] == [["a", "b"], ["c"], ["d"]]
+    assert [[e.spec.name for e in b.entries] for b in buckets] == [["a", "b"], ["c"], ["d"]]
     assert [b.chunk for b in buckets] == [0, 0, 1]
-    assert [[e.place.name for e in b.entries] for b in pack([units], UNSHARED, 1)] == [["a"], ["b"], ["c"]]
+    assert [[e.spec.name for e in b.entries] for b in pack([units], UNSHARED, 1)] == [["a"], ["b"], ["c"]]
 
 
 def test_gate_and_up_stay_side_by_side_even_with_biases() -> None:
     unit = [matrix("gate", 8, 4), bias("gate.b", 8), matrix("up", 8, 4), bias("up.b", 8), matrix("down", 4, 8)]
     first, second = pack([[unit]], UNSHARED, 40)
-    assert [e.place.name for e in first.entries] == ["gate", "up", "gate.b", "up.b"]
+    assert [e.spec.name for e in first.entries] == ["gate", "up", "gate.b", "up.b"]
     assert first.entries[1].offset == 32
-    assert [e.place.name for e in second.entries] == ["down"]
+    assert [e.spec.name for e in second.entries] == ["down"]
 
 
 def test_a_name_that_comes_again_is_one_parameter() -> None:
     buckets = pack([[[matrix("word", 3, 3)]], [[matrix("block", 2, 2)], [matrix("word", 3, 3)]]], shared_by(2), 1000)
-    assert [[e.place.name for e in b.entries] for b in buckets] == [["word"], ["block"]]
+    assert [[e.spec.name for e in b.entries] for b in buckets] == [["word"], ["block"]]
 
 
 def test_the_tied_embedding_has_a_bucket_of_its_own() -> None:
     case = Case(Axes(pp=2, dp=3), bucket_size=10_000)
     for pp_index in range(2):
-        buckets = pack(places_of(case, pp_index, 0), shared_by(3), 10_000)
+        buckets = pack(specs_of(case, pp_index, 0), shared_by(3), 10_000)
         (tied,) = [b for b in buckets if b.group is StateGroup.TIED]
-        assert [e.place.name for e in tied.entries] == ["embedding.word.weight"]
+        assert [e.spec.name for e in tied.entries] == ["embedding.word.weight"]
         assert tied.numel % 6 == 0
 
 
 def test_a_bucket_holds_parameters_of_one_group() -> None:
     """Neighbours of one group share a bucket, of their group's size; a group in between parts those around it."""
     tied = [
-        replace(place, state_group=StateGroup.TIED) for place in (matrix("b", 5, 3), bias("b.b", 3), matrix("c", 2, 3))
+        replace(spec, state_group=StateGroup.TIED) for spec in (matrix("b", 5, 3), bias("b.b", 3), matrix("c", 2, 3))
     ]
     (before, between, after) = pack([[[matrix("a", 3, 3)], tied, [bias("d", 3)]]], shared_by(5), 1000)
-    assert [[e.place.name for e in b.entries] for b in (before, between, after)] == [["a"], ["b", "c", "b.b"], ["d"]]
+    assert [[e.spec.name for e in b.entries] for b in (before, between, after)] == [["a"], ["b", "c", "b.b"], ["d"]]
     assert [b.group for b in (before, between, after)] == [*StateGroup, StateGroup.REPLICAS]
     assert (before.numel, between.numel, after.numel) == (10, 30, 5)  # 9 shared by 5, 24 shared by 10, 3 shared by 5
 
@@ -99,7 +99,7 @@ def test_a_bucket_holds_parameters_of_one_group() -> None:
 def test_padding_is_in_no_piece() -> None:
     word = shard("word", (11, 3), Kind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
     (bucket,) = pack([[[word, bias("b", 2)]]], UNSHARED, 1000)
-    assert [(p.place.name, p.start, p.stop, p.offset) for p in bucket.fragments(0, bucket.numel)] == [
+    assert [(p.spec.name, p.start, p.stop, p.offset) for p in bucket.fragments(0, bucket.numel)] == [
         ("word", 0, 9, 0),
         ("b", 0, 2, 24),
     ]
@@ -115,11 +115,11 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
     owned: dict[tuple[str, object, int], list[tuple[int, int]]] = {}
     for rank in range(axes.world_size):
         at = axes.coordinates(rank)
-        for _, piece in owned_fragments(places_of(case, at.pp, at.tp), axes, at, 50):
-            replica = -1 if piece.place.tp_sharded else at.tp
-            owned.setdefault((piece.place.name, piece.place.box, replica), []).append((piece.start, piece.stop))
+        for _, piece in owned_fragments(specs_of(case, at.pp, at.tp), axes, at, 50):
+            replica = -1 if piece.spec.tp_sharded else at.tp
+            owned.setdefault((piece.spec.name, piece.spec.box, replica), []).append((piece.start, piece.stop))
     names = {
-        unit_place.name for chunk in build_chunks(Case(), 0, solo()) for unit_place in map(place_of, chunk.parameters())
+        unit_place.name for chunk in build_chunks(Case(), 0, solo()) for unit_place in map(spec_of, chunk.parameters())
     }
     assert {name for name, _, _ in owned} == names
     for (name, box, _), ranges in owned.items():
@@ -132,7 +132,7 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
 
 def _fragments(rank: int, cases: list[Case]) -> list[list[tuple[str, int, int]]]:
     grid = build_grid(cases[0].axes)
-    return [[(f.place.name, f.start, f.stop) for f in build(case, grid).optimizer.fragments()] for case in cases]
+    return [[(f.spec.name, f.start, f.stop) for f in build(case, grid).optimizer.fragments()] for case in cases]
 
 
 @pytest.mark.slow
@@ -141,8 +141,8 @@ def test_owned_fragments_are_the_fragments_of_the_rank() -> None:
     axes = Axes(pp=2, dp=2, tp=2)
     for rank, stages in enumerate(run_ranks(8, _fragments, [Case(axes, stage, bucket_size=50) for stage in range(3)])):
         at = axes.coordinates(rank)
-        pieces = owned_fragments(places_of(Case(axes), at.pp, at.tp), axes, at, 50)
-        assert stages == [[(piece.place.name, piece.start, piece.stop) for _, piece in pieces]] * 3
+        pieces = owned_fragments(specs_of(Case(axes), at.pp, at.tp), axes, at, 50)
+        assert stages == [[(piece.spec.name, piece.start, piece.stop) for _, piece in pieces]] * 3
 
 
 def test_fault_21_norms_and_biases_are_not_decayed() -> None:
@@ -152,7 +152,7 @@ def test_fault_21_norms_and_biases_are_not_decayed() -> None:
     others: set[str] = set()
     for i, bucket in enumerate(here.state.buckets):
         for start, stop, decay in here.optimizer._decay_ranges(i):
-            names = {piece.place.name for piece in bucket.layout.fragments(start, stop)}
+            names = {piece.spec.name for piece in bucket.layout.fragments(start, stop)}
             (decayed if decay else others).update(names)
     assert not decayed & others
     assert decayed == {"embedding.word.weight", "embedding.position.weight"} | {
@@ -180,11 +180,11 @@ def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
         (bloom, set(), {"embedding.norm.weight", "embedding.norm.bias"}),
     ):
         stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
-        places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
+        specs = [[[spec_of(p) for p in unit.parameters()] for unit in stage.units()]]
         found: tuple[set[str], set[str]] = set(), set()
-        for bucket in pack(places, UNSHARED, 100):
+        for bucket in pack(specs, UNSHARED, 100):
             for entry in bucket.entries:
-                found[entry.offset >= bucket.decayed].add(entry.place.name)
+                found[entry.offset >= bucket.decayed].add(entry.spec.name)
         assert found == (common | more, plain | fewer)
 
 
@@ -208,11 +208,11 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
             ModelLayout(model, group, torch.float32, device=torch.device("meta"), sequence_parallel=True),
             whole_model(model),
         )
-        places = [[[place_of(p) for p in unit.parameters()] for unit in stage.units()]]
+        specs = [[[spec_of(p) for p in unit.parameters()] for unit in stage.units()]]
         layouts.append(
             [
-                [(e.place.name, e.offset, e.place.tp_partial) for e in bucket.entries]
-                for bucket in pack(places, shared_by(4), 2000)
+                [(e.spec.name, e.offset, e.spec.tp_partial) for e in bucket.entries]
+                for bucket in pack(specs, shared_by(4), 2000)
             ]
         )
     assert all(layout == layouts[0] for layout in layouts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero.mpu.grid import Axes
-from tests.places import assemble, worst_difference
+from tests.parameters import assemble, worst_difference
 from tests.ranks import run_ranks
 from tests.zero.toy import Case, joined, reference, train_all, train_late
 
@@ -113,7 +113,7 @@ def test_fault_19_overlap_changes_no_bit(carrier: str) -> None:
             for mine, yours in zip(one["fragments"], other["fragments"], strict=True):
                 assert torch.equal(mine[2], yours[2]), (case, mine[0].name)
             for piece, counterpart in zip(one["weights"], other["weights"], strict=True):
-                assert torch.equal(piece.values, counterpart.values), (case, piece.place.name)
+                assert torch.equal(piece.values, counterpart.values), (case, piece.spec.name)
 
 
 @pytest.mark.slow

@@ -20,14 +20,14 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu import collectives
 from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid, solo
-from megazero.mpu.place import Kind, Parameter, Place, StateGroup, shard
+from megazero.mpu.parameter import Kind, Parameter, ParameterSpec, StateGroup, shard
 from megazero.mpu.random import initialise
 from megazero.optim.clip import clip_coefficient
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 from tests.late import late_collectives
-from tests.places import Piece, values_of
+from tests.parameters import Piece, values_of
 
 HIDDEN, VOCABULARY, PADDED = 6, 11, 24
 SEED = 7
@@ -56,16 +56,16 @@ class Case:
     poison: bool = False
 
 
-def _coefficients(name: str, role: str, sample: int) -> Callable[[Place], tuple[Tensor, Tensor]]:
+def _coefficients(name: str, role: str, sample: int) -> Callable[[ParameterSpec], tuple[Tensor, Tensor]]:
     """The box of a (any sign) and b (positive) for one sample; a function so that nothing global is drawn for a rank
     without it.
     """
 
-    def boxed(place: Place) -> tuple[Tensor, Tensor]:
+    def boxed(spec: ParameterSpec) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {role} {sample}".encode()))
-        a = torch.randn(place.shape, generator=generator, dtype=torch.float64)
-        b = torch.rand(place.shape, generator=generator, dtype=torch.float64)
-        region = tuple(slice(start, stop) for start, stop in place.box)
+        a = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+        b = torch.rand(spec.shape, generator=generator, dtype=torch.float64)
+        region = tuple(slice(start, stop) for start, stop in spec.box)
         return a[region], b[region]
 
     return boxed
@@ -84,10 +84,10 @@ class Unit(nn.Module):
         """The loss of one sample, as far as this rank's gradients need it: a partial replica adds its rank's share."""
         total = torch.zeros((), dtype=torch.float64)
         for parameter in self.parameters():
-            place = parameter.place  # type: ignore[attr-defined]
-            a, b = _coefficients(place.name, self.role, sample)(place)
-            share = (self.tp.index + 1) / sum(range(1, self.tp.size + 1)) if place.tp_partial else 1.0
-            w = parameter.flatten()[: place.stored_numel].view(a.shape).double()
+            spec = parameter.spec  # type: ignore[attr-defined]
+            a, b = _coefficients(spec.name, self.role, sample)(spec)
+            share = (self.tp.index + 1) / sum(range(1, self.tp.size + 1)) if spec.tp_partial else 1.0
+            w = parameter.flatten()[: spec.stored_numel].view(a.shape).double()
             total = total + share * (a * w + 0.5 * b * w * w).sum()
         return total
 
@@ -106,7 +106,7 @@ class Chunk(nn.Module):
         return torch.stack([unit(sample) for unit in self._units]).sum()
 
 
-def _block_places(name: str, tp: Group, partial: bool) -> list[Place]:
+def _block_places(name: str, tp: Group, partial: bool) -> list[ParameterSpec]:
     h, split = HIDDEN, {"rank": tp.index, "size": tp.size}
     partial = partial and tp.size > 1
     return [
@@ -118,7 +118,7 @@ def _block_places(name: str, tp: Group, partial: bool) -> list[Place]:
     ]
 
 
-def _word_place(tp: Group, tied: bool) -> Place:
+def _word_place(tp: Group, tied: bool) -> ParameterSpec:
     return shard(
         "embedding.word.weight",
         (VOCABULARY, HIDDEN),
@@ -136,8 +136,8 @@ def build_chunks(case: Case, pp_index: int, tp: Group) -> list[Chunk]:
     """The chunks of one pipeline rank, blocks dealt out in turn; the first has the embedding, the last the head."""
     dtype = compute_dtype(case.precision)
 
-    def parameter(place: Place) -> Parameter:
-        return Parameter(place, dtype, "cpu")
+    def parameter(spec: ParameterSpec) -> Parameter:
+        return Parameter(spec, dtype, "cpu")
 
     def block(number: int) -> Unit:
         return Unit(map(parameter, _block_places(f"blocks.{number}", tp, case.partial)), "block", tp)
@@ -206,11 +206,11 @@ class Rank:
         self.optimizer.step(lr, clip_coefficient(norm, self.case.clip), ~torch.isfinite(norm))
         return norm
 
-    def gradients(self) -> list[tuple[Place, int, Tensor]]:
-        """Place, first element and values of every gradient piece that this rank owns."""
+    def gradients(self) -> list[tuple[ParameterSpec, int, Tensor]]:
+        """Spec, first element and values of every gradient piece that this rank owns."""
         column = self.state.columns[Column.GRADIENT]
         return [
-            (piece.place, piece.start, column.view(i, piece.offset, piece.offset + piece.numel).clone())
+            (piece.spec, piece.start, column.view(i, piece.offset, piece.offset + piece.numel).clone())
             for i, bucket in enumerate(self.state.buckets)
             for piece in bucket.layout.fragments(*bucket.shard)
         ]
@@ -251,16 +251,16 @@ def build(case: Case, grid: ProcessGrid | None = None) -> Rank:
     return Rank(case, grid, chunks, state, ShardedOptimizer(state, cfg, grid))
 
 
-def joined(ranks: Iterable[list[tuple[Place, int, Tensor]]]) -> dict[str, Tensor]:
+def joined(ranks: Iterable[list[tuple[ParameterSpec, int, Tensor]]]) -> dict[str, Tensor]:
     """Global tensors from owned pieces; where replicas give one more than once they must be equal bit by bit."""
     whole: dict[str, Tensor] = {}
     for pieces in ranks:
-        for place, start, values in pieces:
-            total = whole.setdefault(place.name, torch.full(place.shape, torch.nan, dtype=values.dtype))
-            region = tuple(slice(i, j) for i, j in place.box)
+        for spec, start, values in pieces:
+            total = whole.setdefault(spec.name, torch.full(spec.shape, torch.nan, dtype=values.dtype))
+            region = tuple(slice(i, j) for i, j in spec.box)
             box = total[region].flatten()
             old = box[start : start + values.numel()]
-            assert bool((old.isnan() | (old == values)).all()), f"{place.name}: replicas of the gradient differ"
+            assert bool((old.isnan() | (old == values)).all()), f"{spec.name}: replicas of the gradient differ"
             box[start : start + values.numel()] = values
             total[region] = box.view(total[region].shape)
     for name, total in whole.items():
@@ -276,11 +276,11 @@ def reference(case: Case) -> dict[str, Any]:
     for unit in chunk.units():
         for p in unit.parameters():
             assert isinstance(p, Parameter)
-            parameters[p.place.name] = p
+            parameters[p.spec.name] = p
     for p in parameters.values():
-        initialise(p.data, p.place, SEED)
+        initialise(p.data, p.spec, SEED)
     groups = [
-        {"params": [p for p in parameters.values() if p.place.kind.decays is decays], "weight_decay": 0.1 * decays}
+        {"params": [p for p in parameters.values() if p.spec.kind.decays is decays], "weight_decay": 0.1 * decays}
         for decays in (True, False)
     ]
     kinds: dict[str, Any] = {
@@ -294,10 +294,10 @@ def reference(case: Case) -> dict[str, Any]:
         optimizer.zero_grad()
         (torch.stack([chunk(sample) for sample in sample_numbers(case, step)]).sum() / case.samples).backward()
         if step == 0:
-            first = {name: p.grad[: p.place.shape[0]].clone() for name, p in parameters.items() if p.grad is not None}
+            first = {name: p.grad[: p.spec.shape[0]].clone() for name, p in parameters.items() if p.grad is not None}
         norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), case.clip or torch.inf).item())
         optimizer.step()
-    weights = {name: p.detach()[: p.place.shape[0]].clone() for name, p in parameters.items()}
+    weights = {name: p.detach()[: p.spec.shape[0]].clone() for name, p in parameters.items()}
     return {"gradients": first, "norms": norms, "weights": weights}
 
 
@@ -316,7 +316,7 @@ def train(rank: int, case: Case, grid: ProcessGrid | None = None) -> dict[str, A
         else:
             norm = here.step(step)
         norms.append(norm.item())
-    fragments = [(f.place, f.start, f.weight.clone()) for f in here.optimizer.fragments()]
+    fragments = [(f.spec, f.start, f.weight.clone()) for f in here.optimizer.fragments()]
     return {"gradients": first, "norms": norms, "weights": here.values(), "fragments": fragments}
 
 

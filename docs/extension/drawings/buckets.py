@@ -6,8 +6,8 @@ import torch
 
 from docs.extension.svg import COLOURS, Picture, shade
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
-from megazero.mpu.place import Place, StateGroup
-from megazero.plan.places import places_of
+from megazero.mpu.parameter import ParameterSpec, StateGroup
+from megazero.plan.parameter_specs import specs_of
 from megazero.zero.layout import BucketLayout, pack
 from megazero.zero.placement import PLACEMENTS, Placement, columns
 
@@ -18,7 +18,7 @@ def buckets(layers: int = 2, dp: int = 4, bucket_size: int = 12_000) -> str:
     """Above: the buckets of a tiny model and the cut into a part per rank. Below: the columns by ZeRO stage."""
     model = ModelConfig(num_layers=layers, hidden_size=32, num_attention_heads=4, vocab_size=256, seq_length=32)
     run = Run(model=model, parallel=ParallelConfig())
-    layouts = pack(places_of(run, 0, 0), dict.fromkeys(StateGroup, dp), bucket_size)
+    layouts = pack(specs_of(run, 0, 0), dict.fromkeys(StateGroup, dp), bucket_size)
     top = 30.0
     height = top + len(layouts) * (_BAR + 30) + 44 + len(PLACEMENTS) * (5 * _ROW + 48)
     picture = Picture(_WIDTH, height, f"Buckets of a model of {layers} blocks on {dp} ranks")
@@ -35,19 +35,19 @@ def buckets(layers: int = 2, dp: int = 4, bucket_size: int = 12_000) -> str:
     return picture.svg()
 
 
-def _unit(place: Place) -> int:
+def _unit(spec: ParameterSpec) -> int:
     """A colour for each block, and one for what is outside of them."""
-    parts = place.name.split(".")
+    parts = spec.name.split(".")
     return 1 + int(parts[1]) if parts[0] == "blocks" else 0
 
 
 def _bucket(picture: Picture, number: int, layout: BucketLayout, dp: int, top: float, scale: float) -> None:
     picture.text(0, top + 22, f"bucket {number}", at="start")
     for entry in layout.entries:
-        x, width = _LEFT + entry.offset * scale, entry.place.local_numel * scale
-        big = entry.place.kind.decays
-        picture.box(x, top, max(width - 0.6, 0.6), _BAR, shade(COLOURS[_unit(entry.place)], 0.1 if big else 0.45))
-        label = ".".join(entry.place.name.split(".")[-3 if _unit(entry.place) else 0 : -1])
+        x, width = _LEFT + entry.offset * scale, entry.spec.local_numel * scale
+        big = entry.spec.kind.decays
+        picture.box(x, top, max(width - 0.6, 0.6), _BAR, shade(COLOURS[_unit(entry.spec)], 0.1 if big else 0.45))
+        label = ".".join(entry.spec.name.split(".")[-3 if _unit(entry.spec) else 0 : -1])
         if width > 6.4 * len(label):
             picture.text(x + width / 2, top + 21, label, size=11, fill="#fff")
     for member in range(dp):

@@ -21,7 +21,7 @@ from megazero.convert.files.torch_file import read_torch_file, read_torch_rows
 from megazero.convert.files.torch_globals import torch_table
 from megazero.convert.files.unpickle import Record, unpickle
 from megazero.convert.source import ConversionError
-from megazero.mpu.place import Box
+from megazero.mpu.parameter import Box
 from megazero.system.names import is_bare
 from megazero.system.reading import BOUNDS, raised_as, read_bytes, shown
 

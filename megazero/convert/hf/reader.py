@@ -22,7 +22,7 @@ from megazero.config.schema import ModelConfig
 from megazero.convert.hf.config import CONFIG, GENERATION, family_of, named_dtype, read_config, read_json, run_of
 from megazero.convert.hf.files import LazyTensor, stored_tensors, weight_files
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, their_shapes
-from megazero.convert.source import WEIGHT, ConversionError, Source, places
+from megazero.convert.source import WEIGHT, ConversionError, Source, parameter_specs
 from megazero.convert.tokenizers import tokenizer_files
 
 COMPANIONS = (
@@ -118,16 +118,16 @@ def _found(
     Raises one ConversionError with every key that is missing or has another shape.
     """
     rules, entries, problems = {}, {}, []
-    for name, place in places(model).items():
+    for name, spec in parameter_specs(model).items():
         rule = _as_stored(names.rule(name), names, model, stored)
-        shapes = their_shapes(rule, model, place.shape)
+        shapes = their_shapes(rule, model, spec.shape)
         wrong = list(_misfits(rule, shapes, stored))
         if wrong:
             problems += wrong
             continue
         kinds = {dtype for key in rule.theirs if (dtype := stored[key].dtype)}
         rules[name] = rule
-        entries[name] = TensorInfo(place.shape, {WEIGHT: reduce(torch.promote_types, kinds)})
+        entries[name] = TensorInfo(spec.shape, {WEIGHT: reduce(torch.promote_types, kinds)})
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConversionError(f"{path} does not hold the model of its {CONFIG}: {'; '.join(problems[:_SHOWN])}{more}")

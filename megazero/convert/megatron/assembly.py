@@ -13,7 +13,7 @@ from megazero.config.schema import ModelConfig
 from megazero.convert.megatron.names import TIED_COPIES, MegatronTensor, theirs, why_ignored
 from megazero.convert.report import Report
 from megazero.convert.shards import agree, join
-from megazero.convert.source import ConversionError, places
+from megazero.convert.source import ConversionError, parameter_specs
 
 Ranks = Sequence[Mapping[str, Tensor]]
 """For each tp rank its tensors by their names, layers counted over the whole model."""
@@ -41,7 +41,7 @@ class Assembly:
         self, where: str, model: ModelConfig, ranks: Ranks, report: Report, *, qkv_bias_alone: bool = False
     ) -> None:
         self.where, self.model, self.ranks, self.report = where, model, ranks, report
-        self.places = places(model)
+        self.specs = parameter_specs(model)
         wanted = theirs(model)
         self.found = {name: found for name, named in wanted.items() if (found := self._find(name, named)) is not None}
         zeros = [
@@ -65,10 +65,10 @@ class Assembly:
         """One of our global tensors, without vocabulary padding. ranks: other values under the same keys (moments)."""
         values = self.ranks if ranks is None else ranks
         if name not in self.found:
-            return torch.zeros(self.places[name].shape, dtype=self.dtype(name, ranks))
+            return torch.zeros(self.specs[name].shape, dtype=self.dtype(name, ranks))
         found = self.found[name]
         pieces = [self._piece(rank, found, str(index)) for index, rank in enumerate(values)]
-        rows = self.places[name].shape[0] if name in TABLES else None
+        rows = self.specs[name].shape[0] if name in TABLES else None
         return join(found.key, pieces, tp_axis(name), self.report, rows)
 
     def dtype(self, name: str, ranks: Ranks | None = None) -> torch.dtype:
@@ -104,7 +104,7 @@ class Assembly:
                 yield f"{key} is a weight that a model with these arguments does not have"
 
     def _misfits(self, name: str) -> Iterator[str]:
-        found, axis, wanted = self.found[name], tp_axis(name), self.places[name].shape
+        found, axis, wanted = self.found[name], tp_axis(name), self.specs[name].shape
         for key in (found.key, found.copy):
             if key is None:
                 continue

@@ -37,9 +37,9 @@ from megazero.convert.source import (
     ConversionError,
     Position,
     Source,
-    places,
+    parameter_specs,
 )
-from megazero.mpu.place import Place
+from megazero.mpu.parameter import ParameterSpec
 from megazero.system.reading import shown
 
 COMMON, DESCRIPTION = "common.pt", "metadata.json"
@@ -78,9 +78,9 @@ class TorchDistSource(Source):
 
     def __init__(self, path: Path, run: Run, position: Position, stored: _Tensors, columns: Mapping[str, str]) -> None:
         dtypes = {
-            name: {column: stored.dtype(name, prefix) for column, prefix in columns.items()} for name in stored.places
+            name: {column: stored.dtype(name, prefix) for column, prefix in columns.items()} for name in stored.specs
         }
-        entries = {name: TensorInfo(place.shape, dtypes[name]) for name, place in stored.places.items()}
+        entries = {name: TensorInfo(spec.shape, dtypes[name]) for name, spec in stored.specs.items()}
         super().__init__("megatron", path, run, entries, position, report=stored.report)
         self._stored, self._prefixes = stored, columns
 
@@ -125,7 +125,7 @@ class _Tensors:
         self, checkpoint: DistributedCheckpoint, model: ModelConfig, report: Report, *, qkv_bias_alone: bool
     ) -> None:
         self.checkpoint, self.report = checkpoint, report
-        self.places: Mapping[str, Place] = places(model)
+        self.specs: Mapping[str, ParameterSpec] = parameter_specs(model)
         named = theirs(model)
         self.found = {name: found for name in named if (found := self._find(name, named[name])) is not None}
         self.zeros = [
@@ -162,8 +162,8 @@ class _Tensors:
         state of the optimizer.
         """
         if name in self.zeros:
-            return torch.zeros(self.places[name].shape, dtype=self.dtype(name, prefix))
-        found, wanted = self.found[name], self.places[name].shape
+            return torch.zeros(self.specs[name].shape, dtype=self.dtype(name, prefix))
+        found, wanted = self.found[name], self.specs[name].shape
         whole = found.inside(self.checkpoint.tensors[found.key].shape)
         stored = self.checkpoint.tensors[prefix + found.key].shape
         start = 0 if not found.half else wanted[0]
@@ -218,7 +218,7 @@ class _Tensors:
         return cuts is not None and (found.layer is None or cuts[0] == whole[0])
 
     def _misfit(self, name: str) -> Iterator[str]:
-        found, wanted = self.found[name], self.places[name].shape
+        found, wanted = self.found[name], self.specs[name].shape
         shape = list(found.inside(self.checkpoint.tensors[found.key].shape))
         if found.half is not None and shape:
             shape[0] //= 2

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megazero.config.schema import ModelConfig
-from megazero.convert.source import places
+from megazero.convert.source import parameter_specs
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ IGNORED: Mapping[str, str] = {
 
 def theirs(model: ModelConfig) -> dict[str, MegatronTensor]:
     """Every tensor of a model by its global name."""
-    return {name: _of(name, model) for name in places(model)}
+    return {name: _of(name, model) for name in parameter_specs(model)}
 
 
 def _of(name: str, model: ModelConfig) -> MegatronTensor:

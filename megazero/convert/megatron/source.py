@@ -41,9 +41,9 @@ class MegatronSource(Source):
         self._assembly = assembly
         self._columns: Mapping[str, Ranks] = {WEIGHT: assembly.ranks, **state.columns}
         entries = {}
-        for name, place in assembly.places.items():
+        for name, spec in assembly.specs.items():
             entries[name] = TensorInfo(
-                place.shape, {column: assembly.dtype(name, ranks) for column, ranks in self._columns.items()}
+                spec.shape, {column: assembly.dtype(name, ranks) for column, ranks in self._columns.items()}
             )
         super().__init__("megatron", path, run, entries, position, report=assembly.report)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megazero.config.inventory import WORDS
 from megazero.config.schema import ModelConfig
-from megazero.convert.source import ConversionError, places
+from megazero.convert.source import ConversionError, parameter_specs
 
 TIED = "tied_modules.embed."
 """What stands before a parameter of the tied embedding in the optimizer's files, which know no layer for it."""
@@ -122,7 +122,7 @@ def found_layers(keys: Mapping[int, tuple[str, ...]], where: str) -> Layers:
 
 def theirs(model: ModelConfig, layers: Layers, head_key: str = "lm_head.weight") -> dict[str, PipelineTensor]:
     """Every tensor of a model by its global name."""
-    return {name: _of(name, model, layers, head_key) for name in places(model)}
+    return {name: _of(name, model, layers, head_key) for name in parameter_specs(model)}
 
 
 def _of(name: str, model: ModelConfig, layers: Layers, head_key: str) -> PipelineTensor:

@@ -10,8 +10,8 @@ from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.names import Layers, PipelineTensor, bloom_layers, theirs
-from megazero.convert.source import ConversionError, places
-from megazero.mpu.place import Place
+from megazero.convert.source import ConversionError, parameter_specs
+from megazero.mpu.parameter import ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def plan(model: ModelConfig, options: TargetOptions) -> Plan:
             f"there; nearest: --pp {model.num_layers}"
         )
     layers = bloom_layers(model)
-    everything = places(model)
+    everything = parameter_specs(model)
     by_key: dict[tuple[int, str], list[str]] = {}
     for name, where in theirs(model, layers).items():
         by_key.setdefault((where.layer, where.key), []).append(name)
@@ -91,7 +91,7 @@ def plan(model: ModelConfig, options: TargetOptions) -> Plan:
     return Plan(model, layers, tensors, tuple(_stages(model, layers, options.pp)), rows)
 
 
-def _local(names: list[str], everything: dict[str, Place], tp: int, rows: int) -> tuple[int, ...]:
+def _local(names: list[str], everything: dict[str, ParameterSpec], tp: int, rows: int) -> tuple[int, ...]:
     shape = list(everything[names[0]].shape)
     if names[0] in TABLES:
         shape[0] = rows

@@ -16,7 +16,7 @@ from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.megatron_deepspeed.names import Layers, PipelineTensor, theirs, why_ignored
 from megazero.convert.report import Report
 from megazero.convert.shards import join
-from megazero.convert.source import ConversionError, places
+from megazero.convert.source import ConversionError, parameter_specs
 
 """Tables whose last rows pad the vocabulary."""
 
@@ -77,7 +77,7 @@ class Weights:
             model,
             report,
         )
-        self.shapes = {name: place.shape for name, place in places(model).items()}
+        self.shapes = {name: spec.shape for name, spec in parameter_specs(model).items()}
         head_key = "lm_head.weight" if layers.head is None or "lm_head.weight" in stored[layers.head][0] else "weight"
         self.theirs = theirs(model, layers, head_key)
         problems = self._missing() + self._surplus()

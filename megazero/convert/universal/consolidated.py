@@ -29,7 +29,7 @@ from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import KNOWN
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source, places
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
 from megazero.convert.tracker import named_folder
 from megazero.convert.universal.folders import model_states
 from megazero.convert.universal.names import written_names
@@ -83,7 +83,8 @@ def open_consolidated(path: Path) -> Source:
     held.take(model, 1)
     report.notes.append("weights only: a state dictionary has no optimizer state")
     entries = {
-        name: TensorInfo(place.shape, {WEIGHT: held.parameter(name).dtype}) for name, place in places(model).items()
+        name: TensorInfo(spec.shape, {WEIGHT: held.parameter(name).dtype})
+        for name, spec in parameter_specs(model).items()
     }
     iteration, samples = (int(args.get(name) or 0) for name in ("iteration", "consumed_train_samples"))
     position = Position(

@@ -22,7 +22,7 @@ from megazero.convert.megatron_deepspeed.folders import Files
 from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of, with_loss_scale
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import Report
-from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Position, Source, places
+from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Position, Source, parameter_specs
 from megazero.convert.universal.folders import (
     OPTIMIZER,
     STATES,
@@ -59,8 +59,8 @@ def open_universal(path: Path) -> Source:
     columns = (WEIGHT, *MOMENTS) if _has_moments(held, folders) else (WEIGHT,)
     dtypes = {column: {name: _dtype(held, name, column) for name in held.theirs} for column in columns}
     entries = {
-        name: TensorInfo(place.shape, {column: dtypes[column][name] for column in columns})
-        for name, place in places(model).items()
+        name: TensorInfo(spec.shape, {column: dtypes[column][name] for column in columns})
+        for name, spec in parameter_specs(model).items()
     }
     known = _optimizer(folder, files, report) | {name: value for name, value in args.items() if value is not None}
     run = with_schedule(run_from_args(known, model, precision_of(args)), args)

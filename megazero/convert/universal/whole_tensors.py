@@ -20,7 +20,7 @@ from megazero.convert.megatron_deepspeed.names import PipelineTensor, why_ignore
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import LayerTensor
 from megazero.convert.report import Report
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source, places
+from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
 from megazero.convert.universal.names import named
 
 PARTS, SUBSHAPE, VOCABULARY = "param_n_sub_params", "sub_param_shape", "vocab_tensor"
@@ -50,7 +50,7 @@ class WholeTensors:
         report.unused |= {
             name: why_ignored(name) or "no parameter of a GPT or BLOOM goes by this name" for name in others
         }
-        self.parameters = {place: parameters[name] for place, name in self.named.names.items()}
+        self.parameters = {spec: parameters[name] for spec, name in self.named.names.items()}
         self.theirs: Mapping[str, PipelineTensor] = {}
         self.ranks = 1
 
@@ -76,7 +76,7 @@ class WholeTensors:
         self.theirs, self.ranks = self.named.theirs(model), ranks
         problems = [
             *self._account(),
-            *(problem for name, place in places(model).items() for problem in self._misfit(name, place.shape)),
+            *(problem for name, spec in parameter_specs(model).items() for problem in self._misfit(name, spec.shape)),
         ]
         if problems:
             more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
@@ -104,10 +104,10 @@ class WholeTensors:
 
     def _account(self) -> Iterator[str]:
         used = {(where.layer, where.key) for where in self.theirs.values()}
-        for place, name in self.named.names.items():
-            if place in used:
+        for spec, name in self.named.names.items():
+            if spec in used:
                 self.report.mapped.append(name)
-            elif (why := why_ignored(place[1])) is not None:
+            elif (why := why_ignored(spec[1])) is not None:
                 self.report.unused[name] = why
             else:
                 yield f"{name} is a parameter that such a model does not have"

@@ -1,7 +1,7 @@
-"""A parameter knows its place in the whole.
+"""A parameter knows which part of which global tensor it is.
 
-Init, gradient norm, ZeRO, checkpoints and conversion read a parameter's `Place` and nothing else: no name
-patterns, no attributes patched on from outside.
+Initialisation, gradient norm, ZeRO, checkpoints and conversion read a parameter's `ParameterSpec` and nothing else: no
+name patterns, no attributes patched on from outside.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class StateGroup(Enum):
 
     @property
     def spans_stages(self) -> bool:
-        """Its members come to a reduction at different places of their schedules."""
+        """Whether its members reach a reduction at different points of their schedules."""
         return self is StateGroup.TIED
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the piece of a parameter that a rank holds lies in the global tensor.
+class ParameterSpec:
+    """What a rank holds of one parameter: which part of the global tensor, and how it begins.
 
     name         global name, the same on every layout: "blocks.3.attention.qkv.weight"
     shape        global shape, without vocabulary padding
@@ -95,8 +95,8 @@ def shard(
     size: int = 1,
     padded: int | None = None,
     **rest: Any,
-) -> Place:
-    """The place of tp rank `rank` of `size`, split along `dim` (None: replicated).
+) -> ParameterSpec:
+    """The spec of tp rank `rank` of `size`, split along `dim` (None: replicated).
 
     padded: rows in memory of dim 0 over all ranks, where that is more than are stored (vocabulary).
     Raises ValueError when dim is not divisible by size.
@@ -104,7 +104,7 @@ def shard(
     whole = tuple((0, n) for n in shape)
     if dim is None or size == 1:
         local = shape if padded is None else (padded, *shape[1:])
-        return Place(name, shape, whole, local, kind, **rest)
+        return ParameterSpec(name, shape, whole, local, kind, **rest)
     extent = shape[dim] if padded is None else padded
     if extent % size:
         raise ValueError(f"{name}: dimension {dim} of {shape} is {extent}, not divisible by tp={size}")
@@ -112,25 +112,25 @@ def shard(
     start, stop = (min(shape[dim], i * part) for i in (rank, rank + 1))
     box = (*whole[:dim], (start, stop), *whole[dim + 1 :])
     local = (*shape[:dim], part, *shape[dim + 1 :])
-    return Place(name, shape, box, local, kind, tp_sharded=True, **rest)
+    return ParameterSpec(name, shape, box, local, kind, tp_sharded=True, **rest)
 
 
 class Parameter(nn.Parameter):
-    """An `nn.Parameter` with a `place`; whoever sums its gradients sets `gradient_target`
+    """An `nn.Parameter` with a `spec`; whoever sums its gradients sets `gradient_target`
     (`mpu.gradient.GradientTarget`).
     """
 
-    place: Place
+    spec: ParameterSpec
     gradient_target: Any
 
-    def __new__(cls, place: Place, dtype: torch.dtype, device: torch.device | str) -> Parameter:
-        parameter = super().__new__(cls, torch.empty(place.local_shape, dtype=dtype, device=device))
-        parameter.place = place
+    def __new__(cls, spec: ParameterSpec, dtype: torch.dtype, device: torch.device | str) -> Parameter:
+        parameter = super().__new__(cls, torch.empty(spec.local_shape, dtype=dtype, device=device))
+        parameter.spec = spec
         parameter.gradient_target = None
         return parameter
 
 
-def place_of(parameter: Tensor) -> Place:
-    """The place of a parameter of a megazero model."""
-    assert isinstance(parameter, Parameter), "every parameter of a stage is an mpu.place.Parameter"
-    return parameter.place
+def spec_of(parameter: Tensor) -> ParameterSpec:
+    """The spec of a parameter of a megazero model."""
+    assert isinstance(parameter, Parameter), "every parameter of a stage is an mpu.parameter.Parameter"
+    return parameter.spec

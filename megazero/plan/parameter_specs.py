@@ -6,16 +6,16 @@ import torch
 
 from megazero.config.schema import Run
 from megazero.mpu.grid import Group
-from megazero.mpu.place import Place
+from megazero.mpu.parameter import ParameterSpec
 from megazero.pipeline.build import stages_of
-from megazero.zero.frozen import places_by_unit
+from megazero.zero.frozen import specs_by_unit
 
 
-def places_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[Place]]]:
+def specs_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[ParameterSpec]]]:
     """Places of what a rank with these coordinates trains, by chunk and unit, without memory: built on the meta device.
 
     trained=False: of what it holds and does not train (with --lora-rank, all but the adapters).
     """
     tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
     stages = stages_of(run, pp_index, tp, torch.device("meta"))
-    return places_by_unit([stage.units() for stage in stages], trained=trained)
+    return specs_by_unit([stage.units() for stage in stages], trained=trained)

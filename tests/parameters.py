@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megazero.convert.stages import fill
 from megazero.model.stage import Stage
-from megazero.mpu.place import Parameter, Place, StateGroup, place_of
+from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
 from tests.convert.transformers_tensors import from_transformers
 
 
@@ -25,23 +25,23 @@ from tests.convert.transformers_tensors import from_transformers
 class Piece:
     """What one rank holds of one parameter: the elements of its box, padding cut off."""
 
-    place: Place
+    spec: ParameterSpec
     values: Tensor
 
 
-def cut(place: Place, local: Tensor) -> Piece:
+def cut(spec: ParameterSpec, local: Tensor) -> Piece:
     """The piece in a local tensor (shape `place.local_shape`, or flat): padding rows are left out."""
-    box_shape = tuple(stop - start for start, stop in place.box)
-    flat = local.detach().reshape(-1)[: place.stored_numel]
-    return Piece(place, flat.reshape(box_shape).cpu().clone())
+    box_shape = tuple(stop - start for start, stop in spec.box)
+    flat = local.detach().reshape(-1)[: spec.stored_numel]
+    return Piece(spec, flat.reshape(box_shape).cpu().clone())
 
 
 def load_transformers_state(stage: Stage, family: str, state: Mapping[str, Tensor]) -> None:
     """Fill a stage with what it holds of a `transformers` model's weights."""
     with torch.no_grad():
         for parameter in parameters_of(stage):
-            place = place_of(parameter)
-            fill(parameter, place, from_transformers(family, stage.layout.model, place.name, state))
+            spec = spec_of(parameter)
+            fill(parameter, spec, from_transformers(family, stage.layout.model, spec.name, state))
 
 
 def parameters_of(modules: nn.Module | Iterable[nn.Module]) -> list[Parameter]:
@@ -56,15 +56,15 @@ def parameters_of(modules: nn.Module | Iterable[nn.Module]) -> list[Parameter]:
 
 def values_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
     """The values of all parameters."""
-    return [cut(place_of(p), p) for p in parameters_of(modules)]
+    return [cut(spec_of(p), p) for p in parameters_of(modules)]
 
 
 def gradients_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
     """The gradients of all parameters; every one must have one."""
     pieces = []
     for parameter in parameters_of(modules):
-        assert parameter.grad is not None, f"{parameter.place.name} has no gradient"
-        pieces.append(cut(parameter.place, parameter.grad))
+        assert parameter.grad is not None, f"{parameter.spec.name} has no gradient"
+        pieces.append(cut(parameter.spec, parameter.grad))
     return pieces
 
 
@@ -80,21 +80,19 @@ def assemble(ranks: Iterable[Iterable[Piece]], *, unreduced: bool = False, toler
     facts: dict[str, tuple[object, ...]] = {}
     for rank, pieces in enumerate(ranks):
         for piece in pieces:
-            place = piece.place
-            known = facts.setdefault(place.name, (place.shape, place.kind, place.std, place.fill))
-            assert known == (place.shape, place.kind, place.std, place.fill), (
-                f"{place.name}: ranks tell {known} and {place}"
-            )
-            total = whole.setdefault(place.name, torch.zeros(place.shape, dtype=piece.values.dtype))
-            mark = covered.setdefault(place.name, torch.zeros(place.shape, dtype=torch.bool))
-            region = tuple(slice(start, stop) for start, stop in place.box)
-            if unreduced and (place.tp_partial or place.state_group is StateGroup.TIED):
+            spec = piece.spec
+            known = facts.setdefault(spec.name, (spec.shape, spec.kind, spec.std, spec.fill))
+            assert known == (spec.shape, spec.kind, spec.std, spec.fill), f"{spec.name}: ranks tell {known} and {spec}"
+            total = whole.setdefault(spec.name, torch.zeros(spec.shape, dtype=piece.values.dtype))
+            mark = covered.setdefault(spec.name, torch.zeros(spec.shape, dtype=torch.bool))
+            region = tuple(slice(start, stop) for start, stop in spec.box)
+            if unreduced and (spec.tp_partial or spec.state_group is StateGroup.TIED):
                 total[region] += piece.values
             elif mark[region].any():
-                assert mark[region].all(), f"{place.name}: rank {rank}'s box overlaps another's in part"
+                assert mark[region].all(), f"{spec.name}: rank {rank}'s box overlaps another's in part"
                 scale = total[region].abs().max().item() if total[region].numel() else 0.0
                 apart = (total[region] - piece.values).abs().max().item()
-                assert apart <= tolerance * scale, f"{place.name}: rank {rank}'s replica differs by {apart} of {scale}"
+                assert apart <= tolerance * scale, f"{spec.name}: rank {rank}'s replica differs by {apart} of {scale}"
             else:
                 total[region] = piece.values
             mark[region] = True
