@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +66,16 @@ def test_data_that_is_there_once_may_be_large() -> None:
         unpickle(data, "file.pt", torch_table())
     data = PROTOCOL + b"(" + (b"c_codecs\nencode\n(" + MEGABYTE + b"tR") * 8 + b"l."
     assert [len(found) for found in unpickle(data, "file.pt", torch_table())] == [1 << 20] * 8
+
+
+def test_an_entry_of_the_memo_takes_no_room_for_those_below() -> None:
+    """Python's unpickler in C makes an array as long as the number is large."""
+    tracemalloc.start()
+    try:
+        assert unpickle(PROTOCOL + b"Nr" + struct.pack("<I", 1 << 30) + b".", "file.pt", torch_table()) is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_numbers_that_end_too_early() -> None:
