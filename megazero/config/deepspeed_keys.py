@@ -1,0 +1,91 @@
+"""DeepSpeed's keys as tables: those that are a field of ours, those whose feature is not built, and all others that are
+known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "train_batch_size": "global_batch_size",
+        "train_micro_batch_size_per_gpu": "micro_batch_size",
+        "gradient_clipping": "clip_grad",
+        "steps_per_print": "log_interval",
+        "optimizer.params.lr": "lr",
+        "optimizer.params.eps": "adam_eps",
+        "optimizer.params.weight_decay": "weight_decay",
+        "optimizer.params.momentum": "sgd_momentum",
+        "scheduler.params.warmup_num_steps": "lr_warmup_iters",
+        "scheduler.params.total_num_steps": "lr_decay_iters",
+        "fp16.loss_scale_window": "loss_scale_window",
+        "fp16.hysteresis": "hysteresis",
+        "fp16.min_loss_scale": "min_loss_scale",
+        "communication_data_type": "grad_reduce_dtype",
+        "zero_optimization.stage": "zero_stage",
+        "zero_optimization.reduce_bucket_size": "bucket_size",
+        "zero_optimization.overlap_comm": "overlap",
+    }
+)
+"""Keys that are a field of the same meaning."""
+
+_OFFLOAD = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "ratio", "fast_init", "max_in_cpu")
+UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "data_types.grad_accum_dtype": ((None, "fp32"), "gradients of 16-bit parameters accumulate in fp32"),
+        "zero_optimization.reduce_scatter": ((True,), "sharded gradients always travel by reduce-scatter"),
+        "zero_optimization.contiguous_gradients": ((True,), "gradients always lie in one piece"),
+        "zero_optimization.offload_optimizer.device": (("none", None), "offload is not built yet"),
+        "zero_optimization.offload_param.device": (("none", None), "offload is not built yet"),
+        "zero_optimization.sub_group_size": ((), "it belongs to ZeRO stage 3, which is not built yet"),
+        "zero_optimization.stage3_max_live_parameters": ((), "ZeRO stage 3 is not built yet"),
+        "zero_optimization.stage3_prefetch_bucket_size": ((), "ZeRO stage 3 is not built yet"),
+        "zero_optimization.stage3_param_persistence_threshold": ((), "ZeRO stage 3 is not built yet"),
+        "zero_optimization.zero_quantized_weights": ((False,), "quantised communication is not built yet"),
+        "zero_optimization.zero_quantized_gradients": ((False,), "quantised communication is not built yet"),
+        "zero_optimization.zero_hpz_partition_size": ((1,), "hierarchical partitioning is not built yet"),
+        "activation_checkpointing.partition_activations": ((False,), "sharded activations are not built yet"),
+        "activation_checkpointing.cpu_checkpointing": ((False,), "activation offload is not built yet"),
+        "activation_checkpointing.contiguous_memory_optimization": (
+            (False,),
+            "it is not built; recompute: --recompute-granularity",
+        ),
+        "activation_checkpointing.number_checkpoints": (
+            (None,),
+            "use --recompute-granularity full and --recompute-num-layers",
+        ),
+        "wandb.enabled": ((False,), "wandb is not built yet; --tensorboard-dir and --metrics-file are"),
+        "csv_monitor.enabled": ((False,), "CSV is not built; --metrics-file writes JSON lines"),
+        "wall_clock_breakdown": ((False,), "it is not built yet; every log line has the step's time"),
+        **{
+            f"aio.{key}": ((), "NVMe offload is not built yet")
+            for key in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
+        },
+    }
+)
+"""Known keys without a field here: the values that say what holds anyway, and why any other is refused."""
+
+TRANSLATED = (
+    *(
+        "gradient_accumulation_steps",
+        "optimizer.type",
+        "optimizer.params.betas",
+        "optimizer.params.adam_w_mode",
+        "scheduler.type",
+    ),
+    *("scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_type"),
+    *("scheduler.params.warmup_min_ratio", "scheduler.params.cos_min_ratio", "fp16.enabled", "fp16.loss_scale"),
+    *("fp16.initial_scale_power", "bf16.enabled", "zero_optimization.allgather_bucket_size"),
+    *("tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name"),
+)
+"""Keys that together with others, or by a formula, become a field: a function of `config.deepspeed` reads each."""
+DETAILS = tuple(
+    f"zero_optimization.{which}.{key}" for which in ("offload_optimizer", "offload_param") for key in _OFFLOAD[1:]
+) + tuple(
+    f"{sink}.{key}"
+    for sink, keys in (("wandb", ("team", "group", "project")), ("csv_monitor", ("output_path", "job_name")))
+    for key in keys
+)
+"""Details of a feature that another key switches on and that is refused there."""
