@@ -1,0 +1,43 @@
+"""What is saved, and what a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.fields import option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved and when, and what a run starts from."""
+
+    save: str | None = option(None, metavar="DIR", common=True, derived="nothing is saved")
+    "Folder that checkpoints are written to."
+    load: str | None = option(None, metavar="DIR", common=True, derived="from scratch")
+    "Resume from this folder's newest complete checkpoint, if any."
+    save_interval: int | None = option(None, common=True, derived="the end of the run only")
+    "Iterations between checkpoints. The end of the run is always saved."
+    keep_last: int = option(3, "--keep-last-k")
+    "Number of complete checkpoints kept; 0 keeps all."
+    save_retain_interval: int | None = option(None, derived="none are exempt")
+    "Never delete checkpoints of iterations that are multiples of this."
+    async_save: bool = option(False)
+    "Write checkpoints beside the training. A step waits only for a copy of the state in host memory."
+    init_from: str | None = option(None, metavar="DIR", derived="random weights")
+    """Start with the weights of a checkpoint of any known format, such as a Hugging Face folder. Its shape and
+    tokenizer hold where no flag says otherwise. A complete checkpoint in --load comes first."""
+    extend_vocabulary: bool = option(False)
+    """With --init-from: let --vocab-size be larger than the checkpoint's. The new rows start as the mean of the
+    others."""
+    finetune: bool = option(False)
+    "Load weights only. Iteration, samples and optimizer start anew."
+    no_load_optim: bool = option(False)
+    "Load weights and position, but not the optimizer's state."
+    override_opt_param_scheduler: bool = option(False)
+    "Resume with the learning-rate schedule of this command line."
+    override_batch: bool = option(False)
+    "Resume with the batch sizes and ramp of this command line."
+    override_data: bool = option(False)
+    "Resume with the data, split and seed of this command line."
+    ckpt_probe: bool = option(True)
+    "Store the loss of a fixed batch with a checkpoint and compare it on load."

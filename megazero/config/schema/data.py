@@ -1,0 +1,44 @@
+"""Text, and how it becomes samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.fields import option
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, and how it becomes samples."""
+
+    data_path: tuple[str, ...] = option(
+        (), many=True, metavar="PREFIX", common=True, derived="the source of Python's standard library"
+    )
+    "Prefix of .bin/.idx files, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."
+    split: str = option("969,30,1", metavar="SHARES")
+    "Shares of training, validation and test data."
+    valid_data_path: tuple[str, ...] = option((), many=True, metavar="NAME PREFIX", derived="none")
+    "Named validation sets beside the split's: NAME PREFIX NAME PREFIX ... Each gets a loss of its own."
+    instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")
+    """Prompts with completions, or chats, instead of --data-path. The tokenizer's chat template writes the chats,
+    several go into a sample, and the loss is on completions only."""
+    valid_instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")
+    "Prompts with completions, or chats, for validation."
+    long_conversations: str = option("refuse", choices=("refuse", "truncate", "drop"))
+    "What happens to a conversation longer than a sample: an error, its end is cut off, or it is left out."
+    tokenizer: str | None = option(
+        None, choices=("byte", "gpt2", "sentencepiece", "hf"), common=True, derived="none, ids are used as they are"
+    )
+    "Kind of tokenizer."
+    tokenizer_path: str | None = option(None, metavar="PATH", common=True, derived="none")
+    "Folder or file of the tokenizer."
+    eod_id: int | None = option(None, derived="that of the tokenizer")
+    "Token that ends a document."
+    eod_mask_loss: bool = option(False)
+    "Leave the prediction made at an end-of-document token out of the loss."
+    data_cache_path: str | None = option(None, metavar="DIR", derived="~/.cache/megazero")
+    "Folder for index caches and the default corpus."
+    num_workers: int = option(1)
+    "Background threads that prepare micro-batches. With 0 the step prepares them."
+    seed: int = option(1234)
+    "Seed of weights, dropout and sample order."

@@ -1,0 +1,59 @@
+"""The layout of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.fields import option
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share the work. Data parallelism (dp) is the number of ranks / (tp x pp)."""
+
+    tp: int = option(1, "--tensor-model-parallel-size", common=True)
+    "Number of tensor-parallel ranks. They share every layer."
+    pp: int = option(1, "--pipeline-model-parallel-size", common=True)
+    "Number of pipeline stages. Each has some of the layers."
+    zero_stage: int = option(0, metavar="{0,1,2}", common=True)
+    "ZeRO stage: 0 shards nothing over dp, 1 the optimizer state, 2 the gradients too."
+    pipeline_schedule: str | None = option(
+        None,
+        choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+        derived="1f1b; interleaved with --virtual-stages > 1",
+    )
+    "Order of the pipeline's forward and backward passes. zb-h1 and zb-v (2 virtual stages) have the smallest bubbles."
+    virtual_stages: int = option(1, "--num-virtual-stages-per-pipeline-rank", metavar="V")
+    "Number of model chunks on each pipeline stage."
+    partition: tuple[int, ...] | None = option(None, many=True, metavar="LAYERS", derived="balanced")
+    "Layers of every model chunk in model order: pp x virtual stages numbers."
+    partition_by: str = option("parameters", choices=("parameters", "time"))
+    "What the default partition balances."
+    sequence_parallel: bool = option(False)
+    "Shard activations outside tensor-parallel layers along the sequence."
+    recompute_granularity: str = option("none", choices=("none", "selective", "full"))
+    "What backward computes again to save memory: nothing, the attention core, or whole blocks."
+    recompute_num_layers: int = option(1)
+    "With full recompute: only every k-th block is computed again."
+    overlap: bool = option(True)
+    "Reduce gradients and gather parameters while computing. The results are the same either way."
+    compile: bool = option(False)
+    "Run the ops of the blocks that have no kernel through torch.compile."
+    attention: str = option("auto", choices=("auto", "flash", "flex", "softmax"))
+    """How attention is computed: torch's flash (no ALiBi, no documents), FlexAttention (CUDA only), or products and a
+    softmax. auto takes the best one for the case, and the banner names it."""
+    cuda_graphs: bool = option(False)
+    """Capture forward and backward of a micro-batch once and replay them, which is less work for the host. This needs
+    CUDA, one pipeline stage, and ZeRO stage 0 or 1."""
+    bucket_size: int = option(8_388_608)
+    "Elements of one gradient bucket, which is reduced and gathered in one message."
+    grad_reduce_dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))
+    "Dtype in which gradients are reduced. auto is fp32 for 16-bit parameters, else the parameters' own."
+    device: str = option("auto", choices=("auto", "cpu", "cuda"))
+    "Where tensors live. auto is cuda where there is a GPU."
+    backend: str = option("auto", "--distributed-backend", choices=("auto", "gloo", "nccl", "mpi"))
+    "Communication library. auto is nccl on cuda and gloo on a CPU."
+    shared_memory: bool = option(True)
+    "With gloo: ranks of one host exchange tensors through shared memory. This needs the compiled kernels."
+    distributed_timeout_minutes: float = option(10.0)
+    "A collective that waits longer than this fails the run."

@@ -1,0 +1,42 @@
+"""The loop around the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config import extensions
+from megazero.config.fields import option
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop around the steps, and what it shows."""
+
+    eval_interval: int | None = option(None, derived="at the end only")
+    "Iterations between evaluations."
+    eval_iters: int = option(10)
+    "Global batches of one evaluation; 0 turns it off."
+    test_iters: int = option(0)
+    "Global batches of the test split on which the finished run is evaluated."
+    exit_interval: int | None = option(None, derived="at the end only")
+    "Save and stop once the iteration is a multiple of this."
+    exit_duration_in_mins: float | None = option(None, derived="never; 10 where the run is given no length")
+    "Save and stop after so many minutes."
+    log_interval: int = option(1)
+    "Iterations between log lines."
+    metrics_file: str | None = option(None, metavar="PATH", common=True, derived="none")
+    "File that gets one JSON object per step."
+    tensorboard_dir: str | None = option(None, metavar="DIR", derived="none")
+    "Folder for TensorBoard's event files."
+    sinks: tuple[str, ...] = option(
+        (), many=True, metavar="NAME", choices=(), extended_by=extensions.SINKS, derived="none"
+    )
+    "Further places for the numbers of every step, which installed packages add."
+    sample_prompt: str | None = option(
+        None, metavar="TEXT", derived="the head of a Python function for the default corpus, else none"
+    )
+    "At the end, print how the model continues this text."
+    sample_tokens: int = option(80)
+    "Number of tokens in that continuation."
+    deterministic: bool = option(False)
+    "Refuse kernels whose results vary from run to run (torch.use_deterministic_algorithms)."
