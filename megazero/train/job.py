@@ -99,11 +99,10 @@ def build_job(
     if run.checkpoint.async_save:
         held = size(checkpoints.reserve())
         log.note(f"--async-save: {held} of host memory on this rank hold the copy that is written")
-    saved_at = start.position.iteration if start.saved else None
     record = _record_of(run, prepared, grid, state, probe_engine)
     in_background = run.checkpoint.async_save
     on_saved = program[0].saved if program else None
-    saves = Saves(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved, saved_at=saved_at)
+    saves = Saves(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved)
     trainer = Trainer(
         run,
         grid,

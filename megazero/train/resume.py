@@ -21,12 +21,10 @@ class Start:
 
     position  how far the run is
     text      what it starts from, in words
-    saved     whether the folder of --save holds this very state
     """
 
     position: Position
     text: str
-    saved: bool = False
 
 
 def resume(
@@ -50,7 +48,7 @@ def resume(
         state.restore(found.progress)
     unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
     words = [f"{found.path}, iteration {position.iteration}", read, *([probed] if probed else []), *unused]
-    return Start(position, "; ".join(words), saved=load == run.checkpoint.save)
+    return Start(position, "; ".join(words))
 
 
 def _load_base(run: Run, state: TrainState, grid: ProcessGrid) -> list[str]:

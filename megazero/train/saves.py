@@ -30,7 +30,6 @@ class Saves:
     record    what is stored with the state; called when the state is, by all ranks
     note      tells the person who reads along
     on_saved  is told the folder and the iteration of each checkpoint that is complete
-    saved_at  iteration whose state the folder holds as the run starts, if it holds that
     pauses    seconds before each try of the last save
 
     A save that fails, on a full disk say, is told, and training goes on; what was there is as it was, and the next save
@@ -46,12 +45,11 @@ class Saves:
         *,
         in_background: bool,
         on_saved: Callable[[Path, int], None] | None = None,
-        saved_at: int | None = None,
         pauses: Sequence[float] = PAUSES,
     ) -> None:
         self._checkpoints, self._record, self._note, self._in_background = checkpoints, record, note, in_background
         self._pauses, self._on_saved = pauses, on_saved
-        self.saved_at = saved_at
+        self.saved_at: int | None = None
         """Iteration that is saved, or being saved; None: none is."""
         self.superseded = False
         """Whether another job writes into the folder now. Ranks may learn it at different steps."""

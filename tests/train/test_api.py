@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import megazero
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
+from megazero.system import threads
 from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
 from tests.parity.training import Outcome, data_flags, job_on_rank
@@ -206,15 +208,25 @@ def test_a_tokenizer_that_is_handed_in_says_the_vocabulary_and_writes_the_sample
     assert "The model continues 'ab':\n\n97 98 " in capsys.readouterr().out
 
 
-def test_the_process_is_as_it_was(tmp_path: Path) -> None:
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """A number of threads that no run takes here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_process_is_as_it_was(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def state() -> tuple[object, ...]:
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
         return *handlers, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
+    monkeypatch.setenv(threads.VARIABLE, "1")
     before = state()
     run = changed(trainer={"eval_iters": 0, "deterministic": True})
     with megazero.training(run, train_data=rows_of(5), handle_signals=True) as training:
-        assert state() != before
+        assert all(now != then for now, then in zip(state(), before, strict=True))
         for _ in training.steps():
             os.kill(os.getpid(), signal.SIGTERM)
     assert training.result.stopped_by == "SIGTERM" and training.result.iteration in (1, 2)
