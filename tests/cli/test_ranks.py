@@ -18,13 +18,15 @@ START = "import sys; from megazero.cli.ranks import start_ranks; "
 SAYS = "import os, sys, signal; rank = int(os.environ['RANK']); "
 LISTENS = """
 import os, signal, sys, threading
+KINDS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 def heard(number, frame):
+    signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)  # it may be told again
     print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "heard", signal.Signals(number).name)
     sys.stdout.flush()
     os._exit(0)
-for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+for kind in KINDS:
     signal.signal(kind, heard)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, KINDS)
 print("ready", flush=True)
 threading.Event().wait()
 """
