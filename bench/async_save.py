@@ -57,8 +57,8 @@ def measured(way: str, work: Workload, saves: int, every: int, folder: Path) -> 
     job = build_megazero(work, flags)
     parts: dict[str, list[float]] = defaultdict(list)
     told: list[str] = []
-    assert job.trainer.saves is not None
-    job.trainer.saves._note = lambda text: told.append(text.replace(str(folder), "FOLDER"))
+    assert job.trainer.save_policy is not None
+    job.trainer.save_policy._note = lambda text: told.append(text.replace(str(folder), "FOLDER"))
 
     def timed(name: str, owner: Any, method: str) -> None:
         inner = getattr(owner, method)
@@ -71,7 +71,7 @@ def measured(way: str, work: Workload, saves: int, every: int, folder: Path) -> 
 
         setattr(owner, method, outer)
 
-    timed("probe and record", job.trainer.saves, "_record")
+    timed("probe and record", job.trainer.save_policy, "_record")
     timed("copy" if way == "async" else "write", job.checkpoints, "start" if way == "async" else "save")
     seconds: dict[str, list[float]] = defaultdict(list)
     for step in range(1, saves * every + every):

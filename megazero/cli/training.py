@@ -9,11 +9,11 @@ from megazero.config.parse import ask
 from megazero.data.progress import silent, to_stderr
 from megazero.launch import Environment, exit_status, launch, leave
 from megazero.telemetry.watchdog import StopSignals
+from megazero.train.dry_run import answer
 from megazero.train.init_from import model_level
 from megazero.train.job import build_job
+from megazero.train.path_checks import absences
 from megazero.train.prepare import prepare
-from megazero.train.presence import absences
-from megazero.train.verdict import answer
 
 
 def train(arguments: Sequence[str], environment: Environment, signals: StopSignals | None = None) -> None:

@@ -31,7 +31,7 @@ from megazero.model.stage import Stage
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.grid import ProcessGrid, single_process_grid
 from megazero.pipeline.build import build_stages
-from megazero.pipeline.division import chunks_of
+from megazero.pipeline.stage_specs import chunks_of
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -24,11 +24,11 @@ from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.lora import low_rank
 from megazero.mpu.p2p import Channels
-from megazero.pipeline.division import chunks_of, stage_specs
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.schedule import is_breadth_first, stage_schedule
+from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.system.streams import GraphCapture
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config.schema import Run
-from megazero.pipeline.division import chunk_layers, layer_costs
 from megazero.pipeline.simulate import Times
+from megazero.pipeline.stage_specs import chunk_layers, layer_costs
 
 
 def times_of(run: Run) -> Times:

@@ -25,8 +25,8 @@ from megazero.train.callbacks import Callbacks
 from megazero.train.embedded import Meeting, agreed, meet, process_groups, settings_of_torch
 from megazero.train.init_from import model_level
 from megazero.train.job import Job, build_job
+from megazero.train.path_checks import absences
 from megazero.train.prepare import Prepared, prepare
-from megazero.train.presence import absences
 
 Given = Run | Mapping[str, Any] | str | os.PathLike[str]
 """A run as a program gives it: see `pretrain`."""
@@ -105,7 +105,7 @@ class Training:
         trainer.at_the_end()
         self._job.report()
         loss = None if self._last is None else read_scalars([self._last.loss])[0]
-        newest = None if trainer.saves is None else trainer.saves.newest
+        newest = None if trainer.save_policy is None else trainer.save_policy.newest
         at, finished = trainer.position, trainer.finished()
         progress = (at.iteration, at.consumed_samples, at.consumed_tokens)
         stopped_by = None if finished else trainer.stopped_by or "its program left the loop"

@@ -11,8 +11,8 @@ from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
 from megazero.system.durable import replace_file
 from megazero.train.banner import banner
+from megazero.train.path_checks import in_the_way
 from megazero.train.prepare import Prepared
-from megazero.train.presence import in_the_way
 from megazero.train.resume import Start
 
 

@@ -15,9 +15,9 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.optim.loss_scale import LossScaler
 from megazero.pipeline.build import build_engine, build_stages, with_graphs
-from megazero.pipeline.division import chunks_of
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
+from megazero.pipeline.stage_specs import chunks_of
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.batches import batches_of
@@ -29,7 +29,7 @@ from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample
 from megazero.train.resume import resume
-from megazero.train.saves import Saves
+from megazero.train.save_policy import SavePolicy
 from megazero.train.state import Position, TrainState
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
@@ -102,7 +102,7 @@ def build_job(
     record = _record_of(run, prepared, grid, state, probe_engine)
     in_background = run.checkpoint.async_save
     on_saved = program[0].saved if program else None
-    saves = Saves(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved)
+    save_policy = SavePolicy(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved)
     trainer = Trainer(
         run,
         grid,
@@ -110,7 +110,7 @@ def build_job(
         state,
         batches,
         log,
-        saves if run.checkpoint.save else None,
+        save_policy if run.checkpoint.save else None,
         start.position,
         deadline,
         signals,

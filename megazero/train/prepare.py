@@ -26,7 +26,7 @@ from megazero.optim.progress import Progress
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_told, own_epochs_told, with_own_samples, with_samples
-from megazero.train.presence import look, starts_at
+from megazero.train.path_checks import check_paths, starts_at
 from megazero.train.requirements import unfit
 
 DEFAULT_TOKENIZER = "gpt2"
@@ -59,7 +59,7 @@ def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = Non
     if run.trainer.deterministic:
         devices.use_deterministic_algorithms()
     own = own or OwnData()
-    present = look(run, world_size, own.tokenizer)
+    present = check_paths(run, world_size, own.tokenizer)
     run, tokenizer, found = present.run, present.tokenizer, present.found
     problems = [*unfit(run), *present.problems, *own.problems(run)]
     if problems:

@@ -12,7 +12,7 @@ from megazero.inference.sampling import Sampling
 from megazero.inference.terminal import harmless
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
-from megazero.pipeline.division import chunks_of
+from megazero.pipeline.stage_specs import chunks_of
 from megazero.train.banner_parts import pairs
 
 

@@ -23,7 +23,7 @@ from megazero.system import device as devices
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.train.batches import Batches
-from megazero.train.saves import Saves
+from megazero.train.save_policy import SavePolicy
 from megazero.train.state import Position, TrainState
 
 GROWTH = 1.25
@@ -36,10 +36,10 @@ little is left.
 class Trainer:
     """What one rank needs to run the loop; `fit` runs it, `steps` gives it into the caller's hand.
 
-    saves      keeps the state of the run at the current position; None: nothing is kept
-    position   from which it goes on; replaced after each step
-    deadline   `time.monotonic()` at which the run saves and stops
-    signals    whether a signal has asked the run to stop; handlers are the entry point's
+    save_policy  keeps the state of the run at the current position; None: nothing is kept
+    position     from which it goes on; replaced after each step
+    deadline     `time.monotonic()` at which the run saves and stops
+    signals      whether a signal has asked the run to stop; handlers are the entry point's
     """
 
     run: Run
@@ -48,7 +48,7 @@ class Trainer:
     state: TrainState
     batches: Batches
     log: StepLog
-    saves: Saves | None
+    save_policy: SavePolicy | None
     position: Position
     deadline: float | None
     signals: StopSignals
@@ -79,7 +79,9 @@ class Trainer:
         if self.finished():
             self.log.note(f"nothing left to train: iteration {self.position.iteration} is the run's last")
         while not self.finished() and self.stopped_by is None:
-            step = self.train_step(stop=self.signals.raised or (self.saves is not None and self.saves.superseded))
+            step = self.train_step(
+                stop=self.signals.raised or (self.save_policy is not None and self.save_policy.superseded)
+            )
             self.after_step()
             yield step
             self.stopped_by = self.why_stop()
@@ -171,8 +173,8 @@ class Trainer:
     def after_step(self) -> None:
         """Evaluate and save where the run asks for it."""
         self.limit_memory()
-        if self.saves is not None:
-            self.saves.look()
+        if self.save_policy is not None:
+            self.save_policy.look()
         every, iteration = self.run.trainer.eval_interval, self.position.iteration
         if every and iteration % every == 0 and not self.finished():
             self.evaluate()
@@ -222,7 +224,7 @@ class Trainer:
         minutes = self.run.trainer.exit_duration_in_mins
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return f"--exit-duration-in-mins {minutes:g} has passed"
-        if self.saves is not None and self.saves.superseded:
+        if self.save_policy is not None and self.save_policy.superseded:
             return "the folder of checkpoints is another job's now, or gone"
         return "another rank was asked to"
 
@@ -242,14 +244,14 @@ class Trainer:
 
     def save(self, *, last: bool) -> None:
         """Save, unless this very position is saved already; the last save of a run returns when it is on disk."""
-        if self.saves is None:
+        if self.save_policy is None:
             return
         self.log.flush()
         self.state.model.wait_parameters()
         if last:
-            self.saves.finish(self.position)
+            self.save_policy.finish(self.position)
         else:
-            self.saves.save(self.position)
+            self.save_policy.save(self.position)
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss of every validation set over `--eval-iters` global batches, always the same ones. Logged."""

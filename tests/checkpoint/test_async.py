@@ -24,7 +24,7 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import background_group, build_grid
 from megazero.system.streams import HostCopies
-from megazero.train.saves import Saves
+from megazero.train.save_policy import SavePolicy
 from megazero.train.state import Position
 from tests.checkpoint.fakes import Layout
 from tests.checkpoint.runs import FakeState, names, open_run, resumed_at, values_at
@@ -52,17 +52,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def run_in(folder: Path) -> tuple[Checkpoints, FakeState, Saves, list[str]]:
+def run_in(folder: Path) -> tuple[Checkpoints, FakeState, SavePolicy, list[str]]:
     checkpoints, state = open_run(folder, "t")
     checkpoints.claim()
     told: list[str] = []
-    saves = Saves(
+    saves = SavePolicy(
         checkpoints, lambda at: {"iteration": at.iteration}, told.append, in_background=True, pauses=(0.0, 0.0)
     )
     return checkpoints, state, saves, told
 
 
-def begin(saves: Saves, state: FakeState, iteration: int) -> None:
+def begin(saves: SavePolicy, state: FakeState, iteration: int) -> None:
     state.set(values_at(iteration))
     saves.save(Position(iteration))
     overwrite(state)

@@ -31,7 +31,7 @@ from megazero.cli.training import train
 from megazero.launch import Environment, exit_status, leave
 from megazero.telemetry import watchdog
 from megazero.telemetry.console import outlive_the_console
-from megazero.train.saves import Saves
+from megazero.train.save_policy import SavePolicy
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
 
@@ -136,14 +136,14 @@ def in_write(halt: Halt) -> None:
 
 def is_saved(halt: Halt) -> None:
     """The iteration is saved, or, beside the run, its save begun, and training would go on."""
-    save = Saves.save
+    save = SavePolicy.save
 
-    def saved(saves: Saves, position: Any) -> None:
+    def saved(saves: SavePolicy, position: Any) -> None:
         save(saves, position)
         if position.iteration == halt.iteration:
             halt.stand()
 
-    Saves.save = saved  # type: ignore[assignment, method-assign]
+    SavePolicy.save = saved  # type: ignore[assignment, method-assign]
 
 
 POINTS: dict[str, Callable[[Halt], None]] = {

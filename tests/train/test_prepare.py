@@ -20,8 +20,8 @@ from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.train import prepare as preparation
+from megazero.train.path_checks import check_paths
 from megazero.train.prepare import prepare, validation_samples
-from megazero.train.presence import look
 from tests.convert.sources import made
 from tests.reference import REFERENCE, needs_reference
 
@@ -131,7 +131,7 @@ def test_data_of_another_tokenizer_are_seen_without_reading_them(tmp_path: Path)
     train_bpe(["some text, twice; " * 40], 270, tmp_path / "bpe", silent)
     data = ["--data-path", tmp_path / "own", "--valid-data-path", "held-out", tmp_path / "nothing"]
     words = [*SHAPE[:8], "--train-iters", 2, *data, "--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe"]
-    missing, other = look(parse_run([str(word) for word in words], 1), 1).problems
+    missing, other = check_paths(parse_run([str(word) for word in words], 1), 1).problems
     assert missing.startswith(f"--valid-data-path: no file {tmp_path}/nothing")
     assert other.startswith(f"--data-path: {tmp_path}/own.bin was made with another tokenizer (byte of 257 tokens")
 
@@ -239,8 +239,8 @@ def prepared(flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch)
     """The training samples of a run of so long that resumes from a checkpoint."""
 
     def build(length: list[object], found: Any = None) -> Any:
-        monkeypatch.setattr("megazero.train.presence.find", lambda folder: found)
-        monkeypatch.setattr("megazero.train.presence.other_run", lambda *arguments: [])
+        monkeypatch.setattr("megazero.train.path_checks.find", lambda folder: found)
+        monkeypatch.setattr("megazero.train.path_checks.other_run", lambda *arguments: [])
         monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
         words = [*flags[:-4], *length, *flags[-4:], "--load", corpus.parent, "--eval-iters", 0]
         shape = words.index("--train-iters")

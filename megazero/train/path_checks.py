@@ -31,7 +31,7 @@ from megazero.telemetry.metrics import foreign
 
 
 @dataclass(frozen=True)
-class Present:
+class CheckedPaths:
     """What was found, and what is wrong with it.
 
     run        with the vocabulary and the separator of its tokenizer, where it names one that opens
@@ -45,7 +45,7 @@ class Present:
     problems: tuple[str, ...]
 
 
-def look(run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = None) -> Present:
+def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = None) -> CheckedPaths:
     """Look at everything that the run names. Communicates nothing; files are opened and their headers read.
 
     world_size None: something else is wrong with the run. Each thing is then looked at by itself, and no checkpoint is
@@ -75,12 +75,12 @@ def look(run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = Non
         and (run.data.data_path or run.data.instruction_data)
     ):
         problems += other_run(run, found, world_size)
-    return Present(run, tokenizer, found, tuple(problems))
+    return CheckedPaths(run, tokenizer, found, tuple(problems))
 
 
 def absences(run: Run) -> tuple[str, ...]:
     """What is wrong with what a run names, in which something else is wrong too: one message tells both."""
-    return look(run, None).problems
+    return check_paths(run, None).problems
 
 
 def other_run(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints as the loop of a run sees them: when one is due, what is told of it, and what a failure means."""
+"""When the loop of a run saves, what it prints about it, and what a failed save means for the run."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _ENDS_THE_RUN = (FenceLost, PeerError)
 """Failures after which another try cannot help: the folder is another job's, or a rank is gone."""
 
 
-class Saves:
-    """Saves at the moments that the loop names, on the run's thread or (`in_background`) beside it.
+class SavePolicy:
+    """Saves when the loop says so, on the run's thread or in the background.
 
     record    what is stored with the state; called when the state is, by all ranks
-    note      tells the person who reads along
-    on_saved  is told the folder and the iteration of each checkpoint that is complete
+    note      prints a line for the person who watches the run
+    on_saved  called with the folder and the iteration of each checkpoint that is complete
     pauses    seconds before each try of the last save
 
-    A save that fails, on a full disk say, is told, and training goes on; what was there is as it was, and the next save
-    tries again. The last save of a run is tried as often as there are pauses; if all fail, so does the run. Where
-    another job has taken the folder over no try can help, and the run stops (`superseded`).
+    When a save fails, on a full disk for instance, a warning is printed and training goes on. Earlier checkpoints stay
+    as they were, and the next save tries again. The last save of a run is tried as often as there are pauses; if all
+    tries fail, the run fails. Where another job has taken over the folder no try can help, and the run stops
+    (`superseded`).
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Saves:
             self._warn(outcome, "training goes on, and the next save tries again")
 
     def look(self) -> None:
-        """Tell how a save beside the run has ended, if it has. Communicates nothing."""
+        """Print how a save in the background has ended, if it has. Communicates nothing."""
         outcome = self._checkpoints.poll()
         if outcome is not None:
             self._tell(outcome)
@@ -112,7 +113,7 @@ class Saves:
         self.saved_at, self._waited = position.iteration, time.perf_counter() - began
 
     def _collect(self) -> None:
-        """Wait for the save under way. Raises what ends the run; other failures are told."""
+        """Wait for the save under way. Raises what ends the run; other failures are printed."""
         outcome = self._checkpoints.wait()
         if outcome is not None:
             self._tell(outcome)

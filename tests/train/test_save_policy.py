@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.mpu.shared_memory import PeerError
-from megazero.train.saves import PAUSES, Saves
+from megazero.train.save_policy import PAUSES, SavePolicy
 from megazero.train.state import Position
 from tests.checkpoint.runs import names, open_run, resumed_at, values_at
 from tests.disks import fill, small_disk
@@ -35,7 +35,7 @@ def test_a_full_disk_is_told_and_tried_again(in_background: bool, disk: Path) ->
     told: list[str] = []
     checkpoints, state = open_run(disk / "saved", "t")
     checkpoints.claim()
-    saves = Saves(
+    saves = SavePolicy(
         checkpoints, lambda at: {"iteration": at.iteration}, told.append, in_background=in_background, pauses=(0.0,) * 3
     )
 
@@ -84,7 +84,7 @@ def test_a_failure_that_another_try_cannot_mend_ends_the_run_at_once(
         raise PeerError("rank 1 has ended")
 
     monkeypatch.setattr(checkpoints, "save", without_a_rank)
-    saves = Saves(checkpoints, lambda at: {}, lambda text: None, in_background=False)
+    saves = SavePolicy(checkpoints, lambda at: {}, lambda text: None, in_background=False)
     for save in (saves.save, saves.finish):
         with pytest.raises(PeerError):
             save(in_state(state, 1))

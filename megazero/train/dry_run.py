@@ -14,7 +14,7 @@ from megazero.plan.bytes import stage_bytes
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train.banner import schedule_lines
-from megazero.train.presence import in_the_way, look, starts_at
+from megazero.train.path_checks import check_paths, in_the_way, starts_at
 from megazero.train.requirements import unfit
 
 
@@ -40,7 +40,7 @@ def _verdict(asked: Asked, ranks: int) -> str:
     if asked.command.skip_files:
         left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
     else:
-        present = look(run, ranks)
+        present = check_paths(run, ranks)
         run, problems = present.run, [*problems, *present.problems]
         notes += in_the_way(run.checkpoint, starts_at(run, present.found)[0])
         left.append(_unread(run))
