@@ -26,7 +26,7 @@ from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group, ProcessGrid
 
 
-class State(Protocol):
+class CheckpointedState(Protocol):
     """The model state of this rank, as the sharded optimizer keeps it.
 
     fragments   this rank's share: over all ranks every element of every box once, whatever the ZeRO stage. Replicas
@@ -125,7 +125,7 @@ class Checkpoints:
         self,
         cfg: CheckpointConfig,
         run: dict[str, Any],
-        state: State,
+        state: CheckpointedState,
         all_fragments: Callable[[], Sequence[Sequence[FragmentSpec]]],
         grid: ProcessGrid,
         token: str,

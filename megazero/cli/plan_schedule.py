@@ -12,7 +12,7 @@ from megazero.cli.parser import command_parser, taken_out
 from megazero.config.level import Level
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
-from megazero.optim.progress import Progress
+from megazero.optim.step_plan import StepPlan
 
 DESCRIPTION = """
 Learning rate, batch size and consumed samples of any iteration of a run, without starting one.
@@ -34,14 +34,14 @@ def chosen(words: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def milestones(progress: Progress) -> list[int]:
+def milestones(progress: StepPlan) -> list[int]:
     """Powers of ten and the last iteration."""
     last = progress.total_iterations or 1
     return sorted({10**k for k in range(len(str(last))) if 10**k <= last} | {last})
 
 
 def show(schedule: ScheduleConfig, iterations: Sequence[int] | None) -> None:
-    progress = Progress(schedule)
+    progress = StepPlan(schedule)
     total = progress.total_iterations
     for iteration in milestones(progress) if iterations is None else iterations:
         step = progress.step(iteration)

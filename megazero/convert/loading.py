@@ -15,7 +15,7 @@ from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig,
 from megazero.convert.hf.config import ends_of_generation, generation_file
 from megazero.convert.layout import layout_problems
 from megazero.convert.registry import open_source
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.stages import fill_stages
 from megazero.convert.tokenizers import tokenizer_of
@@ -53,7 +53,7 @@ class Opened:
     stages: list[Stage]
     chunk_map: ChunkMap
     tokenizer: Tokenizer | None
-    report: Report
+    report: ConversionReport
     ends: frozenset[int]
     generation: Mapping[str, Any]
 

@@ -19,7 +19,7 @@ class Disagreement:
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """What became of every key, and everything that a user should know.
 
     mapped    keys of the format that became tensors of ours

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from megazero.config.inventory import tp_axis
-from megazero.convert.report import Disagreement, Report
+from megazero.convert.report import ConversionReport, Disagreement
 from megazero.convert.source import ConversionError
 
 _BLOCK = 1 << 22
 
 
-def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, rows: int | None = None) -> Tensor:
+def join(
+    key: str, pieces: Sequence[Tensor], axis: int | None, report: ConversionReport, rows: int | None = None
+) -> Tensor:
     """The global tensor of the ranks' pieces, in rank order. rows: how many of its rows are not padding; None: all.
 
     Without an axis the pieces are replicas. A single piece is returned as it is, a view of its file. Raises
@@ -34,7 +36,7 @@ def join(key: str, pieces: Sequence[Tensor], axis: int | None, report: Report, r
     return whole if rows is None else whole[:rows]
 
 
-def agree(key: str, copies: Sequence[Tensor], report: Report) -> Tensor:
+def agree(key: str, copies: Sequence[Tensor], report: ConversionReport) -> Tensor:
     """The value of replicas: the first where all are equal, bit for bit. Otherwise their mean in float64, which is
     reported.
 

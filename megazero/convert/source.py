@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megazero.checkpoint.window import TensorInfo
 from megazero.config.schema import LoraConfig, ModelConfig, Run
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
@@ -69,7 +69,7 @@ class Source:
     entries: Mapping[str, TensorInfo]
     position: Position = Position()
     companions: Mapping[str, Path] = field(default_factory=dict)
-    report: Report = field(default_factory=Report)
+    report: ConversionReport = field(default_factory=ConversionReport)
     closing: ExitStack = field(default_factory=ExitStack)
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:

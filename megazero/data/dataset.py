@@ -14,7 +14,7 @@ from megazero.data.blend import blend_index, wanted
 from megazero.data.cache import Arrays, cached_arrays
 from megazero.data.id_range import identity
 from megazero.data.indexed import DataError, IndexedDataset
-from megazero.data.orders import Plan, build_orders, plan
+from megazero.data.orders import EpochPlan, build_orders, plan
 from megazero.data.progress import Report, silent
 from megazero.system import device as devices
 
@@ -63,7 +63,7 @@ class GPTDataset:
     """
 
     def __init__(
-        self, data: IndexedDataset, orders: Arrays, how: Plan, seq_length: int, vocab_size: int | None
+        self, data: IndexedDataset, orders: Arrays, how: EpochPlan, seq_length: int, vocab_size: int | None
     ) -> None:
         self.data, self.seq_length, self.vocab_size = data, seq_length, vocab_size
         self.plans = ((how.epochs, how.separate_from),)
@@ -158,7 +158,7 @@ def one_dataset(
             f" of {len(data)}, {tokens} tokens); change --split, or ask for no {name} samples"
             + {"valid": " (in training: --eval-iters 0)", "test": " (in training: --test-iters 0)"}.get(name, "")
         )
-    how: Plan = plan(tokens, seq_length, requested)
+    how: EpochPlan = plan(tokens, seq_length, requested)
     if how.samples == 0:
         return EmptyDataset()
     facts = {

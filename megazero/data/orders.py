@@ -24,7 +24,7 @@ BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochPlan:
     """How often a split is read: all that its orders depend on beside documents, sequence length and seed."""
 
     epochs: int
@@ -54,18 +54,18 @@ def split_bounds(split: str, sequences: int) -> list[tuple[int, int]]:
     return list(pairwise(marks))
 
 
-def plan(tokens: int, seq_length: int, requested: int | None) -> Plan:
+def plan(tokens: int, seq_length: int, requested: int | None) -> EpochPlan:
     """Epochs that cover the requested samples; without a request, or with 0, one epoch."""
     if tokens == 0:
         assert not requested, "the caller refuses samples of an empty split"
-        return Plan(epochs=1, samples=0, separate_from=0)
+        return EpochPlan(epochs=1, samples=0, separate_from=0)
     epochs = max(1, -(-((requested or 0) * seq_length + 1) // tokens))
     samples = (epochs * tokens - 1) // seq_length
     if epochs == 1 or requested is None:
-        return Plan(epochs, samples, samples)
+        return EpochPlan(epochs, samples, samples)
     before_last = ((epochs - 1) * tokens - 1) // seq_length
     separate = requested - before_last < int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
-    return Plan(epochs, samples, before_last if separate else samples)
+    return EpochPlan(epochs, samples, before_last if separate else samples)
 
 
 def document_index(first: int, last: int, epochs: int, separate: bool, random: RandomState) -> NDArray[np.int32]:
@@ -116,7 +116,13 @@ def shuffle_index(separate_from: int, samples: int, random: RandomState) -> NDAr
 
 
 def build_orders(
-    lengths: NDArray[np.int32], first: int, last: int, seq_length: int, seed: int, how: Plan, report: Report = silent
+    lengths: NDArray[np.int32],
+    first: int,
+    last: int,
+    seq_length: int,
+    seed: int,
+    how: EpochPlan,
+    report: Report = silent,
 ) -> dict[str, NDArray]:
     """The three indices of one split. One RandomState(seed) serves the documents first, the samples second."""
     random = RandomState(seed)

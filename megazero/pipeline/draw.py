@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megazero.pipeline.instruction import Instruction, Op
-from megazero.pipeline.simulate import Report, Span
+from megazero.pipeline.simulate import SimulationReport, Span
 
 Shades = tuple[int, int]
 """Two colours of the 256-colour palette."""
@@ -47,7 +47,7 @@ class _Cell:
     of: Instruction | None = None
 
 
-def draw(report: Report, look: Look) -> str:
+def draw(report: SimulationReport, look: Look) -> str:
     """The picture: bands of rows under a ruler, a legend, then bubble and peak activations of each stage."""
     chunks = 1 + max((span.instruction.chunk for row in report.spans for span in row), default=0)
     split = any(span.instruction.op is Op.BACKWARD_WEIGHT for row in report.spans for span in row)
@@ -67,7 +67,7 @@ def draw(report: Report, look: Look) -> str:
     return "\n".join([*lines, *painter.legend(margin), "", *_summary(report, painter, margin)])
 
 
-def _columns_per_unit(report: Report, painter: _Painter, room: int, fit: bool) -> float:
+def _columns_per_unit(report: SimulationReport, painter: _Painter, room: int, fit: bool) -> float:
     """Wide enough for every label, wider where there is room; one band exactly if that is asked for."""
     spans = [span for row in report.spans for span in row if span.end > span.start]
     shortest = min((span.end - span.start for span in spans), default=1.0)
@@ -81,7 +81,7 @@ def _columns_per_unit(report: Report, painter: _Painter, room: int, fit: bool) -
     return max(whole / shortest, needed)
 
 
-def _band_width(report: Report, scale: float, total: int, room: int) -> int:
+def _band_width(report: SimulationReport, scale: float, total: int, room: int) -> int:
     """Bands of equal length that break, where blocks are whole columns, at a multiple of the shortest one."""
     bands = max(1, -(-total // room))
     block = max(1, round(min((span.end - span.start for row in report.spans for span in row), default=1.0) * scale))
@@ -105,7 +105,7 @@ def _ruler(start: int, stop: int, scale: float) -> str:
     return "".join(marks).rstrip()
 
 
-def _summary(report: Report, painter: _Painter, margin: int) -> list[str]:
+def _summary(report: SimulationReport, painter: _Painter, margin: int) -> list[str]:
     most = max(report.peak_activations, default=1)
     lines = [" " * margin + painter.dim("idle     peak activations")]
     for i, (busy, peak) in enumerate(zip(report.busy, report.peak_activations, strict=True)):

@@ -81,7 +81,7 @@ class PipelineEngine:
         Returns the sum of token losses over the micro-batches, not multiplied, as a 0-dim float64 tensor on the device;
         0 on ranks without the head. Raises PeerError when a neighbour fails.
         """
-        step = Step(self, micro_batches, sink)
+        step = ScheduleRun(self, micro_batches, sink)
         step.run(self.schedule_of(len(micro_batches)), loss_factor)
         return step.loss_sum
 
@@ -90,7 +90,7 @@ class PipelineEngine:
         was_training = [stage.training for stage in self.stages]
         for stage in self.stages:
             stage.eval()
-        step = Step(self, micro_batches, None)
+        step = ScheduleRun(self, micro_batches, None)
         try:
             with torch.no_grad():
                 step.run(forward_only(self.schedule_of(len(micro_batches))), None)
@@ -100,7 +100,7 @@ class PipelineEngine:
         return step.loss_sum
 
 
-class Step:
+class ScheduleRun:
     """What is alive in one pass over a list. Every table is empty again at its end.
 
     `run` is the whole pass. `begin`, `execute` of parts of the list in their order, and `finish` are the same.

@@ -77,7 +77,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """What a simulation found.
 
     makespan          from the first computation's start to the last one's end
@@ -211,7 +211,7 @@ def simulate(
     times: Times,
     *,
     pick: Callable[[list[int]], int] | None = None,
-) -> Report:
+) -> SimulationReport:
     """Run every stage's list to its end.
 
     Raises ScheduleError with the blocked instruction of every stage if it has none.
@@ -227,7 +227,7 @@ class _Simulation:
         self.wires: dict[Channel, _Wire] = {}
         self.own = [{i.model_chunk: i.chunk for i in instructions if i.op is Op.FORWARD} for instructions in schedule]
 
-    def run(self, pick: Callable[[list[int]], int] | None) -> Report:
+    def run(self, pick: Callable[[list[int]], int] | None) -> SimulationReport:
         waiting = {stage for stage in range(len(self.stages)) if not self._is_done(stage)}
         while waiting:
             able = [stage for stage in sorted(waiting) if self._is_able(stage)]
@@ -330,11 +330,11 @@ class _Simulation:
             state.ended.add((i.is_backward, i.micro_batch, i.model_chunk))
         state.spans.append(Span(i, start, state.clock))
 
-    def _report(self) -> Report:
+    def _report(self) -> SimulationReport:
         spans = tuple(tuple(stage.spans) for stage in self.stages)
         makespan = max((row[-1].end for row in spans if row), default=0.0)
         longest = max((row[-1].end - row[0].start for row in spans if row), default=0.0)
         busy = tuple(sum(span.end - span.start for span in row) for row in spans)
         bubble = 1.0 - sum(busy) / (makespan * len(spans)) if makespan else 0.0
         peaks = tuple(int(peak_activations(stage.instructions)) for stage in self.stages)
-        return Report(makespan, longest, bubble, busy, peaks, spans)
+        return SimulationReport(makespan, longest, bubble, busy, peaks, spans)

@@ -11,32 +11,32 @@ from megazero.telemetry.units import count, duration, size
 
 
 @dataclass(frozen=True)
-class Column:
+class LogColumn:
     """A column of the log: its heading and how wide it is."""
 
     heading: str
     width: int
 
 
-def columns(total_iterations: int, fp16: bool) -> tuple[Column, ...]:
+def columns(total_iterations: int, fp16: bool) -> tuple[LogColumn, ...]:
     """The columns of a run's log, 93 to 120 characters with the gaps between them."""
     digits = len(str(total_iterations))
     listed = [
-        Column("iteration", max(9, 2 * digits + 1)),
-        Column("loss", 8),
-        Column("grad norm", 9),
-        Column("lr", 9),
-        Column("loss scale", 10),
-        Column("tokens/s", 8),
-        Column("TFLOP/s", 7),
-        Column("s/step", 7),
-        Column("memory", 8),
-        Column("left", 12),
+        LogColumn("iteration", max(9, 2 * digits + 1)),
+        LogColumn("loss", 8),
+        LogColumn("grad norm", 9),
+        LogColumn("lr", 9),
+        LogColumn("loss scale", 10),
+        LogColumn("tokens/s", 8),
+        LogColumn("TFLOP/s", 7),
+        LogColumn("s/step", 7),
+        LogColumn("memory", 8),
+        LogColumn("left", 12),
     ]
     return tuple(column for column in listed if fp16 or column.heading != "loss scale")
 
 
-def header(shown: tuple[Column, ...]) -> str:
+def header(shown: tuple[LogColumn, ...]) -> str:
     """The line of headings."""
     return "  ".join(column.heading.rjust(column.width) for column in shown).rstrip()
 
@@ -55,7 +55,7 @@ def _teraflops(value: float) -> str:
     return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
 
 
-def line(record: StepRecord, total_iterations: int, shown: tuple[Column, ...], seconds_left: float) -> str:
+def line(record: StepRecord, total_iterations: int, shown: tuple[LogColumn, ...], seconds_left: float) -> str:
     """The step's line; a skipped step says so at its end."""
     digits = len(str(total_iterations))
     cells = {

@@ -19,7 +19,7 @@ from megazero.config.inventory import TABLES
 from megazero.config.level import Level
 from megazero.config.shape import shape_settings
 from megazero.convert.registry import open_source
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
@@ -122,7 +122,7 @@ def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> s
     return told
 
 
-def _out_of_the_ordinary(report: Report) -> list[str]:
+def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
     """What a user should know of the keys, few of them by name; those that are used as they are need no words."""
     kinds = {"not used": report.unused, "filled": report.filled}
     found = [

@@ -15,7 +15,7 @@ from megazero.config.level import ConfigError
 from megazero.config.schema import Run
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
-from megazero.optim.progress import Progress
+from megazero.optim.step_plan import StepPlan
 from megazero.plan.flops import flops_again, step_flops
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
@@ -63,7 +63,7 @@ def sinks_of(run: Run, grid: ProcessGrid, position: Position, fence: Fence | Non
 
 
 def _log_lines(run: Run) -> LogLines:
-    total = Progress(run.schedule).total_iterations
+    total = StepPlan(run.schedule).total_iterations
     assert total is not None
     minutes = run.trainer.exit_duration_in_mins
     return LogLines(

@@ -22,7 +22,7 @@ from megazero.data.own import OwnData, OwnSamples, own_datasets
 from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.mpu.grid import axes_of
-from megazero.optim.progress import Progress
+from megazero.optim.step_plan import StepPlan
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_told, own_epochs_told, with_own_samples, with_samples
@@ -166,7 +166,7 @@ def samples_used(run: Run, found: FoundCheckpoint | None) -> int:
     """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been
     others, and its own.
     """
-    return Progress(run.schedule).consumed_at_end(*starts_at(run, found))
+    return StepPlan(run.schedule).consumed_at_end(*starts_at(run, found))
 
 
 def validation_samples(run: Run) -> int:

@@ -15,7 +15,7 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.clip import clip_coefficient
-from megazero.optim.progress import Progress
+from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.build import compiled_ops
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
@@ -52,7 +52,7 @@ class Trainer:
     position: Position
     deadline: float | None
     signals: StopSignals
-    plan: Progress = field(init=False)
+    plan: StepPlan = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     losses: dict[str, float] = field(default_factory=dict)
     """Of the newest evaluation, by metric name."""
@@ -63,7 +63,7 @@ class Trainer:
     usual_memory: int = 0
 
     def __post_init__(self) -> None:
-        self.plan = Progress(self.run.schedule)
+        self.plan = StepPlan(self.run.schedule)
         self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
 
     def fit(self) -> None:

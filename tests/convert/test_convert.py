@@ -14,7 +14,7 @@ import torch
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import FORMAT, open_native
-from megazero.convert.report import Disagreement, Report
+from megazero.convert.report import ConversionReport, Disagreement
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
 from megazero.data.progress import silent
@@ -85,7 +85,7 @@ def test_verification_sees_one_wrong_bit(tmp_path):
 
 
 def test_the_report_names_what_is_out_of_the_ordinary():
-    report = Report(
+    report = ConversionReport(
         mapped=["a", "b"],
         unused={"h.0.attn.bias": "a mask"},
         filled={"x": "zeros"},

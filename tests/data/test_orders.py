@@ -5,7 +5,7 @@ import pytest
 
 from megazero.data.blend import blend_index, built, normalise, wanted
 from megazero.data.indexed import DataError
-from megazero.data.orders import Plan, build_orders, plan, split_bounds
+from megazero.data.orders import EpochPlan, build_orders, plan, split_bounds
 
 
 def plain_sample_index(lengths, documents, seq_length, samples):
@@ -76,15 +76,15 @@ def test_orders_equal_plain_loops(seed):
 
 def test_both_ways_of_the_last_epoch_are_tried():
     """T = 1000, S = 10: 99 samples per epoch; the last epoch is apart below int(0.8 * 99) = 79 samples."""
-    assert plan(1000, 10, 99) == Plan(1, 99, 99)
-    assert plan(1000, 10, 99 + 78) == Plan(2, 199, 99)
-    assert plan(1000, 10, 99 + 79) == Plan(2, 199, 199)
-    assert plan(1000, 10, 0) == plan(1000, 10, None) == Plan(1, 99, 99)
+    assert plan(1000, 10, 99) == EpochPlan(1, 99, 99)
+    assert plan(1000, 10, 99 + 78) == EpochPlan(2, 199, 99)
+    assert plan(1000, 10, 99 + 79) == EpochPlan(2, 199, 199)
+    assert plan(1000, 10, 0) == plan(1000, 10, None) == EpochPlan(1, 99, 99)
 
 
 def test_a_boundary_is_offset_zero_of_the_next_document_and_empty_ones_are_passed():
     lengths = np.array([0, 4, 0, 0, 4, 1], dtype=np.int32)
-    orders = build_orders(lengths, 0, 6, 4, 0, Plan(1, 2, 2))
+    orders = build_orders(lengths, 0, 6, 4, 0, EpochPlan(1, 2, 2))
     documents = orders["document_index"]
     assert np.array_equal(orders["sample_index"], plain_sample_index(lengths, documents, 4, 2))
     assert orders["sample_index"][0].tolist() == [0, 0]

@@ -15,7 +15,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import ScheduleConfig
 from megazero.optim.batch_schedule import BatchSchedule
 from megazero.optim.lr_schedule import LearningRate
-from megazero.optim.progress import Progress
+from megazero.optim.step_plan import StepPlan
 
 
 def bloom() -> ScheduleConfig:
@@ -23,7 +23,7 @@ def bloom() -> ScheduleConfig:
 
 
 def test_lines_of_the_bloom_log() -> None:
-    progress = Progress(bloom())
+    progress = StepPlan(bloom())
     for iteration, samples, rate in ((12_695, 9_841_584, "5.969E-05"), (31_214, 47_768_496, "5.279E-05")):
         step = progress.step(iteration)
         assert (step.consumed_samples, f"{step.lr:.3E}") == (samples, rate)
@@ -31,7 +31,7 @@ def test_lines_of_the_bloom_log() -> None:
 
 def test_bloom_by_counting() -> None:
     """Every iteration until the rate is lowest, with the formulas as they were published."""
-    progress, consumed = Progress(bloom()), 0
+    progress, consumed = StepPlan(bloom()), 0
     for iteration, step in enumerate(progress.steps(), 1):
         batch = 2048 if consumed > 9_765_625 else 192 + int(consumed / (9_765_625 / 116)) * 16
         if consumed <= 183_105:
@@ -50,9 +50,9 @@ def test_bloom_by_counting() -> None:
 
 
 def test_the_first_step_of_a_warm_up_has_rate_zero() -> None:
-    assert Progress(bloom()).step(1).lr == 0.0
-    assert Progress(ScheduleConfig(train_iters=9, lr_warmup_iters=3)).step(1).lr == 0.0
-    assert Progress(ScheduleConfig(train_iters=9, lr=0.5)).step(1).lr == 0.5
+    assert StepPlan(bloom()).step(1).lr == 0.0
+    assert StepPlan(ScheduleConfig(train_iters=9, lr_warmup_iters=3)).step(1).lr == 0.0
+    assert StepPlan(ScheduleConfig(train_iters=9, lr=0.5)).step(1).lr == 0.5
 
 
 RAMPS = [
@@ -92,7 +92,7 @@ def test_a_ramp_that_does_not_arrive_is_an_error() -> None:
 
 def rates(**settings: object) -> list[float]:
     config = ScheduleConfig(global_batch_size=4, micro_batch_size=1, lr=1.0, min_lr=0.1, **settings)  # type: ignore[arg-type]
-    return [step.lr for step in Progress(config).steps()]
+    return [step.lr for step in StepPlan(config).steps()]
 
 
 def test_shapes() -> None:
@@ -134,19 +134,19 @@ def test_mixed_units_follow_the_ramp() -> None:
         lr_decay_samples=100,
         lr_decay_style="linear",
     )
-    steps = list(Progress(config).steps())
+    steps = list(StepPlan(config).steps())
     consumed = steps[3].consumed_before
     assert [step.lr for step in steps[:4]] == [step.consumed_before / consumed for step in steps[:4]]
 
 
 def test_train_samples_are_whole_batches() -> None:
-    progress = Progress(ScheduleConfig(global_batch_size=24, train_samples=100))
+    progress = StepPlan(ScheduleConfig(global_batch_size=24, train_samples=100))
     assert len(list(progress.steps())) == progress.total_iterations == 4
     assert not progress.finished(3, 72) and progress.finished(4, 96)
 
 
 def test_a_resume_continues_the_path_and_may_leave_it() -> None:
-    progress = Progress(bloom())
+    progress = StepPlan(bloom())
     everything = [progress.step(i) for i in range(12_000, 12_010)]
     resumed = progress.steps(11_999, everything[0].consumed_before)
     assert [next(resumed) for _ in range(10)] == everything
@@ -157,7 +157,7 @@ def test_a_resume_continues_the_path_and_may_leave_it() -> None:
 def test_any_iteration_is_found_at_once() -> None:
     began = time.perf_counter()
     for iteration in range(1, 115_000, 500):
-        Progress(bloom()).step(iteration)
+        StepPlan(bloom()).step(iteration)
     assert time.perf_counter() - began < 5.0
 
 
@@ -182,6 +182,6 @@ def test_samples_at_the_end_are_those_of_the_last_step(
     by_samples, number = length
     ends = {"train_samples": number, "train_iters": None} if by_samples else {"train_iters": number}
     rampup = (4, 4, ramp) if ramp is not None and full > 4 else None
-    progress = Progress(ScheduleConfig(global_batch_size=full, rampup_batch_size=rampup, lr=1e-3, **ends))
+    progress = StepPlan(ScheduleConfig(global_batch_size=full, rampup_batch_size=rampup, lr=1e-3, **ends))
     consumed = [done[1], *(step.consumed_samples for step in progress.steps(*done))]
     assert progress.consumed_at_end(*done) == consumed[-1]

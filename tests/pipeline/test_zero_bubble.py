@@ -13,8 +13,8 @@ import pytest
 from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
 from megazero.pipeline.simulate import (
-    Report,
     ScheduleError,
+    SimulationReport,
     check_complete,
     peak_activations,
     profiled_times,
@@ -31,7 +31,7 @@ def chunks_of(name: str) -> int:
     return CHUNKS[name] or 1
 
 
-def run(name: str, p: int, m: int, *profile: float) -> Report:
+def run(name: str, p: int, m: int, *profile: float) -> SimulationReport:
     """A simulation with a whole stage's (forward, backward of inputs, of weights, message); default: the chunks' are 1,
     1, 1, 0.
     """

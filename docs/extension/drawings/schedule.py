@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from docs.extension.svg import Picture, shade
 from megazero.pipeline.instruction import Op
 from megazero.pipeline.schedule import CHUNKS, make_schedule
-from megazero.pipeline.simulate import Report, simulate, uniform_times
+from megazero.pipeline.simulate import SimulationReport, simulate, uniform_times
 
 COLOURS = {
     Op.FORWARD: "#4878a8",
@@ -19,7 +19,7 @@ _ROW, _GAP, _MARGIN, _HEAD, _WIDTH = 22, 4, 82, 26, 780
 _IN_README = ("1f1b", "zb-h1", "zb-v")
 
 
-def simulated(name: str, pp: int, micro_batches: int) -> Report:
+def simulated(name: str, pp: int, micro_batches: int) -> SimulationReport:
     """The schedule at unit times: a whole stage's forward takes 1, its backward 2, half of it for the weights."""
     chunks = CHUNKS[name] or (2 if name == "interleaved" else 1)
     times = uniform_times(pp * chunks, 1 / chunks, 2 / chunks)
@@ -48,11 +48,11 @@ def schedules(pp: int = 4, micro_batches: int = 8) -> str:
     return picture.svg()
 
 
-def _height(report: Report) -> float:
+def _height(report: SimulationReport) -> float:
     return _HEAD + len(report.spans) * (_ROW + _GAP) + 10
 
 
-def _rows(picture: Picture, name: str, report: Report, top: float, longest: float) -> None:
+def _rows(picture: Picture, name: str, report: SimulationReport, top: float, longest: float) -> None:
     scale = (picture.width - _MARGIN) / longest
     chunks = 1 + max(span.instruction.chunk for row in report.spans for span in row)
     held = max(report.peak_activations)
@@ -71,7 +71,7 @@ def _rows(picture: Picture, name: str, report: Report, top: float, longest: floa
             picture.text(x + width / 2, y + 15, str(i.micro_batch), size=10.5, fill="#fff")
 
 
-def _legend(picture: Picture, reports: Sequence[Report]) -> None:
+def _legend(picture: Picture, reports: Sequence[SimulationReport]) -> None:
     """The colours that occur."""
     shown = {span.instruction.op for report in reports for row in report.spans for span in row}
     split = Op.BACKWARD_WEIGHT in shown

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.config.inventory import TABLES, WORDS, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.megatron.names import TIED_COPIES, MegatronTensor, theirs, why_ignored
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.shards import agree, join
 from megazero.convert.source import ConversionError, parameter_specs
 
@@ -38,7 +38,7 @@ class Assembly:
     """
 
     def __init__(
-        self, where: str, model: ModelConfig, ranks: Ranks, report: Report, *, qkv_bias_alone: bool = False
+        self, where: str, model: ModelConfig, ranks: Ranks, report: ConversionReport, *, qkv_bias_alone: bool = False
     ) -> None:
         self.where, self.model, self.ranks, self.report = where, model, ranks, report
         self.specs = parameter_specs(model)

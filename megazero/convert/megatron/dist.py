@@ -28,7 +28,7 @@ from megazero.convert.megatron.names import MegatronTensor, theirs, why_ignored
 from megazero.convert.megatron.source import KNOWN, described, note_padding, position_of, unused_of_common
 from megazero.convert.megatron_args import has_qkv_bias_alone, run_from_args
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -59,7 +59,7 @@ _OTHERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class TensorKey:
+class GlobalTensorKey:
     """Where one of our tensors is. layer: its index on the first axis, of a tensor of all layers. half: the half of the
     rows that is ours.
     """
@@ -95,7 +95,7 @@ def open_torch_dist(folder: Path) -> TorchDistSource:
         raise ConversionError(f"{folder} has no {COMMON}, whose arguments tell the model's shape")
     common = read_torch_file(folder / COMMON, KNOWN)
     args, model = described(folder, {COMMON: common})
-    report = Report()
+    report = ConversionReport()
     note_padding(report, args, model)
     stored = _Tensors(DistributedCheckpoint(folder), model, report, qkv_bias_alone=has_qkv_bias_alone(args))
     columns = {WEIGHT: "", **stored.state()}
@@ -122,7 +122,7 @@ class _Tensors:
     """
 
     def __init__(
-        self, checkpoint: DistributedCheckpoint, model: ModelConfig, report: Report, *, qkv_bias_alone: bool
+        self, checkpoint: DistributedCheckpoint, model: ModelConfig, report: ConversionReport, *, qkv_bias_alone: bool
     ) -> None:
         self.checkpoint, self.report = checkpoint, report
         self.specs: Mapping[str, ParameterSpec] = parameter_specs(model)
@@ -145,16 +145,16 @@ class _Tensors:
                 + "; ".join(problems[:20] + more)
             )
 
-    def _find(self, name: str, named: MegatronTensor) -> TensorKey | None:
+    def _find(self, name: str, named: MegatronTensor) -> GlobalTensorKey | None:
         for key in named.names:
             match = _LAYER.fullmatch(key)
             together = [] if match is None else [(f"{match[1]}{match[3]}", int(match[2]))]
             for wanted, layer in [(key, None), *together]:
                 if wanted in self.checkpoint.tensors:
-                    return TensorKey(wanted, layer, named.half)
+                    return GlobalTensorKey(wanted, layer, named.half)
                 apart = "" if named.half is None else f"{wanted}_{'wv'[named.half]}"
                 if apart in self.checkpoint.tensors:
-                    return TensorKey(apart, layer, None)
+                    return GlobalTensorKey(apart, layer, None)
         return None
 
     def tensor(self, name: str, prefix: str) -> Tensor:
@@ -213,7 +213,7 @@ class _Tensors:
                 return False
         return True
 
-    def _cut(self, stored: tuple[int, ...], whole: tuple[int, ...], found: TensorKey) -> bool:
+    def _cut(self, stored: tuple[int, ...], whole: tuple[int, ...], found: GlobalTensorKey) -> bool:
         cuts = fragments(stored, whole)
         return cuts is not None and (found.layer is None or cuts[0] == whole[0])
 

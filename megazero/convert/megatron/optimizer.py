@@ -27,7 +27,7 @@ _COMPARED = 4096
 
 
 @dataclass(frozen=True)
-class State:
+class OptimizerState:
     """The optimizer's state of all ranks.
 
     columns  "weight" (masters) and the moments, per tp rank by the model's keys; empty where their order is unclear
@@ -50,29 +50,29 @@ def optimizer_state(
     tp: int,
     pp: int,
     folder: Path,
-) -> State:
+) -> OptimizerState:
     """The state of all ranks, (tp rank, stage) -> file; or the reason why there is none."""
     beside = [path for name in ("distrib_optim.pt", "optim.pt") for path in folder.glob(f"mp_rank_*/{name}")]
     if beside:
-        return State(
+        return OptimizerState(
             why_not=f"it is a distributed optimizer's ({beside[0].name}), whose buffers say nothing of their parameters"
         )
     if not any("optimizer" in state for state in states.values()):
-        return State()
+        return OptimizerState()
     named = {}
     try:
         for rank, state in states.items():
             named[rank] = _named(state, chunks[rank])
     except _Unclear as unclear:
-        return State(why_not=str(unclear))
+        return OptimizerState(why_not=str(unclear))
     steps = {found.steps for found in named.values()}
     if len(steps) > 1:
-        return State(why_not=f"ranks have counted {', '.join(map(str, sorted(steps)))} steps")
+        return OptimizerState(why_not=f"ranks have counted {', '.join(map(str, sorted(steps)))} steps")
     columns = {
         column: [numbered(in_model_order([named[t, p].columns[column] for p in range(pp)])) for t in range(tp)]
         for column in (WEIGHT, *MOMENTS)
     }
-    return State(columns, steps.pop())
+    return OptimizerState(columns, steps.pop())
 
 
 @dataclass(frozen=True)

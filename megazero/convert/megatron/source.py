@@ -16,10 +16,10 @@ from megazero.convert.files.unpickle import Record
 from megazero.convert.megatron.assembly import Assembly, Ranks
 from megazero.convert.megatron.chunks import chunks_of, in_model_order, misplaced, numbered
 from megazero.convert.megatron.folders import rank_files
-from megazero.convert.megatron.optimizer import State, optimizer_state
+from megazero.convert.megatron.optimizer import OptimizerState, optimizer_state
 from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args, true_vocabulary
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import WEIGHT, ConversionError, Position, Source
 
 KNOWN = (
@@ -37,7 +37,7 @@ class MegatronSource(Source):
     state.
     """
 
-    def __init__(self, path: Path, run: Run, position: Position, assembly: Assembly, state: State) -> None:
+    def __init__(self, path: Path, run: Run, position: Position, assembly: Assembly, state: OptimizerState) -> None:
         self._assembly = assembly
         self._columns: Mapping[str, Ranks] = {WEIGHT: assembly.ranks, **state.columns}
         entries = {}
@@ -67,7 +67,7 @@ def open_torch(folder: Path) -> MegatronSource:
     if strange:
         raise ConversionError(f"{folder}: " + "; ".join(strange))
     ranks = [numbered(parts) for parts in ordered]
-    report = Report()
+    report = ConversionReport()
     note_padding(report, args, model)
     assembly = Assembly(str(folder), model, ranks, report, qkv_bias_alone=has_qkv_bias_alone(args))
     dtype = assembly.dtype("blocks.0.attention.qkv.weight")
@@ -129,7 +129,7 @@ def args_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
     raise ConversionError(f"{folder} keeps no arguments ('args'), without which the model's shape is not known")
 
 
-def note_padding(report: Report, args: Mapping[str, Any], model: ModelConfig) -> None:
+def note_padding(report: ConversionReport, args: Mapping[str, Any], model: ModelConfig) -> None:
     """Report what became of the rows with which Megatron pads the vocabulary."""
     padded, true = args.get("padded_vocab_size"), true_vocabulary(args)
     if not true:
@@ -174,13 +174,13 @@ _REST: Mapping[str, str] = {
 _TAKEN = ("args", "iteration", "checkpoint_version", "tokens", "model", "optimizer")
 
 
-def _account_for_the_rest(report: Report, state: Mapping[str, Any], optimizer: State) -> None:
+def _account_for_the_rest(report: ConversionReport, state: Mapping[str, Any], optimizer: OptimizerState) -> None:
     unused_of_common(report, state)
     if optimizer.why_not is not None:
         report.unused["optimizer"] = f"not carried over: {optimizer.why_not}"
 
 
-def unused_of_common(report: Report, state: Mapping[str, Any]) -> None:
+def unused_of_common(report: ConversionReport, state: Mapping[str, Any]) -> None:
     """Report why the values beside the model are not used."""
     for key in state:
         if key not in _TAKEN and not key.startswith("model"):

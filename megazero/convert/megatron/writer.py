@@ -26,7 +26,7 @@ from megazero.convert.megatron_args import args_of
 from megazero.convert.shards import cut
 from megazero.convert.source import ConversionError, Source
 
-TensorHeader = tuple[str, tuple[str, ...]]
+KeyedNames = tuple[str, tuple[str, ...]]
 """A tensor of theirs: its key, layers counted in the stage, and those of ours that its rows are made of, one after the
 other.
 """
@@ -77,7 +77,7 @@ def write_megatron(source: Source, folder: Path, options: TargetOptions, advance
     (folder / TRACKER).write_text(f"{word}\n")
 
 
-def _slots(source: Source, stage: int, stages: int) -> Iterator[TensorHeader]:
+def _slots(source: Source, stage: int, stages: int) -> Iterator[KeyedNames]:
     model = source.model
     layers = model.num_layers // stages
     own = range(stage * layers, (stage + 1) * layers)
@@ -106,7 +106,7 @@ def _write_stage(
     inside: Path,
     options: TargetOptions,
     stage: int,
-    slots: Sequence[TensorHeader],
+    slots: Sequence[KeyedNames],
     dtype: torch.dtype,
     rest: dict[str, object],
     advance: Advance,

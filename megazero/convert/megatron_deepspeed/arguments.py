@@ -18,7 +18,7 @@ from megazero.config.derive import (
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.formats import TargetOptions
-from megazero.convert.megatron_deepspeed.stages import Plan, Written
+from megazero.convert.megatron_deepspeed.stages import WritePlan, Written
 from megazero.convert.source import ConversionError, Position
 
 _POSITIONS = {"learned": "learned_absolute", "rotary": "rotary", "alibi": "alibi"}
@@ -101,7 +101,7 @@ def _foreign(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def universal_info(planned: Plan) -> dict[str, Any]:
+def universal_info(planned: WritePlan) -> dict[str, Any]:
     """The patterns of parameter names that DeepSpeed's ds_to_universal needs: how tp ranks and pipeline stages share
     each parameter.
     """

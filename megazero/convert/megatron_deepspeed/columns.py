@@ -14,7 +14,7 @@ from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.megatron_deepspeed.names import PipelineTensor
 from megazero.convert.megatron_deepspeed.weights import Weights, halved, label
 from megazero.convert.megatron_deepspeed.zero import PartitionSlice, Zero, pieces_of
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.shards import agree, join
 from megazero.convert.source import ConversionError
 
@@ -27,7 +27,7 @@ class Columns:
     files do not hold completely.
     """
 
-    def __init__(self, files: Files, listing: Listing, weights: Weights, zero: Zero, report: Report) -> None:
+    def __init__(self, files: Files, listing: Listing, weights: Weights, zero: Zero, report: ConversionReport) -> None:
         self.files, self.listing, self.weights, self.zero, self.report = files, listing, weights, zero, report
         self.tp = listing.tp
         self.stages = len(zero.slices) // self.tp

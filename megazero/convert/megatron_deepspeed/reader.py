@@ -27,7 +27,7 @@ from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import Weights, label, stored_layers
 from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import WEIGHT, ConversionError, Position, Source
 
 
@@ -41,7 +41,7 @@ class MegatronDeepSpeedSource(Source):
         position: Position,
         weights: Weights,
         columns: Columns | None,
-        report: Report,
+        report: ConversionReport,
         companions: dict[str, Path],
     ) -> None:
         dtypes = columns.zero.dtypes if columns else {}
@@ -125,7 +125,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     """
     folder = checkpoint_folder(path)
     there = listing(folder)
-    files, report = Files(), Report()
+    files, report = Files(), ConversionReport()
     stored = stored_layers(files, there)
     layers = found_layers({layer: tuple(ranks[0]) for layer, ranks in stored.items()}, str(folder))
     state = files[there.ranks[0]] if there.ranks else {}
@@ -243,7 +243,9 @@ def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Lis
     )
 
 
-def _note(report: Report, zero: Zero | None, there: Listing, args: Mapping[str, Any], vocabulary: int | None) -> None:
+def _note(
+    report: ConversionReport, zero: Zero | None, there: Listing, args: Mapping[str, Any], vocabulary: int | None
+) -> None:
     padded, true = args.get("padded_vocab_size"), args.get("vocab_size")
     if true and padded and true < padded:
         report.notes.append(f"{padded - true} rows that pad the vocabulary of {true} to {padded} are left out")

@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.convert.megatron_deepspeed.names import Layers
 from megazero.convert.megatron_deepspeed.weights import LayerTensor
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError
 
 SEQUENCE = 2048
@@ -21,7 +21,7 @@ def args_from_shapes(
     stored: Mapping[int, tuple[Mapping[str, LayerTensor], ...]],
     layers: Layers,
     where: str,
-    report: Report,
+    report: ConversionReport,
 ) -> dict[str, Any]:
     """The arguments, completed. Assumptions go into the report.
 

@@ -27,7 +27,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """What is written where. tensors: in the pipeline's order. stages: the layers of each stage."""
 
     model: ModelConfig
@@ -59,7 +59,7 @@ class Plan:
         return self.layers.parameter(written.where.layer, written.where.key)
 
 
-def plan(model: ModelConfig, options: TargetOptions) -> Plan:
+def plan(model: ModelConfig, options: TargetOptions) -> WritePlan:
     """How a model is divided into stages.
 
     A tied model gets the stages of BLOOM's `--pp-partition-method 'type:transformer|embedding'`. An untied one, which
@@ -88,7 +88,7 @@ def plan(model: ModelConfig, options: TargetOptions) -> Plan:
         )
         for key, names in sorted(by_key.items(), key=lambda item: item[0][0])
     )
-    return Plan(model, layers, tensors, tuple(_stages(model, layers, options.pp)), rows)
+    return WritePlan(model, layers, tensors, tuple(_stages(model, layers, options.pp)), rows)
 
 
 def _local(names: list[str], everything: dict[str, ParameterSpec], tp: int, rows: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.megatron_deepspeed.names import Layers, PipelineTensor, theirs, why_ignored
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.shards import join
 from megazero.convert.source import ConversionError, parameter_specs
 
@@ -67,7 +67,7 @@ class Weights:
         stored: Mapping[int, tuple[Mapping[str, LayerTensor], ...]],
         layers: Layers,
         model: ModelConfig,
-        report: Report,
+        report: ConversionReport,
     ) -> None:
         self.files, self.listing, self.stored, self.layers, self.model, self.report = (
             files,

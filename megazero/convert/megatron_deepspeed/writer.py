@@ -19,7 +19,7 @@ from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.arguments import arguments, universal_info
 from megazero.convert.megatron_deepspeed.folders import LATEST, layer_file, rank_file
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
-from megazero.convert.megatron_deepspeed.stages import Plan, plan
+from megazero.convert.megatron_deepspeed.stages import WritePlan, plan
 from megazero.convert.megatron_deepspeed.zero_writer import VERSION, write_zero
 from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
 
@@ -47,7 +47,7 @@ def write_megatron_deepspeed(source: Source, folder: Path, options: TargetOption
 
 
 def _write_layer(
-    source: Source, inside: Path, planned: Plan, layer: int, tp: int, dtype: torch.dtype, advance: Advance
+    source: Source, inside: Path, planned: WritePlan, layer: int, tp: int, dtype: torch.dtype, advance: Advance
 ) -> None:
     tensors = planned.of_layer(layer)
     content = {written.where.key: TensorPlaceholder(written.shape, dtype) for written in tensors}
@@ -63,7 +63,7 @@ def _write_layer(
 
 
 def model_state(
-    run: Run, position: Position, planned: Plan, stage: int, options: TargetOptions, said: dict[str, Any]
+    run: Run, position: Position, planned: WritePlan, stage: int, options: TargetOptions, said: dict[str, Any]
 ) -> dict[str, Any]:
     """The content of an mp_rank file. Where `module` is None, DeepSpeed's pipeline reads the model from the layer
     files.

@@ -22,7 +22,7 @@ from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.folders import zero_file
 from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
-from megazero.convert.megatron_deepspeed.stages import Plan, Written
+from megazero.convert.megatron_deepspeed.stages import WritePlan, Written
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Source
 
 VERSION = "0.10.0"
@@ -40,7 +40,7 @@ class FlatGroup:
     padding: int
 
 
-def write_zero(source: Source, inside: Path, planned: Plan, options: TargetOptions, advance: Advance) -> None:
+def write_zero(source: Source, inside: Path, planned: WritePlan, options: TargetOptions, advance: Advance) -> None:
     """Write the files of all ranks, stage by stage. The files of a stage's tp and dp ranks are filled side by side, one
     tensor after the other.
     """
@@ -78,7 +78,7 @@ def _order(groups: int) -> list[tuple[int, str]]:
     ]
 
 
-def _tell(source: Source, planned: Plan, stage: int, advance: Advance, whole: bool) -> None:
+def _tell(source: Source, planned: WritePlan, stage: int, advance: Advance, whole: bool) -> None:
     """Report a stage's moments as read. A tied embedding counts once, although the last stage writes it again."""
     for written in planned.of_stage(stage):
         if whole or written.where.layer != planned.layers.embedding:
@@ -93,7 +93,7 @@ def _cut(parameters: list[Written], dp: int) -> FlatGroup:
 
 
 def _fill(
-    source: Source, planned: Plan, group: FlatGroup, column: str, files: Sequence[Sequence[TorchFileWriter]]
+    source: Source, planned: WritePlan, group: FlatGroup, column: str, files: Sequence[Sequence[TorchFileWriter]]
 ) -> None:
     """Write one column of a group into the files of a stage: files[tp rank][dp partition]."""
     dtype = _dtype(source, column)
@@ -128,7 +128,7 @@ def _dtype(source: Source, column: str) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _state(source: Source, planned: Plan, groups: Sequence[FlatGroup], d: int, dp: int) -> dict[str, Any]:
+def _state(source: Source, planned: WritePlan, groups: Sequence[FlatGroup], d: int, dp: int) -> dict[str, Any]:
     """The state of dp partition d; tensors in the order of `_order`."""
     optimizer, steps = source.run.optimizer, int(source.position.optimizer_steps)
     placeholders = {
@@ -165,7 +165,7 @@ def _state(source: Source, planned: Plan, groups: Sequence[FlatGroup], d: int, d
     }
 
 
-def _mapping(planned: Plan, group: FlatGroup, d: int) -> dict[str, Record]:
+def _mapping(planned: WritePlan, group: FlatGroup, d: int) -> dict[str, Record]:
     """Parameter -> the part of it in partition d."""
     found = {}
     at, begin, end = 0, d * group.size, (d + 1) * group.size

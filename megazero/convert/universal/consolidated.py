@@ -28,7 +28,7 @@ from megazero.convert.megatron.source import args_of, note_padding
 from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import KNOWN
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
 from megazero.convert.tracker import named_folder
 from megazero.convert.universal.folders import model_states
@@ -60,7 +60,7 @@ def _told_by(path: Path) -> Path | None:
 
 def open_consolidated(path: Path) -> Source:
     """Open the state dictionary in this folder. Raises ConversionError."""
-    told, report = _told_by(path), Report()
+    told, report = _told_by(path), ConversionReport()
     if told is None:
         raise ConversionError(
             f"{path} has neither {ARGS_FILE} nor an mp_rank_*_model_states.pt: nothing tells the model's shape"

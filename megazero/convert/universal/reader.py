@@ -21,7 +21,7 @@ from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import Files
 from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of, with_loss_scale
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Position, Source, parameter_specs
 from megazero.convert.universal.folders import (
     OPTIMIZER,
@@ -43,7 +43,7 @@ def open_universal(path: Path) -> Source:
     Raises ConversionError.
     """
     folder = checkpoint_folder(path)
-    files, report = Files(), Report()
+    files, report = Files(), ConversionReport()
     states = model_states(folder)
     state = files[states] if states is not None else None
     if not isinstance(state, dict):
@@ -116,7 +116,7 @@ def _has_moments(held: WholeTensors, folders: Mapping[str, Path]) -> bool:
     return not without
 
 
-def _optimizer(folder: Path, files: Files, report: Report) -> dict[str, Any]:
+def _optimizer(folder: Path, files: Files, report: ConversionReport) -> dict[str, Any]:
     """The optimizer's settings, under the names of the arguments."""
     state = _optimizer_state(folder, files)
     report.unused |= {
@@ -149,7 +149,7 @@ def _position(
     args: Mapping[str, Any],
     state: Mapping[str, Any],
     folders: Mapping[str, Path],
-    report: Report,
+    report: ConversionReport,
 ) -> Position:
     iteration = int(state.get("iteration") or args.get("iteration") or state.get("global_steps") or 0)
     samples = int(args.get("consumed_train_samples") or state.get("global_samples") or 0)
@@ -165,7 +165,7 @@ def _position(
     )
 
 
-def _steps(optimizer: Mapping[str, Any], files: Files, folders: Mapping[str, Path], report: Report) -> float:
+def _steps(optimizer: Mapping[str, Any], files: Files, folders: Mapping[str, Path], report: ConversionReport) -> float:
     """Adam's step count, which is stored with each parameter or with the optimizer's groups."""
     counted = {name: float(files[inside / STEP]) for name, inside in folders.items() if (inside / STEP).is_file()}
     if counted:

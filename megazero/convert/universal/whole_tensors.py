@@ -19,7 +19,7 @@ from megazero.config.schema import ModelConfig, Run
 from megazero.convert.megatron_deepspeed.names import PipelineTensor, why_ignored
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import LayerTensor
-from megazero.convert.report import Report
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
 from megazero.convert.universal.names import named
 
@@ -44,7 +44,7 @@ class WholeTensors:
     of ours.
     """
 
-    def __init__(self, where: str, parameters: Mapping[str, WholeTensor], report: Report) -> None:
+    def __init__(self, where: str, parameters: Mapping[str, WholeTensor], report: ConversionReport) -> None:
         self.where, self.report = where, report
         self.named, others = named(parameters, where)
         report.unused |= {

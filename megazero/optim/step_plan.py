@@ -21,7 +21,7 @@ class Step:
     lr: float
 
 
-class Progress:
+class StepPlan:
     """The steps of the run that a schedule describes.
 
     `after(iterations, consumed)` is the step that follows any state, on the run's own path or off it (a resume with
