@@ -9,11 +9,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megazero.config.options import run_options
+from megazero.convert.names import FORMATS
+from megazero.telemetry.record import StepRecord
 from tests.docs.pages import ROOT, pages, prose, text_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -97,3 +100,14 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'id="flag-tp"' in flags and run_options()["tp"].sentence in flags
     assert 'href="../reference/flags.html#flag-zero-stage"' in (tmp_path / "how-to" / "layout.html").read_text()
     assert "<svg" in (tmp_path / "how-it-works" / "grid.html").read_text()
+
+
+def first_cells(page: str) -> list[str]:
+    """The names in the first column of the tables of a page."""
+    cells = (line.split("|")[1] for line in text_of(page).splitlines() if line.startswith("| `"))
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_the_tables_of_metrics_and_formats_are_complete() -> None:
+    assert first_cells("docs/reference/metrics.md") == [field.name for field in fields(StepRecord)]
+    assert set(first_cells("docs/reference/checkpoint-formats.md")) == set(FORMATS)
