@@ -198,11 +198,15 @@ class Letters:
         return " ".join(map(str, ids))
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["own data", "data that are named"])
 def test_a_tokenizer_that_is_handed_in_says_the_vocabulary_and_writes_the_sample(
-    capsys: pytest.CaptureFixture[str],
+    named: bool, flags: list[str], corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = changed(model={"vocab_size": None}, trainer={"eval_iters": 0, "sample_prompt": "ab", "sample_tokens": 2})
-    with megazero.training(run, train_data=rows_of(5), tokenizer=Letters()) as training:
+    data = {"data_path": [str(corpus)], "data_cache_path": parse_run(flags, 1).data.data_cache_path} if named else {}
+    trainer = {"eval_iters": 0, "sample_prompt": "ab", "sample_tokens": 2}
+    run = changed(model={"vocab_size": None}, data=data, trainer=trainer)
+    rows = None if named else rows_of(5)
+    with megazero.training(run, train_data=rows, tokenizer=Letters()) as training:
         assert (training.run.model.vocab_size, training.run.data.eod_id) == (1003, 1002)
         list(training.steps())
     assert "The model continues 'ab':\n\n97 98 " in capsys.readouterr().out
