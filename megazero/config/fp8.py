@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.inventory import GATE, block, linears
+from megazero.config.inventory import block, linears
 from megazero.config.schema import ModelConfig, Run
 
 MULTIPLE = 16
@@ -19,7 +19,7 @@ MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer of every block: its name within the block, and its weight [n, k] on one tp rank.
+    """A product of every block: its name within the block, and its weight [n, k] on one tp rank.
 
     Gate and up of a gated feed-forward layer are one product of both, under the gate's name.
     """
@@ -35,15 +35,13 @@ class Layer:
 
 
 def block_layers(model: ModelConfig, tp: int) -> tuple[Layer, ...]:
-    """The linear layers of a block."""
-    found: list[Layer] = []
+    """The products of a block's linear layers."""
+    found: dict[str, Layer] = {}
     for linear in linears(model):
         n, k = linear.on_rank(tp)
-        if found and found[-1].name == GATE:
-            found[-1] = Layer(GATE, found[-1].n + n, k)
-        else:
-            found.append(Layer(linear.name, n, k))
-    return tuple(found)
+        before = found[linear.product].n if linear.product in found else 0
+        found[linear.product] = Layer(linear.product, before + n, k)
+    return tuple(found.values())
 
 
 def fp8_layers(run: Run) -> tuple[str, ...]:

@@ -36,12 +36,16 @@ def block(number: int | str) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of every block: its name there, and its weight [outputs, inputs] on all tp ranks together."""
+    """A linear layer of every block: its name there, and its weight [outputs, inputs] on all tp ranks together.
+
+    product  the layer by whose name the product is known that computes it: two layers of one input are one product
+    """
 
     name: str
     outputs: int
     inputs: int
     bias: bool
+    product: str
 
     @property
     def tp_axis(self) -> int:
@@ -63,9 +67,14 @@ def linears(model: ModelConfig) -> tuple[Linear, ...]:
     hidden, width, size = model.hidden_size, ffn_width(model), head_dim(model)
     queries, pairs = model.num_attention_heads * size, 2 * query_groups(model) * size
     of_attention, of_mlp = attention_bias(model), mlp_bias(model)
-    found = [Linear(QKV, queries + pairs, hidden, of_attention), Linear(OUTPUT, hidden, queries, of_attention)]
-    found += [Linear(GATE, width, hidden, of_mlp)] if model.activation == "swiglu" else []
-    return (*found, Linear(UP, width, hidden, of_mlp), Linear(DOWN, hidden, width, of_mlp))
+    gated = model.activation == "swiglu"
+    return (
+        Linear(QKV, queries + pairs, hidden, of_attention, QKV),
+        Linear(OUTPUT, hidden, queries, of_attention, OUTPUT),
+        *([Linear(GATE, width, hidden, of_mlp, GATE)] if gated else []),
+        Linear(UP, width, hidden, of_mlp, GATE if gated else UP),
+        Linear(DOWN, hidden, width, of_mlp, DOWN),
+    )
 
 
 Shapes = dict[str, tuple[int, ...]]

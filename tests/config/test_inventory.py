@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.config.fp8 import block_layers
 from megazero.config.inventory import linears, shapes, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
@@ -86,3 +87,11 @@ def test_names_that_are_none_of_a_model_are_divided_by_nobody() -> None:
         assert tp_axis(name) is None
     assert [tp_axis(f"blocks.10.{name}") for name in ("mlp.up.bias", "mlp.down.weight")] == [0, 1]
     assert tp_axis("blocks.10.mlp.down.bias") is None
+
+
+@pytest.mark.parametrize(("activation", "entrance"), [("gelu", ("mlp.up", 48, 24)), ("swiglu", ("mlp.gate", 96, 24))])
+def test_a_block_has_four_products(activation: str, entrance: tuple[str, int, int]) -> None:
+    """On one of two tp ranks: 12 queries and 4 pairs of width 2 are 40 rows, 20 of them here; gate and up are one."""
+    model = ModelConfig(**SIZE, activation=activation, num_query_groups=4, ffn_hidden_size=96)
+    found = [(layer.name, layer.n, layer.k) for layer in block_layers(model, 2)]
+    assert found == [("attention.qkv", 20, 24), ("attention.output", 24, 12), entrance, ("mlp.down", 24, 48)]

@@ -53,7 +53,7 @@ def test_a_containers_share_of_the_time_counts(
     assert (threads._quota(16), threads._quota(2)) == (of_sixteen, of_two)
 
 
-RANK = "from megazero import threads; print(threads.given())"
+RANK = "from megazero.system import threads; print(threads.given())"
 # As torchrun does it: the variable is set for ranks where nobody has, and ranks know that they are some.
 LAUNCHER = f"""
 import os, subprocess, sys
