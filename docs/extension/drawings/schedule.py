@@ -15,7 +15,7 @@ COLOURS = {
     Op.BACKWARD_INPUT: "#c87f3e",
     Op.BACKWARD_WEIGHT: "#5d9a6b",
 }
-_ROW, _GAP, _MARGIN, _HEAD, _WIDTH = 22, 4, 82, 26, 780
+_ROW, _GAP, _MARGIN, _HEAD, _WIDTH = 22, 4, 96, 26, 780
 _IN_README = ("1f1b", "zb-h1", "zb-v")
 
 
