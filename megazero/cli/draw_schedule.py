@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -75,14 +76,18 @@ def main(argv: Sequence[str]) -> int:
 
 def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Print the schedule; what is wrong with the flags is the parser's to say."""
-    if min(args.forward_time, args.backward_time, *(args.profile or [1])[:3]) <= 0 or args.message_time < 0:
-        parser.error("--forward-time, --backward-time and those of --profile are above 0, --message-time at least 0")
+    profile = args.profile or []
+    work, messages = (args.forward_time, args.backward_time, *profile[:3]), (args.message_time, *profile[3:])
+    if not (all(0 < time < math.inf for time in work) and all(0 <= time < math.inf for time in messages)):
+        parser.error("times of work are above 0, those of messages at least 0, and all of them are finite")
+    if args.width is not None and args.width < 1:
+        parser.error(f"--width {args.width}: must be at least 1")
     if args.weight_time is not None and not 0 < args.weight_time < args.backward_time:
         parser.error(f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}")
     if args.list is not None and not 0 <= args.list < args.pp:
         parser.error(f"--list {args.list}: the stages are 0 to {args.pp - 1}")
     name = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
-    virtual = args.virtual_stages or CHUNKS[name] or 1
+    virtual = (CHUNKS[name] or 1) if args.virtual_stages is None else args.virtual_stages
     try:
         schedule = make_schedule(name, args.pp, args.micro_batches, virtual)
     except ValueError as error:

@@ -21,7 +21,7 @@ def reader_left() -> int:
 
 def status_of(work: Callable[[], int | None], mistakes: tuple[type[Exception], ...] = ()) -> int:
     """The status of a command that does this: its own; 2 with one message for one of the mistakes, 1 where a
-    package is missing, 130 on Ctrl-C, 141 where nobody reads on.
+    package is missing or the system refuses something, 130 on Ctrl-C, 141 where nobody reads on.
     """
     try:
         status = work()
@@ -31,7 +31,7 @@ def status_of(work: Callable[[], int | None], mistakes: tuple[type[Exception], .
     except mistakes as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKEN
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepared(args: argparse.Namespace) -> None:
+    if args.workers < 1:
+        raise DataError(f"--workers {args.workers}: must be at least 1")
     job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod)
     done = preprocess(
         args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite

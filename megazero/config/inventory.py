@@ -119,13 +119,15 @@ def shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tp_axis(name: str) -> int | None:
-    """The axis along which tp ranks divide the parameter of this global name; None: each rank has all of it."""
+    """The axis along which tp ranks divide the parameter of this global name; None: each rank has all of it, or the
+    name is not in the list, as those of adapters are not.
+    """
     if name in TABLES:
         return 0
     within = name.split(".", 2)[2] if name.startswith(block("")) else ""
     layer, _, part = within.rpartition(".")
     axis = TP_AXIS.get(layer)
-    return axis if part == "weight" or axis == 0 else None
+    return axis if part == "weight" or (part == "bias" and axis == 0) else None
 
 
 def _table(model: ModelConfig) -> tuple[int, int]:

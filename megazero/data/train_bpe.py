@@ -47,9 +47,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    folder.mkdir(parents=True, exist_ok=True)  # before the work, which would be lost with it
     report(f"training a byte-level BPE of {vocab_size} tokens")
     tokenizer.train_from_iterator(texts, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
     prefix = f"unfinished-{os.getpid()}"
     if chat:
         written = {

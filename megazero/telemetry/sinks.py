@@ -54,4 +54,4 @@ def named_places(run: Run) -> dict[str, str]:
 def open_sinks(of: Opening) -> list[Sink]:
     """All that the run asks for. Raises OSError for a place that cannot be written, ValueError for what is missing."""
     named = [make(of) for field, make in BY_FIELD.items() if getattr(of.run.trainer, field)]
-    return [*named, *(load(SINKS, name)(of) for name in of.run.trainer.sinks)]
+    return [*named, *(load(SINKS, name)(of) for name in dict.fromkeys(of.run.trainer.sinks))]

@@ -77,15 +77,13 @@ class Training:
         The numbers of a step may still lie on the device, as 0-dim tensors: `float(step.loss)` waits for them. Who
         leaves the loop early must do so on every rank after the same step; to decide it on one rank, call `stop`.
         """
-        assert self._job is not None, "the run has ended"
-        for step in self._job.trainer.steps():
+        for step in self._running().trainer.steps():
             self._last = step
             yield step
 
     def evaluate(self) -> dict[str, float]:
         """Losses of the validation sets now, by metric name. Called by all ranks."""
-        assert self._job is not None, "the run has ended"
-        return self._job.trainer.evaluate()
+        return self._running().trainer.evaluate()
 
     def stop(self, why: str = "its program asked for it") -> None:
         """Ask the run to stop: the next step carries the word to all ranks, and is the last. Any rank may ask."""
@@ -100,16 +98,21 @@ class Training:
 
     def finish(self) -> None:
         """Evaluate and save what a run evaluates and saves at its end, and show its report. Called by all ranks."""
-        assert self._job is not None, "the run has ended"
-        trainer = self._job.trainer
+        job = self._running()
+        trainer = job.trainer
         trainer.at_the_end()
-        self._job.report()
+        job.report()
         loss = None if self._last is None else read_scalars([self._last.loss])[0]
         newest = None if trainer.save_policy is None else trainer.save_policy.newest
         at, finished = trainer.position, trainer.finished()
         progress = (at.iteration, at.consumed_samples, at.consumed_tokens)
         stopped_by = None if finished else trainer.stopped_by or "its program left the loop"
         self._result = Result(*progress, finished, stopped_by, loss, dict(trainer.losses), newest)
+
+    def _running(self) -> Job:
+        if self._job is None:
+            raise RuntimeError("the run has ended with its `with` block")
+        return self._job
 
     def release(self) -> None:
         """Give back threads, captured graphs and all that is held through the job."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megazero.telemetry.record import StepRecord
 from megazero.telemetry.watchdog import StopSignals
 
@@ -31,17 +33,24 @@ class CallbackSink:
         self._callbacks, self._signals = callbacks, signals
 
     def step(self, record: StepRecord) -> None:
-        if self._callbacks.on_step is not None and self._callbacks.on_step(record) is True:
-            self._signals.ask("on_step asked for it")
+        if self._callbacks.on_step is not None:
+            self._hear("on_step", self._callbacks.on_step(record))
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        if self._callbacks.on_evaluation is not None and self._callbacks.on_evaluation(iteration, losses) is True:
-            self._signals.ask("on_evaluation asked for it")
+        if self._callbacks.on_evaluation is not None:
+            self._hear("on_evaluation", self._callbacks.on_evaluation(iteration, losses))
 
     def saved(self, folder: Path, iteration: int) -> None:
         """A checkpoint is complete."""
-        if self._callbacks.on_checkpoint is not None and self._callbacks.on_checkpoint(folder, iteration) is True:
-            self._signals.ask("on_checkpoint asked for it")
+        if self._callbacks.on_checkpoint is not None:
+            self._hear("on_checkpoint", self._callbacks.on_checkpoint(folder, iteration))
+
+    def _hear(self, name: str, answer: object) -> None:
+        """A comparison of numpy's numbers is numpy's bool. Other answers are no request: a function may return what
+        it likes.
+        """
+        if isinstance(answer, bool | np.bool_) and answer:
+            self._signals.ask(f"{name} asked for it")
 
     def note(self, text: str) -> None:
         """Remarks are for people."""

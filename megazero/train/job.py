@@ -81,8 +81,6 @@ def build_job(
     signals = signals or StopSignals()
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
-    minutes = run.trainer.exit_duration_in_mins
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     announce_kernels(grid)
     stages = build_stages(run, grid)
     model = ModelState(stages, grid, run.optimizer, run.parallel)
@@ -93,6 +91,8 @@ def build_job(
     probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)
     checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
+    minutes = run.trainer.exit_duration_in_mins  # which count once kernels are compiled
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     start = resume(run, state, checkpoints, probe_engine, grid)
     introduce(run, grid, prepared, start, checkpoints.fence, asked)
     log = step_log(run, grid, [*sinks_of(run, grid, start.position, checkpoints.fence), *program])

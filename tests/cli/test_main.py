@@ -101,6 +101,32 @@ def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
     assert (process.returncode, said) == (141, b"")
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("draw-schedule --forward-time nan", 2, "all of them are finite"),
+        ("draw-schedule --profile 1 1 1 -1", 2, "those of messages at least 0"),
+        ("draw-schedule --width 0", 2, "--width 0: must be at least 1"),
+        ("draw-schedule --virtual-stages 0", 2, "0"),
+        ("prepare-data --input {file} --output-prefix {folder}/x --tokenizer byte --workers 0", 2, "--workers 0: must"),
+        ("prepare-data --input {file} --output-prefix {file}/x --tokenizer byte --workers 1", 1, "{file}"),
+        ("train-tokenizer --input {file} --vocab-size 300 --output {file}", 1, "{file}"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    words: str, status: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a file that stands where a folder should be is what it was."""
+    (file := tmp_path / "text.txt").write_text("one two three\n" * 20)
+    try:
+        ended = main(words.format(file=file, folder=tmp_path).split())
+    except SystemExit as end:  # argparse's way
+        ended = int(end.code or 0)
+    said = capsys.readouterr().err
+    assert ended == status and told.format(file=file) in said.splitlines()[-1], said
+    assert file.read_text() == "one two three\n" * 20 and "training a byte-level" not in said
+
+
 def test_formats_are_named_as_the_table_has_them() -> None:
     assert tuple(format_table()) == FORMATS
     assert all(format.write is not None for format in format_table().values())

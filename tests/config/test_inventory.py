@@ -87,6 +87,7 @@ def test_names_that_are_none_of_a_model_are_divided_by_nobody() -> None:
         assert tp_axis(name) is None
     assert [tp_axis(f"blocks.10.{name}") for name in ("mlp.up.bias", "mlp.down.weight")] == [0, 1]
     assert tp_axis("blocks.10.mlp.down.bias") is None
+    assert tp_axis("blocks.10.attention.qkv.lora_a") is None, "adapters are not in the list"
 
 
 @pytest.mark.parametrize(("activation", "entrance"), [("gelu", ("mlp.up", 48, 24)), ("swiglu", ("mlp.gate", 96, 24))])

@@ -156,11 +156,13 @@ def test_the_loop_is_the_callers_and_a_resumed_run_goes_on_with_its_samples(tmp_
         megazero.pretrain({**run, "checkpoint": folder}, train_data=rows_of(10, seed=2))
 
 
-def test_who_is_told_may_ask_for_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [int, np.int64], ids=["bool", "numpy's bool"])
+def test_who_is_told_may_ask_for_the_end(number: type, tmp_path: Path) -> None:
     result = megazero.pretrain(
         changed(checkpoint={"save": str(tmp_path)}, trainer={"eval_iters": 0}),
         train_data=rows_of(5),
-        on_step=lambda record: record.iteration == 2,
+        on_step=lambda record: number(record.iteration) == 2,
+        on_evaluation=lambda iteration, losses: iteration,  # a number is no request
     )
     assert (result.iteration, result.finished, result.stopped_by) == (3, False, "on_step asked for it")
     assert result.checkpoint == tmp_path / "iter_0000003"
