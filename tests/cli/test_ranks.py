@@ -17,17 +17,18 @@ from megazero.config.parse import ConfigError, ask
 START = "import sys; from megazero.cli.ranks import start_ranks; "
 SAYS = "import os, sys, signal; rank = int(os.environ['RANK']); "
 LISTENS = """
-import os, signal, sys, threading
+import os, signal, threading
+def say(line):  # in one piece: both ranks write, and an unbuffered print writes word by word
+    os.write(1, f"{line}\\n".encode())
 KINDS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 def heard(number, frame):
     signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)  # it may be told again
-    print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "heard", signal.Signals(number).name)
-    sys.stdout.flush()
+    say(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} heard {signal.Signals(number).name}")
     os._exit(0)
 for kind in KINDS:
     signal.signal(kind, heard)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, KINDS)
-print("ready", flush=True)
+say("ready")
 threading.Event().wait()
 """
 
