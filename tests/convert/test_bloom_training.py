@@ -18,21 +18,10 @@ from megazero.convert.registry import open_source
 from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_level
 from tests.convert.bloom_files import Layout, save_bloom
-from tests.parity.training import Recorder, data_flags, job_on_rank, train
+from tests.parity.training import Recorder, data_flags, job_on_rank, small_model, train
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(3, heads=4)
 NUMBERS = [
     "--bf16",
     "--global-batch-size",

@@ -11,21 +11,10 @@ import pytest
 from megazero.plan.bytes import stage_bytes
 from megazero.train.banner import banner
 from megazero.zero.placement import Column
-from tests.parity.training import data_flags, job_on_rank
+from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(3, heads=4)
 NUMBERS = ["--train-iters", "1", "--global-batch-size", "8", "--micro-batch-size", "1"]
 
 

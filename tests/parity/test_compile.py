@@ -20,22 +20,11 @@ from megazero.data.progress import silent
 from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
 from tests.parameters import worst_difference
-from tests.parity.training import data_flags, job_on_rank
+from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
 STEPS = 3
-MODEL = [
-    "--num-layers",
-    "6",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(6, heads=4)
 NUMBERS = ["--precision", "fp64", "--micro-batch-size", "1", "--global-batch-size", "8", "--bucket-size", "2000"]
 LLAMA = [
     "--position-embedding",

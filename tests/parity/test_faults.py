@@ -14,21 +14,10 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.parameter import Parameter
 from tests.parameters import Piece, assemble, values_of
-from tests.parity.training import Outcome, data_flags, job_on_rank, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, worst
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(2, heads=4)
 STEPS = 4
 
 

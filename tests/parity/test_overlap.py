@@ -12,21 +12,10 @@ import torch
 from megazero.telemetry.record import StepRecord
 from tests.late import late_collectives
 from tests.parameters import Piece, assemble
-from tests.parity.training import Outcome, data_flags, train_on_rank
+from tests.parity.training import Outcome, data_flags, small_model, train_on_rank
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(4, heads=4)
 NUMBERS = [
     "--precision",
     "bf16",

@@ -16,23 +16,12 @@ from megazero.evaluation.documents import indexed_documents
 from megazero.evaluation.perplexity import Windowing, score_documents
 from megazero.evaluation.scorer import Scorer
 from megazero.mpu.grid import axes_of, build_grid
-from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 
 SAVED, LAST = 2, 7
 """The checkpoint's iteration, and the run's end: five steps."""
-MODEL = [
-    "--num-layers",
-    "6",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "12",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(6, heads=12)
 NUMBERS = [
     "--precision",
     "fp64",

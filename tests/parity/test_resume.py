@@ -10,21 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "5",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "12",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(5, heads=12)
 NUMBERS = [
     "--precision",
     "fp64",

@@ -9,21 +9,10 @@ import pytest
 from megazero.config.parse import ConfigError
 from megazero.data.indexed import IndexedDataset
 from megazero.data.writer import PairWriter
-from tests.parity.training import data_flags, job_on_rank
+from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(2, heads=4)
 NUMBERS = [
     "--precision",
     "fp64",

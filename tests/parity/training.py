@@ -20,6 +20,12 @@ from tests.parameters import Piece, assemble, values_of, worst_difference
 from tests.ranks import run_ranks
 
 
+def small_model(layers: int, *, heads: int) -> list[str]:
+    """Flags of a model of width 24 for samples of 12 tokens, with a vocabulary that no tp divides."""
+    shape = {"num-layers": layers, "hidden-size": 24, "num-attention-heads": heads, "seq-length": 12}
+    return [word for name, value in (shape | {"vocab-size": 1003}).items() for word in (f"--{name}", str(value))]
+
+
 class Recorder:
     """A sink that keeps the records."""
 

@@ -24,21 +24,10 @@ from megazero.telemetry.record import StepRecord
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 from tests.parameters import Piece, values_of
-from tests.parity.training import data_flags, job_on_rank
+from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(2, heads=4)
 NUMBERS = ["--micro-batch-size", "1", "--lr", "1e-2"]
 
 

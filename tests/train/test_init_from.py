@@ -26,21 +26,10 @@ from megazero.mpu.grid import Axes, build_grid
 from megazero.train.init_from import model_level, opened_alike
 from tests.convert.sources import entries_of
 from tests.e2e import command
-from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "12",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(3, heads=12)
 UNTIED = [
     *MODEL,
     "--position-embedding",

@@ -24,20 +24,9 @@ from megazero.data.progress import silent
 from megazero.mpu.grid import axes_of, build_grid
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
-from tests.parity.training import data_flags
+from tests.parity.training import data_flags, small_model
 
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "12",
-    "--vocab-size",
-    "1003",
-]
+MODEL = small_model(2, heads=4)
 NUMBERS = [
     "--global-batch-size",
     "4",
