@@ -1,4 +1,4 @@
-"""The directives: flags of a section, a command's --help, a drawing."""
+"""The directives: flags of a section, what each command's --help says, a drawing."""
 
 from __future__ import annotations
 
@@ -67,23 +67,24 @@ class Commands(SphinxDirective):
         return self.parse_text_to_nodes(table)
 
 
-class CommandHelp(SphinxDirective):
-    """What `megazero NAME --help` prints, in a terminal of 96 columns."""
-
-    required_arguments = 1
-    optional_arguments = 8
+class CommandHelps(SphinxDirective):
+    """A section for each command, with what its --help prints in a terminal of 96 columns."""
 
     def run(self) -> Sequence[nodes.Node]:
+        return [self._section(name) for name in COMMANDS]
+
+    def _section(self, name: str) -> nodes.section:
         done = subprocess.run(
-            [sys.executable, "-m", "megazero", *self.arguments, "--help"],
+            [sys.executable, "-m", "megazero", name, "--help"],
             env=os.environ | {"COLUMNS": "96"},
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise self.error(f"megazero {' '.join(self.arguments)} --help: {done.stderr}")
-        return [nodes.literal_block(done.stdout, done.stdout, language="text", classes=["help"])]
+            raise self.error(f"megazero {name} --help: {done.stderr}")
+        said = nodes.literal_block(done.stdout, done.stdout, language="text", classes=["help"])
+        return nodes.section("", nodes.title(name, name), said, ids=[name], names=[name])
 
 
 class Drawing(SphinxDirective):

@@ -2,7 +2,7 @@
 
     ```{flags} parallel         a section of the configuration, an entry per field
     ```{commands}               the words behind `megazero`
-    ```{command-help} convert   what a command's --help says
+    ```{command-helps}          what each of their --help says
     ```{drawing} grid tp=2      a picture that `docs.extension.drawings` makes
 
 A flag in a page's code font leads to its entry.
@@ -14,7 +14,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from docs.extension.directives import CommandHelp, Commands, Drawing, Flags
+from docs.extension.directives import CommandHelps, Commands, Drawing, Flags
 from docs.extension.docstrings import restructured
 from docs.extension.links import FlagLinks
 
@@ -23,7 +23,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """What sphinx calls."""
     app.add_directive("flags", Flags)
     app.add_directive("commands", Commands)
-    app.add_directive("command-help", CommandHelp)
+    app.add_directive("command-helps", CommandHelps)
     app.add_directive("drawing", Drawing)
     app.add_post_transform(FlagLinks)
     app.connect("autodoc-process-docstring", in_place)

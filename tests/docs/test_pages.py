@@ -14,12 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from megazero.cli.main import COMMANDS
 from megazero.config.options import run_options
 from megazero.convert.names import FORMATS
 from megazero.telemetry.record import StepRecord
 from tests.docs.pages import ROOT, pages, prose, text_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w.-]+/|[\w-]+\.(py|sh|h|cpp|cu|md|toml)")
+"""A path of files. Names without a folder count where their ending is one that programs of the project have."""
+ELSEWHERE = ("build/", "runs/", "iter_", "valid_loss/", ".bin/")
+"""What paths begin with that a program writes, and what only looks like one."""
 WEB = re.compile(r"https://[\w.-]+\.[a-z]{2,}(/[\w./%~#?=&+-]*)?$")
 
 
@@ -41,11 +47,23 @@ def wrong_links(page: str) -> list[str]:
     return wrong
 
 
+def missing_paths(page: str) -> list[str]:
+    """Paths in code font that are not there. A path begins in the project's folder, or in the page's own."""
+    named = (name for name in CODE.findall(prose(page)) if PATH.fullmatch(name))
+    places = (ROOT, (ROOT / page).parent)
+    return [
+        name
+        for name in named
+        if not (
+            name.startswith(ELSEWHERE) or "NAME" in name or any((place / name.rstrip("/")).exists() for place in places)
+        )
+    ]
+
+
 @pytest.mark.parametrize("page", pages())
 def test_links_and_named_files_exist(page: str) -> None:
-    named = re.findall(r"`((?:megazero|tools|tests|examples|fused_ops|docs|bench)/[\w./-]*)`", prose(page))
     assert not wrong_links(page)
-    assert not [path for path in named if "NAME" not in path and not (ROOT / path.rstrip("/")).exists()]
+    assert not missing_paths(page)
 
 
 def test_wrong_links_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +118,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'id="flag-tp"' in flags and run_options()["tp"].sentence in flags
     assert 'href="../reference/flags.html#flag-zero-stage"' in (tmp_path / "how-to" / "layout.html").read_text()
     assert "<svg" in (tmp_path / "how-it-works" / "grid.html").read_text()
+    commands = (tmp_path / "reference" / "commands.html").read_text()
+    assert not [
+        name
+        for name in COMMANDS
+        if f'<section id="{name}">' not in commands or f"usage: megazero {name}" not in commands
+    ]
 
 
 def first_cells(page: str) -> list[str]:
