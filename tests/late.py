@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import collectives
-from megazero.mpu.collectives import Pending
+from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import Group
 
 
-def _until_wait(output: Tensor, result: Tensor, sent: Tensor) -> Pending:
+def _until_wait(output: Tensor, result: Tensor, sent: Tensor) -> CommunicationHandle:
     """Give `result` to `output` at `wait`, and see that neither was touched before."""
     result = result.clone()
     if output.is_floating_point():
@@ -32,7 +32,7 @@ def _until_wait(output: Tensor, result: Tensor, sent: Tensor) -> Pending:
         assert torch.equal(output.nan_to_num(), poisoned.nan_to_num()), "a result was written to before its wait"
         output.copy_(result.view(output.shape))
 
-    return Pending(after=arrive)
+    return CommunicationHandle(after=arrive)
 
 
 @contextmanager
@@ -41,19 +41,19 @@ def late_collectives() -> Iterator[list[int]]:
     reduce, scatter, gather = collectives.all_reduce, collectives.reduce_scatter, collectives.all_gather
     count: list[int] = []
 
-    def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
+    def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> CommunicationHandle:
         result = tensor.detach().clone()
         reduce(result, group, op).wait()
         count.append(1)
         return _until_wait(tensor.detach(), result, tensor.detach())
 
-    def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
+    def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> CommunicationHandle:
         result = torch.empty_like(output)
         scatter(result, whole.clone(), group).wait()
         count.append(1)
         return _until_wait(output, result, whole)
 
-    def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
+    def all_gather(output: Tensor, piece: Tensor, group: Group) -> CommunicationHandle:
         result = torch.empty_like(output)
         gather(result, piece.clone(), group).wait()
         count.append(1)

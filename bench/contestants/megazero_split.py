@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
-from megazero.mpu.collectives import Pending
+from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels
 from megazero.train.job import Job
 
@@ -61,7 +61,7 @@ def attach(clock: Clock, job: Job) -> None:
         (job.state.optimizer, "sum_of_squares", "optimizer"),
     ]
     spots += [(stage, "forward", "forward") for stage in job.stages]
-    spots += [(kind, "wait", "communication") for kind in (Pending, *Pending.__subclasses__())]
+    spots += [(kind, "wait", "communication") for kind in (CommunicationHandle, *CommunicationHandle.__subclasses__())]
     spots += [(Channels, "flush", "communication")]
     for stage in job.stages:
         if stage.head is not None:

@@ -1,10 +1,10 @@
 """Collectives over a `Group`: no autograd, any device, any backend, counted.
 
-Each returns a `Pending`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of one nothing
-travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory: the launch waits on the
-host until the current stream has come to it, the way back does not. NCCL runs on a stream of its own, which waits for
-the current one at the launch and keeps the tensors until `wait()`. Ranks of one host exchange host tensors through
-memory they share (`mpu.exchange`), the backend carries the rest.
+Each returns a `CommunicationHandle`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of
+one nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory: the launch
+waits on the host until the current stream has come to it, the way back does not. NCCL runs on a stream of its own,
+which waits for the current one at the launch and keeps the tensors until `wait()`. Ranks of one host exchange host
+tensors through memory they share (`mpu.exchange`), the backend carries the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.mpu.exchange import Exchange, Ticket
+from megazero.mpu.exchange import Exchange, SharedMemoryWork
 from megazero.mpu.grid import Group
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -24,10 +24,12 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Pending:
-    """A collective under way. `wait()` may be called more than once."""
+class CommunicationHandle:
+    """What every collective and every receive returns: `wait()` makes the result valid, and may be called again."""
 
-    def __init__(self, work: dist.Work | Ticket | None = None, after: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, work: dist.Work | SharedMemoryWork | None = None, after: Callable[[], object] | None = None
+    ) -> None:
         self._work, self._after = work, after
 
     def wait(self) -> None:
@@ -55,22 +57,22 @@ def _unstage(tensor: Tensor, host: Tensor) -> None:
     tensor.copy_(host, non_blocking=True)
 
 
-def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
+def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> CommunicationHandle:
     """Reduce a contiguous tensor over the group, in place. op: sum, max or min."""
     if group.handle is None:
-        return Pending()
+        return CommunicationHandle()
     assert tensor.is_contiguous()
     group.traffic["all_reduce", tensor.dtype] += 2 * tensor.nbytes
     buffer = _staged(tensor, group)
-    work: dist.Work | Ticket | None
+    work: dist.Work | SharedMemoryWork | None
     if exchange := _exchange(buffer, group):
         work = exchange.all_reduce(buffer, op)
     else:
         work = dist.all_reduce(buffer, _OPS[op], group=group.handle, async_op=True)
-    return Pending(work, None if buffer is tensor else lambda: _unstage(tensor, buffer))
+    return CommunicationHandle(work, None if buffer is tensor else lambda: _unstage(tensor, buffer))
 
 
-def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
+def all_gather(output: Tensor, piece: Tensor, group: Group) -> CommunicationHandle:
     """Fill `output` (n*k elements) with every rank's `piece` (k elements, any shape), in order of group index.
 
     `piece` may be its own part of `output`.
@@ -78,20 +80,20 @@ def all_gather(output: Tensor, piece: Tensor, group: Group) -> Pending:
     if group.handle is None:
         if piece.data_ptr() != output.data_ptr():
             output.view(piece.shape).copy_(piece)
-        return Pending()
+        return CommunicationHandle()
     assert output.is_contiguous() and piece.is_contiguous() and output.numel() == group.size * piece.numel()
     group.traffic["all_gather", output.dtype] += output.nbytes
     source = _staged(piece, group)
     target = output if source is piece else torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-    work: dist.Work | Ticket | None
+    work: dist.Work | SharedMemoryWork | None
     if exchange := _exchange(source, group):
         work = exchange.all_gather(target, source)
     else:  # flat: gloo gathers no stack of tensors that have more than one dimension
         work = _all_gather_flat(target.view(-1), source.view(-1), group=group.handle, async_op=True)
-    return Pending(work, None if target is output else lambda: _unstage(output, target))
+    return CommunicationHandle(work, None if target is output else lambda: _unstage(output, target))
 
 
-def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
+def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> CommunicationHandle:
     """Sum `whole` [n*k] over the group and keep part `index` in `output` [k], which may be that part of `whole`.
 
     On NCCL the library's own, within a host through shared memory. On gloo, whose reduce-scatter is an all-reduce
@@ -101,17 +103,17 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
     if group.handle is None:
         if output.data_ptr() != whole.data_ptr():
             output.copy_(whole.view(output.shape))
-        return Pending()
+        return CommunicationHandle()
     assert output.is_contiguous() and whole.is_contiguous() and whole.numel() == group.size * output.numel()
     group.traffic["reduce_scatter", whole.dtype] += whole.nbytes
     if not group.is_on_host:
-        return Pending(_reduce_scatter_flat(output, whole, group=group.handle, async_op=True))
+        return CommunicationHandle(_reduce_scatter_flat(output, whole, group=group.handle, async_op=True))
     source = _staged(whole, group)
     if exchange := _exchange(source, group):
         if source is whole:
-            return Pending(exchange.reduce_scatter(output, source))
+            return CommunicationHandle(exchange.reduce_scatter(output, source))
         part = source.view(group.size, -1)[group.index]
-        return Pending(exchange.reduce_scatter(part, source), lambda: _unstage(output.view(-1), part))
+        return CommunicationHandle(exchange.reduce_scatter(part, source), lambda: _unstage(output.view(-1), part))
     parts = torch.empty(source.shape, dtype=source.dtype, pin_memory=whole.is_cuda).view(group.size, -1)
     work = dist.all_to_all_single(parts.view(-1), source.view(-1), group=group.handle, async_op=True)
 
@@ -121,22 +123,22 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Pending:
             total += part
         _unstage(output.view(-1), total)
 
-    return Pending(work, add_up)
+    return CommunicationHandle(work, add_up)
 
 
-def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> Pending:
+def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> CommunicationHandle:
     """Copy the tensor of the member with index `source_index` to all members, in place."""
     if group.handle is None:
-        return Pending()
+        return CommunicationHandle()
     assert tensor.is_contiguous()
     group.traffic["broadcast", tensor.dtype] += tensor.nbytes
     buffer = _staged(tensor, group)
-    work: dist.Work | Ticket | None
+    work: dist.Work | SharedMemoryWork | None
     if exchange := _exchange(buffer, group):
         work = exchange.broadcast(buffer, source_index)
     else:
         work = dist.broadcast(buffer, group.ranks[source_index], group=group.handle, async_op=True)
-    return Pending(work, None if buffer is tensor else lambda: _unstage(tensor, buffer))
+    return CommunicationHandle(work, None if buffer is tensor else lambda: _unstage(tensor, buffer))
 
 
 def barrier(group: Group) -> None:

@@ -26,8 +26,8 @@ from megazero.mpu.shared_memory import FOLDED, POSTED, SLOT, SLOTS, TAKEN, Share
 from megazero.mpu.transfers import SUFFIXES, AllGather, AllReduce, Broadcast, Members, ReduceScatter, Transfer
 
 
-class Ticket:
-    """A collective under way."""
+class SharedMemoryWork:
+    """A collective through shared memory that has been launched: what `torch.distributed.Work` is of a backend."""
 
     def __init__(self, exchange: Exchange, until: int) -> None:
         self._exchange, self._until = exchange, until
@@ -53,25 +53,25 @@ class Exchange:
         """Whether tensors like this one can be exchanged; alike on all ranks."""
         return not tensor.is_cuda and tensor.dtype in SUFFIXES
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Ticket:
+    def all_reduce(self, tensor: Tensor, op: str) -> SharedMemoryWork:
         """See `collectives.all_reduce`."""
         pieces = tensor.detach().view(-1).split(SLOT // tensor.itemsize)
         return self._launch([AllReduce(piece, op, self._members) for piece in pieces])
 
-    def reduce_scatter(self, output: Tensor, whole: Tensor) -> Ticket:
+    def reduce_scatter(self, output: Tensor, whole: Tensor) -> SharedMemoryWork:
         """See `collectives.reduce_scatter`."""
         columns = whole.detach().view(self._memory.size, -1).split(self._width(whole), dim=1)
         outputs = output.detach().view(-1).split(self._width(whole))
         return self._launch([ReduceScatter(*pair, self._members) for pair in zip(outputs, columns, strict=True)])
 
-    def all_gather(self, output: Tensor, piece: Tensor) -> Ticket:
+    def all_gather(self, output: Tensor, piece: Tensor) -> SharedMemoryWork:
         """See `collectives.all_gather`."""
         width = SLOT // piece.itemsize
         columns = output.detach().view(self._memory.size, -1).split(width, dim=1)
         pieces = piece.detach().view(-1).split(width)
         return self._launch([AllGather(*pair, self._memory.index) for pair in zip(columns, pieces, strict=True)])
 
-    def broadcast(self, tensor: Tensor, source_index: int) -> Ticket:
+    def broadcast(self, tensor: Tensor, source_index: int) -> SharedMemoryWork:
         """See `collectives.broadcast`."""
         pieces = tensor.detach().view(-1).split(SLOT // tensor.itemsize)
         return self._launch([Broadcast(piece, source_index, self._memory.index) for piece in pieces])
@@ -84,13 +84,13 @@ class Exchange:
         """Columns of a chunk that has one row per member."""
         return max(1, SLOT // whole.itemsize // self._memory.size)
 
-    def _launch(self, transfers: Sequence[Transfer]) -> Ticket:
+    def _launch(self, transfers: Sequence[Transfer]) -> SharedMemoryWork:
         self._queues[POSTED].extend(transfers)
         self._launched += len(transfers)
         self.advance(POSTED, self._launched)
         while self._step():
             pass
-        return Ticket(self, self._launched)
+        return SharedMemoryWork(self, self._launched)
 
     def advance(self, stage: int, until: int) -> None:
         """Do and wait for what is needed until the first `until` chunks are through a stage."""

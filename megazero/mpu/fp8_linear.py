@@ -15,14 +15,14 @@ from torch import Tensor
 from fused_ops import fp8, linear
 from fused_ops.compiled import runs_compiled
 from megazero.config.fp8 import MULTIPLE
-from megazero.mpu.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, reduce_scatter
 from megazero.mpu.fp8 import Fp8Layer
 from megazero.mpu.gradient import Write, hand_over, target_of
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import adjacent, one_bias
 
 
-def _gather(rows: Tensor, group: Group) -> tuple[Tensor, Pending]:
+def _gather(rows: Tensor, group: Group) -> tuple[Tensor, CommunicationHandle]:
     """[m/t, k] of each rank -> [m, k]; FP8 travels as bytes, which every backend carries."""
     whole = rows.new_empty((group.size * rows.shape[0], rows.shape[1]))
     if rows.element_size() == 1:
@@ -60,8 +60,8 @@ class _Fp8Linear(torch.autograd.Function):
         quantised = layer.quantise("input", rows, transposed=trained and ctx.narrow and not gathers, compiled=compiled)
         values = quantised.values
         if group is not None and gathers:
-            values, pending = _gather(values, group)
-            pending.wait()
+            values, handle = _gather(values, group)
+            handle.wait()
         merged = adjacent(weights)
         weight = layer.weight(torch.cat([w.detach() for w in weights]) if merged is None else merged, compiled=compiled)
         bias = one_bias(biases)
@@ -87,7 +87,7 @@ class _Fp8Linear(torch.autograd.Function):
         kept, x_inverse, weight, weight_inverse, *parameters = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         needs_input, needs_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
-        gathering, reducing = Pending(), Pending()
+        gathering, reducing = CommunicationHandle(), CommunicationHandle()
         if group is not None and ctx.gathers and needs_weights:
             kept, gathering = _gather(kept.contiguous(), group)
         quantised = ctx.layer.quantise("gradient", grad, transposed=ctx.narrow and needs_weights, compiled=ctx.compiled)

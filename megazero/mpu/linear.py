@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_ops.graph import applied
 from fused_ops.linear import add_bias_gradient, add_weight_gradient, input_gradient, linear
-from megazero.mpu.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, reduce_scatter
 from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
 
@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
         weights, biases = tuple(parameters[: ctx.count]), tuple(parameters[ctx.count :])
         grad = grads[0].contiguous()
         needs_input, needs_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
-        gathering, reducing = Pending(), Pending()
+        gathering, reducing = CommunicationHandle(), CommunicationHandle()
         if group is not None and ctx.gathers and needs_weights:
             part, x = x, x.new_empty(group.size * x.shape[0], *x.shape[1:])
             gathering = all_gather(x, part.contiguous(), group)

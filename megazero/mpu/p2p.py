@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.mpu.collectives import Pending
+from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import ProcessGrid, join_group
 from megazero.mpu.shared_memory import PeerError
 
@@ -67,7 +67,7 @@ class Channels:
         self._stage, stages = grid.pp.index, grid.pp.size
         self._by_tag = grid.pp.is_on_host
         self._groups: dict[Channel, dist.ProcessGroup] = {}
-        self._sent: dict[Channel, _Sent] = {}
+        self._sent: dict[Channel, _PendingSends] = {}
         if stages > 1 and not self._by_tag:
             self._create_groups(stages, and_back)
 
@@ -77,7 +77,7 @@ class Channels:
         channel = (self._stage, stage, tag.backward)
         if channel not in self._sent:
             on_host = dist.get_backend(self._group(channel)) == "gloo"
-            self._sent[channel] = _WaitedFor() if on_host else _AskedFor()
+            self._sent[channel] = _ThreadedSends() if on_host else _PolledSends()
         sent = self._sent[channel]
         what = f"sending {tag} from stage {self._stage} to stage {stage} (rank {self.grid.pp.ranks[stage]})"
         self.grid.pp.traffic["send", tensor.dtype] += tensor.nbytes
@@ -90,7 +90,7 @@ class Channels:
         assert work is not None
         sent.keep(buffer, _Message(work, what, self.timeout if self._by_tag else None))
 
-    def receive(self, buffer: Tensor, stage: int, tag: Tag) -> Pending:
+    def receive(self, buffer: Tensor, stage: int, tag: Tag) -> CommunicationHandle:
         """Start to receive into a contiguous tensor, valid after `wait()` (on CUDA: for the current stream)."""
         assert buffer.is_contiguous() and stage != self._stage
         channel = (stage, self._stage, tag.backward)
@@ -104,7 +104,7 @@ class Channels:
             )
         assert work is not None
         message = _Message(work, what, self.timeout if self._by_tag else None)
-        return _Arrival(message, (lambda: buffer.copy_(target, non_blocking=True)) if staged else None)
+        return _ReceiveHandle(message, (lambda: buffer.copy_(target, non_blocking=True)) if staged else None)
 
     def flush(self) -> None:
         """Return once every send is done (on CUDA with NCCL: the current stream waits, not the host)."""
@@ -182,7 +182,7 @@ class _Message:
                 self.work.wait(self.timeout)
 
 
-class _Arrival(Pending):
+class _ReceiveHandle(CommunicationHandle):
     def __init__(self, message: _Message, after: Callable[[], object] | None) -> None:
         super().__init__()
         self._message: _Message | None = message
@@ -196,7 +196,7 @@ class _Arrival(Pending):
         self._message = self._copy = None
 
 
-class _Sent:
+class _PendingSends:
     """The sends of one channel whose tensors are still needed."""
 
     def keep(self, tensor: Tensor, message: _Message) -> None:
@@ -206,7 +206,7 @@ class _Sent:
         raise NotImplementedError
 
 
-class _AskedFor(_Sent):
+class _PolledSends(_PendingSends):
     """Of a backend that can be asked whether a send is done."""
 
     def __init__(self) -> None:
@@ -222,13 +222,15 @@ class _AskedFor(_Sent):
             self._kept.popleft()[1].wait()
 
 
-class _WaitedFor(_Sent):
+class _ThreadedSends(_PendingSends):
     """Of a backend that can only be waited for: a daemon thread does, in order, and drops what is done."""
 
     def __init__(self) -> None:
         self._queue: _Queue = queue.SimpleQueue()
         self._errors: list[PeerError] = []
-        threading.Thread(target=_drain, args=(self._queue, self._errors), name="megazero sends", daemon=True).start()
+        threading.Thread(
+            target=_wait_for_each, args=(self._queue, self._errors), name="megazero sends", daemon=True
+        ).start()
         weakref.finalize(self, self._queue.put, None)
 
     def keep(self, tensor: Tensor, message: _Message) -> None:
@@ -249,7 +251,7 @@ class _WaitedFor(_Sent):
 _Queue = queue.SimpleQueue[tuple[Tensor, _Message] | threading.Event | None]
 
 
-def _drain(items: _Queue, errors: list[PeerError]) -> None:
+def _wait_for_each(items: _Queue, errors: list[PeerError]) -> None:
     """Wait for sends until None comes; set events as they are reached. After an error the rest is dropped unwaited."""
     while (item := items.get()) is not None:
         if isinstance(item, threading.Event):

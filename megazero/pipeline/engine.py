@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.model.batch import MicroBatch
-from megazero.mpu.collectives import Pending
+from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels, Tag
 from megazero.pipeline.instruction import Instruction, Op
@@ -119,7 +119,7 @@ class ScheduleRun:
             torch.zeros((), dtype=torch.float64, device=engine.grid.device) if loss_sum is None else loss_sum
         )
         self.loss_factor: Tensor | None = None
-        self.arriving: dict[tuple[bool, Key], tuple[Tensor, Pending | None]] = {}
+        self.arriving: dict[tuple[bool, Key], tuple[Tensor, CommunicationHandle | None]] = {}
         """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by a chunk of this
         rank.
         """
@@ -203,9 +203,9 @@ class ScheduleRun:
         self.sink.run_deferred(i.chunk, i.micro_batch, i.reduce)
 
     def _arrived(self, backward: bool, key: Key) -> Tensor:
-        tensor, pending = self.arriving.pop((backward, key))
-        if pending is not None:
-            pending.wait()
+        tensor, handle = self.arriving.pop((backward, key))
+        if handle is not None:
+            handle.wait()
         return tensor
 
     def _hand_on(self, backward: bool, i: Instruction, tensor: Tensor) -> None:
@@ -224,8 +224,8 @@ class ScheduleRun:
     def _receive(self, i: Instruction) -> None:
         assert self.engine.channels is not None
         buffer = torch.empty(self.engine.hidden_shape, dtype=self.engine.dtype, device=self.engine.grid.device)
-        pending = self.engine.channels.receive(buffer, i.peer, self._tag(i))
-        self.arriving[i.is_backward, (i.micro_batch, i.chunk)] = buffer, pending
+        handle = self.engine.channels.receive(buffer, i.peer, self._tag(i))
+        self.arriving[i.is_backward, (i.micro_batch, i.chunk)] = buffer, handle
 
     def _tag(self, i: Instruction) -> Tag:
         return Tag(i.is_backward, i.boundary, i.micro_batch)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megazero.mpu import collectives
-from megazero.mpu.collectives import Pending
+from megazero.mpu.collectives import CommunicationHandle
 from megazero.zero.storage import Bucket, StoredColumn
 
 
@@ -32,7 +32,7 @@ class ParameterGatherer:
         overlap: bool,
     ) -> None:
         self.buckets, self.column, self.state, self.overlap = buckets, column, state, overlap
-        self._pending: dict[int, Pending] = {}
+        self._gathers: dict[int, CommunicationHandle] = {}
         bucket_of = {id(parameter): index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
         for unit in units:
             needed = sorted({bucket_of[id(parameter)] for parameter in unit.parameters() if parameter.requires_grad})
@@ -43,10 +43,10 @@ class ParameterGatherer:
 
         One all-gather over the bucket's group.
         """
-        assert index not in self._pending
+        assert index not in self._gathers
         if self.state.is_sharded:
             bucket = self.buckets[index]
-            self._pending[index] = collectives.all_gather(
+            self._gathers[index] = collectives.all_gather(
                 self.column.held(index), self.column.shard(index), bucket.group
             )
 
@@ -57,10 +57,10 @@ class ParameterGatherer:
 
     def wait(self) -> None:
         """Until all parameters are those of the last step."""
-        for index in list(self._pending):
-            self._pending.pop(index).wait()
+        for index in list(self._gathers):
+            self._gathers.pop(index).wait()
 
     def _before_forward(self, needed: Sequence[int], *_: Any) -> None:
         for index in needed:
-            if index in self._pending:
-                self._pending.pop(index).wait()
+            if index in self._gathers:
+                self._gathers.pop(index).wait()

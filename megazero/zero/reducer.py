@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fused_ops.linear import put
 from megazero.mpu import collectives
-from megazero.mpu.collectives import Pending
+from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import Kind
@@ -33,11 +33,11 @@ Arrived = tuple[frozenset[int], ...]
 
 
 @dataclass
-class _Flight:
-    """A reduction under way: what travels, and the whole gradient it was made from, if that is to be given back."""
+class _BucketReduction:
+    """The reduction of a bucket under way: the tensor that travels, and the pool's buffer to be given back, if any."""
 
     index: int
-    pending: Pending
+    handle: CommunicationHandle
     travelling: Tensor
     borrowed: Tensor | None
 
@@ -105,16 +105,16 @@ class GradientReducer:
         self._borrowed: dict[int, Tensor] = {}
         self._arrived: list[set[int]] = [set() for _ in buckets]
         self._launched = [False] * len(buckets)
-        self._landed = [False] * len(buckets)
+        self._completed = [False] * len(buckets)
         self._armed: int | None = None
         self._deferred: dict[tuple[int, int], list[tuple[int, int, Write]]] = {}
         """What backwards of (chunk, micro-batch) left for `run_deferred`: (bucket, entry, write), in the order of
         arrival.
         """
-        self._holding: list[tuple[int, int, Write]] | None = None
+        self._deferring: list[tuple[int, int, Write]] | None = None
         self._missing: dict[int, Counter[int]] = {}
         self._queue: list[int] = []
-        self._flights: list[_Flight] = []
+        self._reductions: list[_BucketReduction] = []
         for index, bucket in enumerate(buckets):
             for entry, parameter in enumerate(bucket.parameters):
                 parameter.gradient_target = target = _Target(self, index, entry)
@@ -135,10 +135,10 @@ class GradientReducer:
         A bucket whose group spans stages (a tied embedding's) is left for `finish`: the first stage's part is complete
         only with the step's last backward, and the last stage would hold one buffer per micro-batch that is under way.
         """
-        assert self._armed is None and self._holding is None, "one backward at a time"
+        assert self._armed is None and self._deferring is None, "one backward at a time"
         if defer is not None:
             assert not reduce, "a chunk is reduced with what was deferred"
-            self._holding = self._deferred.setdefault((chunk, defer), [])
+            self._deferring = self._deferred.setdefault((chunk, defer), [])
         if reduce:
             self._armed = chunk
             self._queue = [i for i in reversed(range(len(self.buckets))) if self._is_in(i, chunk)]
@@ -146,7 +146,7 @@ class GradientReducer:
 
     def after_backward(self, chunk: int) -> None:
         """The backward is over: what is not reduced yet is now, parameters without a gradient counting as zero."""
-        self._holding = None
+        self._deferring = None
         if self._armed == chunk:
             while self._queue:
                 self._launch(self._queue.pop(0))
@@ -174,14 +174,14 @@ class GradientReducer:
         for index in reversed(range(len(self.buckets))):
             if self._arrived[index] or not self._launched[index]:
                 self._launch(index)
-        while self._flights:
-            self._land()
+        while self._reductions:
+            self._complete_oldest()
         self._sum_partials()
 
     def reset(self) -> None:
         """Forget the gradients: the next ones start a new sum."""
         self._launched = [False] * len(self.buckets)
-        self._landed = [False] * len(self.buckets)
+        self._completed = [False] * len(self.buckets)
 
     def arrived(self) -> Arrived:
         """Which entries of each bucket hold a part of the sum that is being made."""
@@ -202,10 +202,10 @@ class GradientReducer:
         waits. Vectors could be added now, but they wait for the matrices of their bucket, whose buffer they would hold
         (ZeRO-2).
         """
-        if self._holding is None or self.buckets[index].layout.entries[entry].spec.kind is Kind.EMBEDDING:
+        if self._deferring is None or self.buckets[index].layout.entries[entry].spec.kind is Kind.EMBEDDING:
             self.accumulate(index, entry, write)
         else:
-            self._holding.append((index, entry, write))
+            self._deferring.append((index, entry, write))
 
     def accumulate(self, index: int, entry: int, write: Write) -> None:
         """Add to the gradient of a bucket's parameter. One of another chunk than the armed one only accumulates."""
@@ -255,28 +255,28 @@ class GradientReducer:
                 self.pool.give(borrowed)
                 borrowed = None
         if self.state.is_sharded:
-            pending = collectives.reduce_scatter(travelling[slice(*bucket.shard)], travelling, bucket.group)
+            handle = collectives.reduce_scatter(travelling[slice(*bucket.shard)], travelling, bucket.group)
         else:
-            pending = collectives.all_reduce(travelling, bucket.group)
-        self._flights.append(_Flight(index, pending, travelling, borrowed))
+            handle = collectives.all_reduce(travelling, bucket.group)
+        self._reductions.append(_BucketReduction(index, handle, travelling, borrowed))
         holds_memory = self.column.is_sharded or travelling is not whole
-        while holds_memory and len(self._flights) > IN_FLIGHT:
-            self._land()
+        while holds_memory and len(self._reductions) > IN_FLIGHT:
+            self._complete_oldest()
 
-    def _land(self) -> None:
+    def _complete_oldest(self) -> None:
         """Wait for the oldest reduction and put its result into the column."""
-        flight = self._flights.pop(0)
-        flight.pending.wait()
-        index = flight.index
+        reduction = self._reductions.pop(0)
+        reduction.handle.wait()
+        index = reduction.index
         start, stop = self.state.range_of(index)
-        result, target = flight.travelling[start:stop], self.column.view(index, start, stop)
-        if self.column.is_sharded and self._landed[index]:
+        result, target = reduction.travelling[start:stop], self.column.view(index, start, stop)
+        if self.column.is_sharded and self._completed[index]:
             target.add_(result)
         elif result.data_ptr() != target.data_ptr():
             target.copy_(result)
-        self._landed[index] = True
-        if flight.borrowed is not None:
-            self.pool.give(flight.borrowed)
+        self._completed[index] = True
+        if reduction.borrowed is not None:
+            self.pool.give(reduction.borrowed)
 
     # --- partial sums over tp --------------------------------------------------------------------------------------
 

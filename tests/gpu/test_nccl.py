@@ -117,10 +117,10 @@ def test_a_copy_of_nccl_runs_beside_a_product(grid: ProcessGrid) -> None:
     a @ a
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        pending = collectives.all_gather(whole, piece, grid.replicas)
+        handle = collectives.all_gather(whole, piece, grid.replicas)
         for _ in range(3):
             a @ a
-        pending.wait()
+        handle.wait()
         torch.cuda.synchronize()
     events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     copies = [event.time_range for event in events if "memcpy" in event.name.lower() or "nccl" in event.name.lower()]

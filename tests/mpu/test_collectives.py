@@ -22,9 +22,9 @@ def every_collective(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str
     results = {}
     for op in ("sum", "max", "min"):
         tensor = mine(rank, n, dtype)
-        pending = all_reduce(tensor, group, op)
-        pending.wait()
-        pending.wait()
+        handle = all_reduce(tensor, group, op)
+        handle.wait()
+        handle.wait()
         results[op] = tensor
     whole = torch.empty(n, dtype=dtype)
     all_gather(whole, mine(rank, 6, dtype), group).wait()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.mpu import shared_memory
-from megazero.mpu.collectives import Pending, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from megazero.mpu.grid import Axes, Group, build_grid
 from megazero.mpu.shared_memory import SLOT, SLOTS, PeerError
 from tests.ranks import run_ranks
@@ -43,7 +43,7 @@ def drawn(seed: int, rank: int, *shape: int) -> Tensor:
     return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).float()
 
 
-Case = tuple[Pending, Callable[[], Tensor], Tensor]
+Case = tuple[CommunicationHandle, Callable[[], Tensor], Tensor]
 """What is under way, what it gives, what it should."""
 
 

@@ -34,9 +34,9 @@ def ring_body(rank: int, dtype: torch.dtype) -> dict[str, int]:
         waiting.append((buffer, channels.receive(buffer, source, tag), content(source, tag)))
     for tag in tags:
         channels.send(content(rank, tag), before if tag.backward else after, tag)
-    for buffer, pending, wanted in waiting:
-        pending.wait()
-        pending.wait()
+    for buffer, handle, wanted in waiting:
+        handle.wait()
+        handle.wait()
         assert torch.equal(buffer, wanted)
     channels.flush()
     return {name: size for (name, _), size in grid.pp.traffic.items()}
@@ -68,8 +68,8 @@ def ordered_body(rank: int, axes: Axes) -> None:
                 )
             )
             channels.send(torch.full((2,), rank * 100.0 + m + backward * 50), (me + step) % stages, Tag(backward, 0, m))
-    for buffer, pending, wanted in arriving:
-        pending.wait()
+    for buffer, handle, wanted in arriving:
+        handle.wait()
         assert buffer.tolist() == [wanted] * 2
     channels.flush()
 

@@ -263,7 +263,7 @@ def pending_after_step(rank: int, case: Case) -> tuple[int, int, int]:
     """Gathers that are still under way after the step, after the first unit's forward, and after all."""
     here = build(case)
     here.step(0)
-    pending = here.state.gatherer._pending
+    pending = here.state.gatherer._gathers
     after_step = len(pending)
     units = here.chunks[0].units()
     units[0](0)
