@@ -17,13 +17,24 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 # process group of its own and ignores what else reaches it, and the ranks, which it starts, are told here. They are told every second, for
 # there may be none yet; being told twice changes nothing for them. Ctrl-\ ends everything at once, without saving.
 ranks() {
-    local agent error status=0 name
+    local agent error meeting status=0 name
+    local meet=(--rdzv-backend c10d --rdzv-id "${RDZV_ID:-$(random_id)}")
     asked="" # afterwards: the signal that came, if one did
     error=$(mktemp)
+    meeting=$(mktemp)
+    if [[ -n "${RDZV_ENDPOINT:-}" ]]; then
+        meet+=(--rdzv-endpoint "$RDZV_ENDPOINT")
+    else
+        # torch's store listens on all addresses, and torchrun unpickles what it finds there: one host does without it.
+        meet+=(--rdzv-endpoint "$meeting" --rdzv-conf store_type=file)
+        if [[ -d /sys/class/net/lo ]]; then
+            export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
+        fi
+    fi
     set -m
     (
         trap '' INT TERM HUP
-        exec env TORCHELASTIC_ERROR_FILE="$error" torchrun --signals-to-handle SIGQUIT "$@" </dev/null
+        exec env TORCHELASTIC_ERROR_FILE="$error" torchrun --signals-to-handle SIGQUIT "${meet[@]}" "$@" </dev/null
     ) &
     agent=$!
     set +m
@@ -45,7 +56,7 @@ ranks() {
     if ((status != 0)) && grep -q '"errorCode": 2[,}]' "$error"; then
         status=2
     fi
-    rm -f "$error"
+    rm -f "$error" "$meeting"
     return "$status"
 }
 
@@ -60,20 +71,11 @@ tell() {
 random_id() { od -An -N16 -tx1 /dev/urandom | tr -d ' \n'; }
 
 recipe() {
-    local name=$1 root data=() meet=()
+    local name=$1 root data=()
     shift
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     if [[ -n "${DATA_PATH:-}" ]]; then
         read -r -a data <<<"--data-path $DATA_PATH"
-    fi
-    if [[ -n "${RDZV_ENDPOINT:-}" ]]; then
-        meet=(--rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-$(random_id)}")
-    else
-        # torch's store listens on all addresses, and torchrun unpickles what it finds there: one host does without it.
-        meet=(--rdzv-conf store_type=file --rdzv-id "${RDZV_ID:-$(random_id)}")
-        if [[ "$NNODES" == 1 && -d /sys/class/net/lo ]]; then
-            export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
-        fi
     fi
     if [[ "$NNODES" != 1 && (-z "${RDZV_ENDPOINT:-}" || -z "${RDZV_ID:-}") ]]; then
         echo "$NNODES nodes meet at RDZV_ENDPOINT (host:port of the first) under one RDZV_ID: set both, the same on all nodes" >&2
@@ -83,7 +85,6 @@ recipe() {
     mkdir -p "runs/$name"
     ranks \
         --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --max-restarts 0 \
-        --rdzv-backend c10d "${meet[@]}" \
         --log-dir "${LOG_DIR:-runs/$name/logs}" --redirects 3 --tee 0:3 \
         "$root/pretrain_gpt.py" \
         ${data[@]+"${data[@]}"} \

@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(python -c "from megazero.system.thre
 exec 3> >(exec tee -i "$run/log.txt")
 tee=$!
 echo "Logs, metrics and checkpoints of this run go to $run"
-ranks --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id "$(random_id)" --nproc-per-node 4 pretrain_gpt.py \
+ranks --nproc-per-node 4 pretrain_gpt.py \
     --device cpu --tp 2 --pp 2 --zero-stage 1 --bf16 \
     --embedding-layernorm \
     --micro-batch-size 2 --global-batch-size 8 --train-iters 240 \

@@ -177,7 +177,9 @@ def test_one_node_meets_in_a_file_and_many_have_to_say_where(tmp_path: Path) -> 
     """torch's store listens on all addresses, and torchrun unpickles what is in it."""
     alone = {"NNODES": "1", "RDZV_ENDPOINT": "", "RDZV_ID": ""}
     first, second = (taken_apart(start(tmp_path, EXAMPLES / "gpt/124m.sh", **alone))[0] for _ in range(2))
-    assert first["--rdzv-conf"] == "store_type=file" and "--rdzv-endpoint" not in first
+    files = [Path(options["--rdzv-endpoint"]) for options in (first, second)]
+    assert first["--rdzv-conf"] == "store_type=file" and files[0].is_absolute() and files[0] != files[1]
+    assert not any(file.exists() for file in files), "nothing is left"
     assert re.fullmatch("[0-9a-f]{32}", first["--rdzv-id"]) and first["--rdzv-id"] != second["--rdzv-id"]
     if Path("/sys/class/net/lo").exists():
         assert "GLOO_SOCKET_IFNAME=lo\n" in (tmp_path / "record.env").read_text()
