@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 _PLACES = {
-    "ConfigError": "megazero.config.level",
+    "ConfigError": "megazero.config.source",
     "Result": "megazero.train.api",
     "Rows": "megazero.data.own",
     "Run": "megazero.config.schema",

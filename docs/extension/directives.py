@@ -12,7 +12,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from docs.extension import drawings, options
-from megazero.cli.main import COMMANDS
+from megazero.cli.main import SUBCOMMANDS
 from megazero.config.options import Option
 
 
@@ -62,7 +62,7 @@ class Commands(SphinxDirective):
     """A table of the words behind `megazero`, with their scripts."""
 
     def run(self) -> Sequence[nodes.Node]:
-        rows = [f"| `megazero {name}` | `{known.script}` | {known.sentence} |" for name, known in COMMANDS.items()]
+        rows = [f"| `megazero {name}` | `{known.script}` | {known.sentence} |" for name, known in SUBCOMMANDS.items()]
         table = "\n".join(["| command | in a clone | what it does |", "|---|---|---|", *rows])
         return self.parse_text_to_nodes(table)
 
@@ -71,7 +71,7 @@ class CommandHelps(SphinxDirective):
     """A section for each command, with what its --help prints in a terminal of 96 columns."""
 
     def run(self) -> Sequence[nodes.Node]:
-        return [self._section(name) for name in COMMANDS]
+        return [self._section(name) for name in SUBCOMMANDS]
 
     def _section(self, name: str) -> nodes.section:
         done = subprocess.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.config.flags import Command
+from megazero.config.flags import CommandOptions
 from megazero.config.options import Option, options_of, run_options, sections
 
 COMMAND = "command"
@@ -14,7 +14,7 @@ _KINDS = {int: "whole number", float: "number", str: "word", bool: "switch"}
 
 def all_options() -> Sequence[Option]:
     """Those of the command line first, then those of each section of the configuration."""
-    return [*options_of(Command, COMMAND), *run_options().values()]
+    return [*options_of(CommandOptions, COMMAND), *run_options().values()]
 
 
 def options_in(section: str) -> Sequence[Option]:
@@ -27,7 +27,7 @@ def options_in(section: str) -> Sequence[Option]:
 
 def about(section: str) -> str:
     """The sentence of a section."""
-    of = Command if section == COMMAND else sections()[section]
+    of = CommandOptions if section == COMMAND else sections()[section]
     return (of.__doc__ or "").strip()
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.ending import INTERRUPTED, reader_left
 from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named
-from megazero.config.level import ConfigError
+from megazero.config.source import ConfigError
 from megazero.convert.loading import Opened, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError

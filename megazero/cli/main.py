@@ -15,7 +15,7 @@ from megazero import __version__
 from megazero.config.options import did_you_mean
 
 
-class Command(NamedTuple):
+class Subcommand(NamedTuple):
     """A program. module: has `main(argv)`, which returns a status; script: the same program in a clone."""
 
     module: str
@@ -23,23 +23,29 @@ class Command(NamedTuple):
     sentence: str
 
 
-COMMANDS: Mapping[str, Command] = MappingProxyType(
+SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
     {
-        "pretrain": Command("pretrain", "pretrain_gpt.py", "train a model, from scratch, a checkpoint or adapters"),
-        "prepare-data": Command("prepare_data", "tools/preprocess_data.py", "text into a .bin/.idx pair"),
-        "merge-data": Command("merge_data", "tools/merge_data.py", "several pairs into one"),
-        "train-tokenizer": Command("train_tokenizer", "tools/train_tokenizer.py", "a byte-level BPE of your own text"),
-        "inspect-data": Command(
+        "pretrain": Subcommand("pretrain", "pretrain_gpt.py", "train a model, from scratch, a checkpoint or adapters"),
+        "prepare-data": Subcommand("prepare_data", "tools/preprocess_data.py", "text into a .bin/.idx pair"),
+        "merge-data": Subcommand("merge_data", "tools/merge_data.py", "several pairs into one"),
+        "train-tokenizer": Subcommand(
+            "train_tokenizer", "tools/train_tokenizer.py", "a byte-level BPE of your own text"
+        ),
+        "inspect-data": Subcommand(
             "inspect_data", "tools/inspect_data.py", "what a pair holds, and what a run reads of it"
         ),
-        "convert": Command("convert", "tools/convert_checkpoint.py", "a checkpoint of any known format into any other"),
-        "inspect": Command("inspect", "tools/inspect_checkpoint.py", "what is inside a checkpoint, how two differ"),
-        "generate": Command("generate", "tools/generate_text.py", "text from a trained model"),
-        "evaluate": Command("evaluate", "tools/evaluate.py", "loss and perplexity of a model on documents"),
-        "harness": Command("harness", "python -m megazero.harness", "a model in the LM Evaluation Harness"),
-        "plan-schedule": Command("plan_schedule", "tools/show_schedule.py", "learning rate and batch at any iteration"),
-        "draw-schedule": Command("draw_schedule", "tools/draw_schedule.py", "a pipeline schedule and its bubble"),
-        "doctor": Command("doctor", "python -m megazero.doctor", "what this machine and installation offer"),
+        "convert": Subcommand(
+            "convert", "tools/convert_checkpoint.py", "a checkpoint of any known format into any other"
+        ),
+        "inspect": Subcommand("inspect", "tools/inspect_checkpoint.py", "what is inside a checkpoint, how two differ"),
+        "generate": Subcommand("generate", "tools/generate_text.py", "text from a trained model"),
+        "evaluate": Subcommand("evaluate", "tools/evaluate.py", "loss and perplexity of a model on documents"),
+        "harness": Subcommand("harness", "python -m megazero.harness", "a model in the LM Evaluation Harness"),
+        "plan-schedule": Subcommand(
+            "plan_schedule", "tools/show_schedule.py", "learning rate and batch at any iteration"
+        ),
+        "draw-schedule": Subcommand("draw_schedule", "tools/draw_schedule.py", "a pipeline schedule and its bubble"),
+        "doctor": Subcommand("doctor", "python -m megazero.doctor", "what this machine and installation offer"),
     }
 )
 """By the word that calls it. Modules are those of this room."""
@@ -56,29 +62,29 @@ A cluster starts `-m megazero pretrain` on every rank by torchrun. The programs 
 
 
 def help_text() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.sentence}" for name, command in COMMANDS.items()]
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"  {name:<{width}}  {command.sentence}" for name, command in SUBCOMMANDS.items()]
     return "\n".join([USAGE, "", "commands:", *lines, "", EXAMPLES])
 
 
 def program(name: str) -> Callable[[Sequence[str]], int]:
     """The `main` of a command, imported now."""
-    found: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{COMMANDS[name].module}").main
+    found: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{SUBCOMMANDS[name].module}").main
     return found
 
 
 def unknown(name: str) -> str:
     """What to say of a word that is no command: that of a script of the same name, else one that is spelled alike."""
     bare = name.removesuffix(".py").rpartition("/")[2]
-    same = [known for known, command in COMMANDS.items() if command.script.endswith(f"/{bare}.py")]
-    hint = f"; did you mean {same[0]}?" if same else did_you_mean(bare.replace("_", "-"), COMMANDS)
+    same = [known for known, command in SUBCOMMANDS.items() if command.script.endswith(f"/{bare}.py")]
+    hint = f"; did you mean {same[0]}?" if same else did_you_mean(bare.replace("_", "-"), SUBCOMMANDS)
     return f"megazero: there is no command {name!r}{hint} (megazero --help lists them all)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The status of the command that the first word names; 2 where it names none."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if name in COMMANDS:
+    if name in SUBCOMMANDS:
         return program(name)(rest)
     if name in ("-h", "--help", "help"):
         print(help_text())

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser, taken_out
-from megazero.config.level import Level
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
+from megazero.config.source import ConfigSource
 from megazero.optim.step_plan import StepPlan
 
 DESCRIPTION = """
@@ -63,11 +63,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def model_of(path: str) -> Level:
+def model_of(path: str) -> ConfigSource:
     """What the checkpoint of --init-from says: for that, torch is imported."""
-    from megazero.train.init_from import model_level
+    from megazero.train.init_from import model_source
 
-    return model_level(path)
+    return model_source(path)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 
+from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
-from megazero.config.facts import Facts, Found, check, divisors, nearest, nearest_multiples
 
 
-def _heads(f: Facts) -> Found:
+def _heads(f: CheckContext) -> Found:
     m = f.run.model
     if m.kv_channels is not None:
         if m.position_embedding == "rotary" and m.kv_channels % 2:
@@ -39,7 +39,7 @@ def _heads(f: Facts) -> Found:
         )
 
 
-def _positions(f: Facts) -> Found:
+def _positions(f: CheckContext) -> Found:
     m = f.run.model
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < m.seq_length:
@@ -55,7 +55,7 @@ def _positions(f: Facts) -> Found:
         )
 
 
-def _biases(f: Facts) -> Found:
+def _biases(f: CheckContext) -> Found:
     m = f.run.model
     if m.disable_bias_linear and m.attention_bias is not None and m.mlp_bias is not None:
         shown = " ".join(
@@ -64,7 +64,7 @@ def _biases(f: Facts) -> Found:
         yield f"--disable-bias-linear says nothing beside {shown}, which name all linear layers of a block: drop it"
 
 
-def _tp_divides(f: Facts) -> Found:
+def _tp_divides(f: CheckContext) -> Found:
     m, tp = f.run.model, f.run.parallel.tp
     sizes = {
         "--num-attention-heads": m.num_attention_heads,
@@ -82,7 +82,7 @@ def _tp_divides(f: Facts) -> Found:
         )
 
 
-def _sequence_parallel(f: Facts) -> Found:
+def _sequence_parallel(f: CheckContext) -> Found:
     length, tp = f.run.model.seq_length, f.run.parallel.tp
     if f.run.parallel.sequence_parallel and length % tp:
         yield (
@@ -91,7 +91,7 @@ def _sequence_parallel(f: Facts) -> Found:
         )
 
 
-def _chunks(f: Facts) -> Found:
+def _chunks(f: CheckContext) -> Found:
     layers, p = f.run.model.num_layers, f.run.parallel
     chunks = p.pp * p.virtual_stages
     if layers + 2 < chunks:
@@ -103,7 +103,7 @@ def _chunks(f: Facts) -> Found:
         )
 
 
-def _partition(f: Facts) -> Found:
+def _partition(f: CheckContext) -> Found:
     layers, p = f.run.model.num_layers, f.run.parallel
     if p.partition is None:
         return
@@ -125,7 +125,7 @@ def _partition(f: Facts) -> Found:
         yield f"--partition-by {p.partition_by} has no say where --partition gives the layers: drop one of them"
 
 
-def _schedule(f: Facts) -> Found:
+def _schedule(f: CheckContext) -> Found:
     p = f.run.parallel
     name = pipeline_schedule(p)
     if name == "interleaved" and p.virtual_stages < 2:
@@ -150,7 +150,7 @@ def _schedule(f: Facts) -> Found:
         )
 
 
-def _recompute(f: Facts) -> Found:
+def _recompute(f: CheckContext) -> Found:
     p, layers = f.run.parallel, f.run.model.num_layers
     if p.recompute_num_layers != 1 and p.recompute_granularity != "full":
         yield (
@@ -163,7 +163,7 @@ def _recompute(f: Facts) -> Found:
         )
 
 
-def _zero(f: Facts) -> Found:
+def _zero(f: CheckContext) -> Found:
     stage = f.run.parallel.zero_stage
     if stage == 3:
         yield "--zero-stage 3 is not built yet; nearest: 2"
@@ -171,7 +171,7 @@ def _zero(f: Facts) -> Found:
         yield f"--zero-stage {stage} does not exist; valid: 0, 1, 2; nearest: {nearest(stage, (0, 1, 2))}"
 
 
-def _world(f: Facts) -> Found:
+def _world(f: CheckContext) -> Found:
     p, world = f.run.parallel, f.world_size
     ranks = p.tp * p.pp
     if world is None or world % ranks == 0:
@@ -184,19 +184,19 @@ def _world(f: Facts) -> Found:
     )
 
 
-def _reduce_dtype(f: Facts) -> Found:
+def _reduce_dtype(f: CheckContext) -> Found:
     precision, wanted = f.run.optimizer.precision, f.run.parallel.grad_reduce_dtype
     if precision == "fp64" and wanted != "auto":
         yield f"--grad-reduce-dtype {wanted} narrows --precision fp64, where nothing may be narrower; nearest: auto"
 
 
-def _backend(f: Facts) -> Found:
+def _backend(f: CheckContext) -> Found:
     p = f.run.parallel
     if p.backend == "nccl" and p.device == "cpu":
         yield "--backend nccl carries no tensors of --device cpu; nearest: --backend gloo"
 
 
-def _attention(f: Facts) -> Found:
+def _attention(f: CheckContext) -> Found:
     """What a forced body can compute on no machine. What depends on the machine is found where that is known."""
     m, asked, precision = f.run.model, f.run.parallel.attention, f.run.optimizer.precision
     alibi, documents = m.position_embedding == "alibi", m.document_mask
@@ -219,7 +219,7 @@ def _attention(f: Facts) -> Found:
         )
 
 
-def _cuda_graphs(f: Facts) -> Found:
+def _cuda_graphs(f: CheckContext) -> Found:
     p = f.run.parallel
     if not p.cuda_graphs:
         return

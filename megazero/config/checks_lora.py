@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megazero.config.facts import Facts, Found, check
+from megazero.config.checks import CheckContext, Found, check
 from megazero.config.lora import TARGETS, layers_of
 
 
-def _lora(f: Facts) -> Found:
+def _lora(f: CheckContext) -> Found:
     lora, model, start = f.run.lora, f.run.model, f.run.checkpoint
     rank = lora.lora_rank
     if rank is None:

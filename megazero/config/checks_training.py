@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.derive import ffn_width, query_groups
-from megazero.config.facts import Facts, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.fp8 import MULTIPLE, block_layers, fp8_layers
 
 
-def _batch(f: Facts) -> Found:
+def _batch(f: CheckContext) -> Found:
     s, dp = f.run.schedule, f.dp
     step = s.micro_batch_size * (dp or 1)
     shown = f"--micro-batch-size {s.micro_batch_size}" + (f" x dp {dp} = {step}" if dp is not None else "")
@@ -27,7 +27,7 @@ def _batch(f: Facts) -> Found:
         )
 
 
-def _ramp(f: Facts) -> Found:
+def _ramp(f: CheckContext) -> Found:
     ramp, full = f.run.schedule.rampup_batch_size, f.run.schedule.global_batch_size
     if ramp is None:
         return
@@ -46,7 +46,7 @@ def _ramp(f: Facts) -> Found:
         )
 
 
-def _length(f: Facts) -> Found:
+def _length(f: CheckContext) -> Found:
     s = f.run.schedule
     if s.train_iters is not None and s.train_samples is not None:
         yield "--train-iters and --train-samples say the same thing in two ways: give one of them"
@@ -55,7 +55,7 @@ def _length(f: Facts) -> Found:
         yield f"--train-samples {s.train_samples} are fewer than the first global batch has, {first}; nearest: {first}"
 
 
-def _rate(f: Facts) -> Found:
+def _rate(f: CheckContext) -> Found:
     s = f.run.schedule
     if s.min_lr > s.lr:
         yield f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"
@@ -78,13 +78,13 @@ def _rate(f: Facts) -> Found:
             )
 
 
-def _loss_scale(f: Facts) -> Found:
+def _loss_scale(f: CheckContext) -> Found:
     o = f.run.optimizer
     if o.loss_scale is None and o.precision == "fp16" and o.min_loss_scale > o.initial_loss_scale:
         yield f"--min-loss-scale {o.min_loss_scale:g} is above --initial-loss-scale {o.initial_loss_scale:g}"
 
 
-def _optimizer_impl(f: Facts) -> Found:
+def _optimizer_impl(f: CheckContext) -> Found:
     o, device = f.run.optimizer, f.run.parallel.device
     if o.optimizer_impl == "apex":
         if o.precision == "fp64":
@@ -98,7 +98,7 @@ def _optimizer_impl(f: Facts) -> Found:
             )
 
 
-def _fp8(f: Facts) -> Found:
+def _fp8(f: CheckContext) -> Found:
     o, m, tp = f.run.optimizer, f.run.model, f.run.parallel.tp
     if o.fp8 == "off":
         return
@@ -120,7 +120,7 @@ def _fp8(f: Facts) -> Found:
         )
 
 
-def _data_path(f: Facts) -> Found:
+def _data_path(f: CheckContext) -> Found:
     words = f.run.data.data_path
     if len(words) > 1:
         if len(words) % 2:
@@ -144,7 +144,7 @@ def _data_path(f: Facts) -> Found:
         yield f"--valid-data-path names {', '.join(sets[::2])}: every set needs a name of its own"
 
 
-def _instructions(f: Facts) -> Found:
+def _instructions(f: CheckContext) -> Found:
     d = f.run.data
     if not d.instruction_data:
         return
@@ -173,7 +173,7 @@ def _number(word: str) -> float | None:
         return None
 
 
-def _split(f: Facts) -> Found:
+def _split(f: CheckContext) -> Found:
     shares = [_number(part) for part in f.run.data.split.split(",")]
     if len(shares) > 3 or any(share is None or not 0 <= share < float("inf") for share in shares) or not any(shares):
         yield (
@@ -182,7 +182,7 @@ def _split(f: Facts) -> Found:
         )
 
 
-def _tokens(f: Facts) -> Found:
+def _tokens(f: CheckContext) -> Found:
     d, vocab = f.run.data, f.run.model.vocab_size
     if d.data_path and d.tokenizer is None and vocab is None:
         yield (
@@ -209,7 +209,7 @@ def _tokens(f: Facts) -> Found:
         yield f"{' and '.join(wants)} must know which token ends a document: give --eod-id or --tokenizer"
 
 
-def _checkpoint(f: Facts) -> Found:
+def _checkpoint(f: CheckContext) -> Found:
     c = f.run.checkpoint
     if c.finetune and c.no_load_optim:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"

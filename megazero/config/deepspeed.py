@@ -16,35 +16,35 @@ from typing import Any
 
 from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT
-from megazero.config.level import SIBLINGS, Level
 from megazero.config.options import did_you_mean, run_options
+from megazero.config.source import SIBLINGS, ConfigSource
 from megazero.system.reading import BOUNDS, Unreadable, read_json, shown
 
 
 @dataclass
-class DeepSpeedLevel(Level):
+class DeepSpeedSource(ConfigSource):
     """Settings of a DeepSpeed file.
 
     accumulation  its gradient_accumulation_steps, a relation rather than a field; "auto" leaves it open, as None does
     assumes_one   neither that nor a batch is in the file: DeepSpeed then does not accumulate, where nothing else gives
     a batch
-    beneath       what DeepSpeed takes for keys that the file leaves out
-    told          field of `beneath` -> the sentence about it
+    defaults      what DeepSpeed takes for keys that the file leaves out
+    default_notes field of `defaults` -> the sentence about it
     """
 
     accumulation: int | None = None
     assumes_one: bool = False
-    beneath: Level = dataclass_field(default_factory=lambda: Level("DeepSpeed's defaults"))
-    told: dict[str, str] = dataclass_field(default_factory=dict)
+    defaults: ConfigSource = dataclass_field(default_factory=lambda: ConfigSource("DeepSpeed's defaults"))
+    default_notes: dict[str, str] = dataclass_field(default_factory=dict)
 
-    def assumed(self, above: Sequence[Level]) -> list[str]:
-        """Sentences about the defaults of DeepSpeed's that hold, since no level above them says otherwise."""
-        said = {name for level in above for name in level.settings}
+    def notes_on_defaults(self, above: Sequence[ConfigSource]) -> list[str]:
+        """Sentences about the defaults of DeepSpeed's that hold, since no source above them says otherwise."""
+        said = {name for source in above for name in source.settings}
         siblings = {name for group in SIBLINGS if not said.isdisjoint(group) for name in group}
-        held = [sentence for name, sentence in self.told.items() if name not in said | siblings]
+        held = [sentence for name, sentence in self.default_notes.items() if name not in said | siblings]
         return [f"{self.name} leaves these to DeepSpeed's own defaults: {'; '.join(held)}"] if held else []
 
-    def contradictions(self, flags: Level) -> list[str]:
+    def contradictions(self, flags: ConfigSource) -> list[str]:
         """Keys that say something else than a flag of the command line."""
         found = []
         for name, value in self.settings.items():
@@ -85,39 +85,39 @@ class DeepSpeedLevel(Level):
         ]
 
 
-def read_deepspeed(path: str | Path) -> DeepSpeedLevel:
-    """The settings of a DeepSpeed file; what is wrong with it is in the level's problems."""
-    level = DeepSpeedLevel(str(path))
+def read_deepspeed(path: str | Path) -> DeepSpeedSource:
+    """The settings of a DeepSpeed file; what is wrong with it is in the source's problems."""
+    source = DeepSpeedSource(str(path))
     try:
         content = read_json(Path(path), BOUNDS.description, piped=True)
     except Unreadable as reason:
-        level.problems.append(f"--deepspeed-config {reason}")
-        level.unread = True
-        return level
+        source.problems.append(f"--deepspeed-config {reason}")
+        source.unread = True
+        return source
     if not isinstance(content, dict):
-        level.problems.append(f"--deepspeed-config {path}: holds no settings, but {type(content).__name__}")
-        level.unread = True
-        return level
+        source.problems.append(f"--deepspeed-config {path}: holds no settings, but {type(content).__name__}")
+        source.unread = True
+        return source
     every = _flattened(content, "")
     keys = {key: value for key, value in every.items() if value != "auto"}
     for key, value in keys.items():
         if key in FIELDS:
-            _put(level, key, FIELDS[key], value)
+            _put(source, key, FIELDS[key], value)
         elif key in UNBUILT:
             holds, why = UNBUILT[key]
             if value not in holds or isinstance(value, bool) not in {isinstance(h, bool) for h in holds}:
-                level.problems.append(f"{level.name}: {key} {json.dumps(value)[:200]} is refused: {why}")
+                source.problems.append(f"{source.name}: {key} {json.dumps(value)[:200]} is refused: {why}")
         elif key not in (*TRANSLATED, *DETAILS):
             hint = did_you_mean(key, (*FIELDS, *UNBUILT, *TRANSLATED, *DETAILS))
-            level.problems.append(f"{level.name}: there is no {key}{hint}")
+            source.problems.append(f"{source.name}: there is no {key}{hint}")
     for translate in (_precision, _optimizer, _scheduler, _buckets, _tensorboard, _accumulation):
-        translate(level, keys)
-    level.assumes_one = (
-        not {"gradient_accumulation_steps", "train_batch_size"} & {*every} and "micro_batch_size" in level.settings
+        translate(source, keys)
+    source.assumes_one = (
+        not {"gradient_accumulation_steps", "train_batch_size"} & {*every} and "micro_batch_size" in source.settings
     )
-    level.problems += other_peak(level.name, every, level.settings)
-    level.beneath, level.told = missing_keys(level.name, every, level.settings)
-    return level
+    source.problems += other_peak(source.name, every, source.settings)
+    source.defaults, source.default_notes = missing_keys(source.name, every, source.settings)
+    return source
 
 
 def _flattened(content: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -131,132 +131,136 @@ def _flattened(content: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-def _put(level: Level, key: str, name: str, value: object) -> None:
+def _put(source: ConfigSource, key: str, name: str, value: object) -> None:
     try:
-        level.put(name, run_options()[name].from_value(value), f"{level.name}: {key}")
+        source.put(name, run_options()[name].from_value(value), f"{source.name}: {key}")
     except ValueError as reason:
-        level.problems.append(f"{level.name}: {key}: {reason}")
-        level.bad.add(name)
+        source.problems.append(f"{source.name}: {key}: {reason}")
+        source.bad.add(name)
 
 
-def _precision(level: Level, keys: Mapping[str, Any]) -> None:
+def _precision(source: ConfigSource, keys: Mapping[str, Any]) -> None:
     switches = {p: keys[f"{p}.enabled"] for p in ("fp16", "bf16") if f"{p}.enabled" in keys}
     wrong = [
-        f"{level.name}: {p}.enabled: {value!r} is not true or false"
+        f"{source.name}: {p}.enabled: {value!r} is not true or false"
         for p, value in switches.items()
         if not isinstance(value, bool)
     ]
     on = [p for p, value in switches.items() if value is True]
     if len(on) == 2:
-        wrong.append(f"{level.name}: fp16.enabled and bf16.enabled contradict each other: a run has one precision")
-    level.problems += wrong
+        wrong.append(f"{source.name}: fp16.enabled and bf16.enabled contradict each other: a run has one precision")
+    source.problems += wrong
     if switches and not wrong:
         # Both absent says nothing; one switched off and none on is DeepSpeed's fp32.
         _put(
-            level, f"{on[0]}.enabled" if on else f"{next(iter(switches))}.enabled", "precision", on[0] if on else "fp32"
+            source,
+            f"{on[0]}.enabled" if on else f"{next(iter(switches))}.enabled",
+            "precision",
+            on[0] if on else "fp32",
         )
     if keys.get("fp16.loss_scale"):
-        _put(level, "fp16.loss_scale", "loss_scale", keys["fp16.loss_scale"])
+        _put(source, "fp16.loss_scale", "loss_scale", keys["fp16.loss_scale"])
     power = keys.get("fp16.initial_scale_power")
     if power is not None:
-        _computed(level, "fp16.initial_scale_power", "initial_loss_scale", power, lambda p: 2.0**p)
+        _computed(source, "fp16.initial_scale_power", "initial_loss_scale", power, lambda p: 2.0**p)
 
 
-def _computed(level: Level, key: str, name: str, value: object, formula: Callable[[float], float]) -> None:
+def _computed(source: ConfigSource, key: str, name: str, value: object, formula: Callable[[float], float]) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1000:
-        level.problems.append(f"{level.name}: {key}: {shown(value)} is not a number that makes sense here")
-        level.bad.add(name)
+        source.problems.append(f"{source.name}: {key}: {shown(value)} is not a number that makes sense here")
+        source.bad.add(name)
     else:
-        _put(level, key, name, formula(value))
+        _put(source, key, name, formula(value))
 
 
-def _optimizer(level: Level, keys: Mapping[str, Any]) -> None:
+def _optimizer(source: ConfigSource, keys: Mapping[str, Any]) -> None:
     kind, decoupled = keys.get("optimizer.type"), keys.get("optimizer.params.adam_w_mode", True)
     # DeepSpeed's "Adam" decays apart from the gradient unless adam_w_mode is false.
     table = {"adamw": "adamw", "adam": "adamw" if decoupled else "adam", "sgd": "sgd"}
     if kind is not None:
         if str(kind).lower() in table:
-            _put(level, "optimizer.type", "optimizer", table[str(kind).lower()])
+            _put(source, "optimizer.type", "optimizer", table[str(kind).lower()])
         else:
-            level.problems.append(f"{level.name}: optimizer.type {shown(kind)} is not built; valid: Adam, AdamW, SGD")
+            source.problems.append(f"{source.name}: optimizer.type {shown(kind)} is not built; valid: Adam, AdamW, SGD")
     betas = keys.get("optimizer.params.betas")
     if isinstance(betas, list) and len(betas) == 2:
         for name, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
-            _put(level, "optimizer.params.betas", name, value)
+            _put(source, "optimizer.params.betas", name, value)
     elif betas is not None:
-        level.problems.append(f"{level.name}: optimizer.params.betas: {shown(betas)} is not a list of two numbers")
+        source.problems.append(f"{source.name}: optimizer.params.betas: {shown(betas)} is not a list of two numbers")
 
 
-def _scheduler(level: Level, keys: Mapping[str, Any]) -> None:
+def _scheduler(source: ConfigSource, keys: Mapping[str, Any]) -> None:
     kind = keys.get("scheduler.type")
     if kind is None:
         given = [key for key in keys if key.startswith("scheduler.params.")]
-        level.problems += [f"{level.name}: {key} needs scheduler.type" for key in given]
+        source.problems += [f"{source.name}: {key} needs scheduler.type" for key in given]
         return
     styles = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if not isinstance(kind, str) or kind not in styles:
-        level.problems.append(
-            f"{level.name}: scheduler.type {shown(kind)} is not built; valid: "
+        source.problems.append(
+            f"{source.name}: scheduler.type {shown(kind)} is not built; valid: "
             f"{', '.join(styles)}{did_you_mean(str(kind), styles)}"
         )
         return
-    _put(level, "scheduler.type", "lr_decay_style", styles[kind])
+    _put(source, "scheduler.type", "lr_decay_style", styles[kind])
     if keys.get("scheduler.params.warmup_type", "log") != "linear":
-        level.problems.append(
-            f"{level.name}: scheduler.params.warmup_type: warm-up is linear here, DeepSpeed's default is logarithmic; "
+        source.problems.append(
+            f"{source.name}: scheduler.params.warmup_type: warm-up is linear here, DeepSpeed's default is logarithmic; "
             'write "warmup_type": "linear"'
         )
     for key in ("scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio"):
         if keys.get(key):
-            level.problems.append(f"{level.name}: {key} {keys[key]}: warm-up starts at 0 here; nearest: 0")
+            source.problems.append(f"{source.name}: {key} {keys[key]}: warm-up starts at 0 here; nearest: 0")
     if kind == "WarmupDecayLR":
-        level.put("min_lr", 0.0, f"{level.name}: scheduler.type")
+        source.put("min_lr", 0.0, f"{source.name}: scheduler.type")
     peak = keys.get("scheduler.params.warmup_max_lr")
     if peak is not None:
-        if level.settings.get("lr") not in (None, peak):
-            level.problems.append(
-                f"{level.name}: scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {level.settings['lr']}"
+        if source.settings.get("lr") not in (None, peak):
+            source.problems.append(
+                f"{source.name}: scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr "
+                f"{source.settings['lr']}"
             )
-        _put(level, "scheduler.params.warmup_max_lr", "lr", peak)
+        _put(source, "scheduler.params.warmup_max_lr", "lr", peak)
     if kind == "WarmupCosineLR":
-        ratio, lr = keys.get("scheduler.params.cos_min_ratio", 1e-4), level.settings.get("lr")
+        ratio, lr = keys.get("scheduler.params.cos_min_ratio", 1e-4), source.settings.get("lr")
         if lr is None:
-            level.problems.append(
-                f"{level.name}: scheduler.type WarmupCosineLR ends at cos_min_ratio x lr: give optimizer.params.lr too"
+            source.problems.append(
+                f"{source.name}: scheduler.type WarmupCosineLR ends at cos_min_ratio x lr: give optimizer.params.lr too"
             )
         else:
-            _computed(level, "scheduler.params.cos_min_ratio", "min_lr", ratio, lambda share: share * lr)
+            _computed(source, "scheduler.params.cos_min_ratio", "min_lr", ratio, lambda share: share * lr)
 
 
-def _buckets(level: Level, keys: Mapping[str, Any]) -> None:
+def _buckets(source: ConfigSource, keys: Mapping[str, Any]) -> None:
     key = "zero_optimization.allgather_bucket_size"
     if key not in keys:
         return
     reduce = keys.get("zero_optimization.reduce_bucket_size")
     if reduce is not None and reduce != keys[key]:
-        level.problems.append(
-            f"{level.name}: {key} {keys[key]}: one size serves reduction and gather here; nearest: reduce_bucket_size "
+        source.problems.append(
+            f"{source.name}: {key} {keys[key]}: one size serves reduction and gather here; nearest: reduce_bucket_size "
             f"{reduce}"
         )
     else:
-        _put(level, key, "bucket_size", keys[key])
+        _put(source, key, "bucket_size", keys[key])
 
 
-def _tensorboard(level: Level, keys: Mapping[str, Any]) -> None:
+def _tensorboard(source: ConfigSource, keys: Mapping[str, Any]) -> None:
     if keys.get("tensorboard.enabled"):
         folder = Path(str(keys.get("tensorboard.output_path") or "runs")) / str(
             keys.get("tensorboard.job_name") or "DeepSpeedJobName"
         )
-        _put(level, "tensorboard.output_path", "tensorboard_dir", str(folder))
+        _put(source, "tensorboard.output_path", "tensorboard_dir", str(folder))
 
 
-def _accumulation(level: DeepSpeedLevel, keys: Mapping[str, Any]) -> None:
+def _accumulation(source: DeepSpeedSource, keys: Mapping[str, Any]) -> None:
     steps = keys.get("gradient_accumulation_steps")
     if steps is None:
         return
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        level.problems.append(
-            f"{level.name}: gradient_accumulation_steps: {steps!r} is not a whole number of at least 1"
+        source.problems.append(
+            f"{source.name}: gradient_accumulation_steps: {steps!r} is not a whole number of at least 1"
         )
     else:
-        level.accumulation = steps
+        source.accumulation = steps

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.config.level import Level
 from megazero.config.options import run_options
+from megazero.config.source import ConfigSource
 
 _TYPES = ("adam", "adamw", "sgd")
 DECAY_PEAK = 1e-3
@@ -91,21 +91,21 @@ MISSING = (
 """In the order in which they are told. Where `gradient_clipping` is concerned, versions differ."""
 
 
-def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) -> tuple[Level, dict[str, str]]:
+def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) -> tuple[ConfigSource, dict[str, str]]:
     """The defaults that hold for a file, and each one's sentence by field.
 
     name: of the file. keys: all that it has, "auto" ones included, which are the flags' and no default's. settings:
     fields that the file sets.
     """
-    level = Level(f"DeepSpeed's defaults under {name}", resolved=True)
+    source = ConfigSource(f"DeepSpeed's defaults under {name}", resolved=True)
     told: dict[str, str] = {}
     for row in MISSING:
         if row.key in keys or row.field in {*settings, *told} or not row.applies(keys):
             continue
-        level.put(row.field, row.value, f"{name} without {row.key}")
+        source.put(row.field, row.value, f"{name} without {row.key}")
         remark = f" ({row.remark})" if row.remark else ""
         told[row.field] = f"{row.key}: {run_options()[row.field].flag} {_shown(row.value)}{remark}"
-    return level, told
+    return source, told
 
 
 def other_peak(name: str, keys: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from megazero.config.flags import option_called
-from megazero.config.level import Level
 from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
+from megazero.config.source import ConfigSource
 from megazero.config.yaml_file import load_yaml
 from megazero.system.reading import Unreadable, shown
 
@@ -31,7 +31,7 @@ def run_dict(run: Run) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def departures(run: Run) -> dict[str, dict[str, Any]]:
+def changed_settings(run: Run) -> dict[str, dict[str, Any]]:
     """Of `run_dict` what differs from the defaults, without the sections where nothing does."""
     plain = run_dict(Run())
     found = {
@@ -55,53 +55,53 @@ def dump(run: Run) -> str:
     return head + yaml.safe_dump({RESOLVED: True, **run_dict(run)}, sort_keys=False, allow_unicode=True, width=120)
 
 
-def read_yaml(path: str | Path) -> Level:
-    """The settings of a YAML file; what is wrong with it is in the level's problems."""
-    level = Level(str(path))
+def read_yaml(path: str | Path) -> ConfigSource:
+    """The settings of a YAML file; what is wrong with it is in the source's problems."""
+    source = ConfigSource(str(path))
     try:
         content = load_yaml(Path(path))
     except Unreadable as reason:
-        level.problems.append(f"--config {reason}")
-        level.unread = True
-        return level
+        source.problems.append(f"--config {reason}")
+        source.unread = True
+        return source
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        level.problems.append(f"--config {path}: holds no settings, but {type(content).__name__}")
-        level.unread = True
-        return level
-    _read_settings(level, content)
-    return level
+        source.problems.append(f"--config {path}: holds no settings, but {type(content).__name__}")
+        source.unread = True
+        return source
+    _read_settings(source, content)
+    return source
 
 
-def given_level(given: Run | Mapping[str, Any], name: str) -> Level:
+def program_source(given: Run | Mapping[str, Any], name: str) -> ConfigSource:
     """The settings that a program gives, as `read_yaml` has those of a file: a mapping as a file holds it, or a run,
     which says every field.
     """
-    level = Level(name)
-    _read_settings(level, {RESOLVED: True, **run_dict(given)} if isinstance(given, Run) else dict(given))
-    return level
+    source = ConfigSource(name)
+    _read_settings(source, {RESOLVED: True, **run_dict(given)} if isinstance(given, Run) else dict(given))
+    return source
 
 
-def _read_settings(level: Level, content: dict[Any, Any]) -> None:
-    level.resolved = content.pop(RESOLVED, False) is True
+def _read_settings(source: ConfigSource, content: dict[Any, Any]) -> None:
+    source.resolved = content.pop(RESOLVED, False) is True
     for key, value in content.items():
         if key in sections():
-            _read_section(level, str(key), value)
+            _read_section(source, str(key), value)
         else:
-            _read_key(level, str(key), value, None)
+            _read_key(source, str(key), value, None)
 
 
-def _read_section(level: Level, section: str, value: object) -> None:
+def _read_section(source: ConfigSource, section: str, value: object) -> None:
     if not isinstance(value, dict):
         if value is not None:
-            level.problems.append(f"{level.name}: {section} holds no fields, but {shown(value)}")
+            source.problems.append(f"{source.name}: {section} holds no fields, but {shown(value)}")
         return
     for key, item in value.items():
-        _read_key(level, str(key), item, section)
+        _read_key(source, str(key), item, section)
 
 
-def _read_key(level: Level, key: str, value: object, section: str | None) -> None:
+def _read_key(source: ConfigSource, key: str, value: object, section: str | None) -> None:
     """One field, by its name or an alias, with or without its section around it."""
     where = key if section is None else f"{section}.{key}"
     known = option_called(key)
@@ -110,16 +110,16 @@ def _read_key(level: Level, key: str, value: object, section: str | None) -> Non
         hint = did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(
             key, run_options()
         )
-        level.problems.append(f"{level.name}: there is no {where}{hint}")
+        source.problems.append(f"{source.name}: there is no {where}{hint}")
         return
     if section is not None and known.section != section:
-        level.problems.append(f"{level.name}: there is no {where}; {known.name} belongs to {known.section}")
+        source.problems.append(f"{source.name}: there is no {where}; {known.name} belongs to {known.section}")
         return
-    if known.name in level.settings:
-        level.problems.append(f"{level.name}: {where} gives {known.name} a second time")
+    if known.name in source.settings:
+        source.problems.append(f"{source.name}: {where} gives {known.name} a second time")
         return
     try:
-        level.put(known.name, known.from_value(value), f"{level.name}: {where}")
+        source.put(known.name, known.from_value(value), f"{source.name}: {where}")
     except ValueError as reason:
-        level.problems.append(f"{level.name}: {where}: {reason}")
-        level.bad.add(known.name)
+        source.problems.append(f"{source.name}: {where}: {reason}")
+        source.bad.add(known.name)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megazero.config.checks import Check, CheckContext, Found
 from megazero.config.derive import pipeline_schedule
-from megazero.config.facts import Check, Facts, Found
 from megazero.config.options import run_options
 
 
@@ -29,18 +29,18 @@ class Effect:
     """
 
     field: str
-    holds: Callable[[Facts], bool]
+    holds: Callable[[CheckContext], bool]
     needs: str
     reads: tuple[str, ...]
     refused: bool = True
 
-    def missed(self, facts: Facts) -> str | None:
+    def missed(self, context: CheckContext) -> str | None:
         """The sentence about a flag that is given for nothing; None for one that is not given, or
         that does something.
         """
         known = run_options()[self.field]
-        value = getattr(getattr(facts.run, known.section), self.field)
-        if self.field not in facts.given or value in (None, known.default) or self.holds(facts):
+        value = getattr(getattr(context.run, known.section), self.field)
+        if self.field not in context.given or value in (None, known.default) or self.holds(context):
             return None
         if known.kind is bool:
             return f"{known.flag if value else known.negations[0]} has no effect without {self.needs}"
@@ -54,55 +54,55 @@ class Effect:
         return f"{known.flag} {shown} has no effect without {self.needs}"
 
 
-def _fp16(f: Facts) -> bool:
+def _fp16(f: CheckContext) -> bool:
     return f.run.optimizer.precision == "fp16"
 
 
-def _dynamic(f: Facts) -> bool:
+def _dynamic(f: CheckContext) -> bool:
     return _fp16(f) and f.run.optimizer.loss_scale is None
 
 
-def _adam(f: Facts) -> bool:
+def _adam(f: CheckContext) -> bool:
     return f.run.optimizer.optimizer != "sgd"
 
 
-def _saves(f: Facts) -> bool:
+def _saves(f: CheckContext) -> bool:
     return f.run.checkpoint.save is not None
 
 
-def _loads(f: Facts) -> bool:
+def _loads(f: CheckContext) -> bool:
     return f.run.checkpoint.load is not None
 
 
-def _instructed(f: Facts) -> bool:
+def _instructed(f: CheckContext) -> bool:
     return bool(f.run.data.instruction_data)
 
 
-def _decays(f: Facts) -> bool:
+def _decays(f: CheckContext) -> bool:
     return f.run.schedule.lr_decay_style != "constant"
 
 
-def _adapts(f: Facts) -> bool:
+def _adapts(f: CheckContext) -> bool:
     return f.run.lora.lora_rank is not None
 
 
-def _several(f: Facts) -> bool:
+def _several(f: CheckContext) -> bool:
     return f.world_size != 1
 
 
-def _reads_text(f: Facts) -> bool:
+def _reads_text(f: CheckContext) -> bool:
     return f.run.data.tokenizer is not None or not (f.run.data.data_path or f.run.data.instruction_data)
 
 
-def _evaluates(f: Facts) -> bool:
+def _evaluates(f: CheckContext) -> bool:
     return f.run.trainer.eval_iters > 0
 
 
-def _validates(f: Facts) -> bool:
+def _validates(f: CheckContext) -> bool:
     return not f.run.data.instruction_data or bool(f.run.data.valid_instruction_data)
 
 
-def _shards(f: Facts) -> bool:
+def _shards(f: CheckContext) -> bool:
     """Model state is shared by dp ranks; a tied embedding that is on two stages by both."""
     tied = (
         not f.run.model.untie_embeddings_and_output_weights
@@ -112,19 +112,19 @@ def _shards(f: Facts) -> bool:
     return f.dp != 1 or tied
 
 
-def _reduces(f: Facts) -> bool:
+def _reduces(f: CheckContext) -> bool:
     return _shards(f) or (f.run.parallel.sequence_parallel and f.run.parallel.tp > 1)
 
 
-def _ramps(f: Facts) -> bool:
+def _ramps(f: CheckContext) -> bool:
     ramp = f.run.schedule.rampup_batch_size
     return ramp is None or len(ramp) != 3 or ramp[0] < f.run.schedule.global_batch_size
 
 
-def _within(field: str) -> Callable[[Facts], bool]:
+def _within(field: str) -> Callable[[CheckContext], bool]:
     """Whether a run counted in iterations gets that far."""
 
-    def holds(f: Facts) -> bool:
+    def holds(f: CheckContext) -> bool:
         every, last = getattr(getattr(f.run, run_options()[field].section), field), f.run.schedule.train_iters
         return last is None or every <= last
 
@@ -281,7 +281,7 @@ A field may stand more than once, with one condition each.
 
 
 def _check(effect: Effect) -> Check:
-    def find(f: Facts) -> Found:
+    def find(f: CheckContext) -> Found:
         sentence = effect.missed(f)
         if sentence is not None:
             yield sentence
@@ -292,11 +292,11 @@ def _check(effect: Effect) -> Check:
 EFFECT_CHECKS = tuple(_check(effect) for effect in EFFECTS if effect.refused)
 
 
-def without_effect(facts: Facts) -> list[str]:
+def without_effect(context: CheckContext) -> list[str]:
     """A line for each flag that does nothing in this run and is no error, for a run in which nothing is wrong."""
     told = {
         effect.field: sentence
         for effect in reversed(EFFECTS)
-        if not effect.refused and (sentence := effect.missed(facts))
+        if not effect.refused and (sentence := effect.missed(context))
     }
     return list(reversed(told.values()))

@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import option
-from megazero.config.level import Level
 from megazero.config.options import Option, did_you_mean_flag, options_of, run_options
+from megazero.config.source import ConfigSource
 
 SHORT_FORMS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"--fp16": ("precision", "fp16"), "--bf16": ("precision", "bf16")}
@@ -26,7 +26,7 @@ SHORT_FORMS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandOptions:
     """Where the run comes from, and what to do with it."""
 
     preset: str | None = option(None, metavar="NAME", derived="none", common=True)
@@ -67,10 +67,10 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line taken apart: flags of `Command` are in `command`, all others in `level`."""
+    """A command line taken apart: flags of `CommandOptions` are in `command`, all others in `source`."""
 
-    level: Level
-    command: Command
+    source: ConfigSource
+    command: CommandOptions
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _flag_table() -> Mapping[str, _Meaning]:
         assert flag not in table, f"{flag} means two things"
         table[flag] = meaning
 
-    commands = options_of(Command, "command")
+    commands = options_of(CommandOptions, "command")
     for known in (*commands, *run_options().values()):
         for flag in known.flags:
             add(flag, _Meaning(known, True if known.kind is bool else None))
@@ -131,16 +131,16 @@ def _cut(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Take a command line apart; what is wrong with it is in the level's problems. Of a repeated flag the last counts,
+    """Take a command line apart; what is wrong with it is in the source's problems. Of a repeated flag the last counts,
     so that a script's flags can be overridden behind it."""
-    level, command = Level("the command line"), {}
+    source, command = ConfigSource("the command line"), {}
     stray, groups = _cut(argv)
-    level.problems += [f"{word!r} stands alone: a value follows its --flag" for word in stray]
+    source.problems += [f"{word!r} stands alone: a value follows its --flag" for word in stray]
     for flag, words in groups:
         meaning = _flag_table().get(flag)
         if meaning is None:
             shown = " ".join([flag, *words])
-            level.problems.append(f"{shown}: there is no {flag}{did_you_mean_flag(flag, _flag_table())}")
+            source.problems.append(f"{shown}: there is no {flag}{did_you_mean_flag(flag, _flag_table())}")
             continue
         known = meaning.option
         try:
@@ -151,14 +151,14 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             else:
                 value = known.from_words(words)
         except ValueError as reason:
-            level.problems.append(f"{flag}: {reason}")
-            level.bad.add(known.name)
+            source.problems.append(f"{flag}: {reason}")
+            source.bad.add(known.name)
             continue
         if known.section == "command":
             command[known.name] = value
             continue
-        level.put(known.name, value, flag)
-    return CommandLine(level, Command(**command))
+        source.put(known.name, value, flag)
+    return CommandLine(source, CommandOptions(**command))
 
 
 def _negation(known: Option) -> str:

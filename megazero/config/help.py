@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.config.flags import SHORT_FORMS, Command, read_command_line
+from megazero.config.flags import SHORT_FORMS, CommandOptions, read_command_line
 from megazero.config.options import Option, options_of, sections
 from megazero.config.presets import presets
 
 
 @dataclass(frozen=True)
-class Program:
+class Invocation:
     """How the program that trains is called.
 
     one   on one rank
@@ -27,7 +27,7 @@ class Program:
     more: tuple[str, ...] = ()
 
 
-COMMAND = Program(
+COMMAND = Invocation(
     "megazero pretrain",
     "megazero pretrain --ranks {ranks}",
     ("torchrun --nproc-per-node N -m megazero pretrain", "torchrun --nproc-per-node N pretrain_gpt.py"),
@@ -70,7 +70,7 @@ _RULES = (
 )
 
 
-def help_asked(argv: Sequence[str], program: Program = COMMAND) -> str | None:
+def requested_help(argv: Sequence[str], program: Invocation = COMMAND) -> str | None:
     """What to print for a command line with `--help` or `--help-all`; None for one without. Imports no torch."""
     command = read_command_line(argv).command
     if not (command.help or command.help_all):
@@ -78,20 +78,20 @@ def help_asked(argv: Sequence[str], program: Program = COMMAND) -> str | None:
     return help_text(program, everything=command.help_all)
 
 
-def help_text(program: Program = COMMAND, *, everything: bool = False) -> str:
+def help_text(program: Invocation = COMMAND, *, everything: bool = False) -> str:
     """The flags that most runs need, or with `everything` all of them; one group for each section of a run."""
     width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
     ways = (program.one, program.many.format(ranks="N"), *program.more)
     lines = [f"{'       ' if number else 'usage: '}{way} [flags]" for number, way in enumerate(ways)] + [""]
     lines += _filled(_ABOUT if everything else f"{_ABOUT} {_MORE}", width)
-    for name, cls in {"what to run": Command, **sections()}.items():
+    for name, cls in {"what to run": CommandOptions, **sections()}.items():
         options = options_of(cls, name)
         shown = [known for known in options if known.common or everything]
         left = len(options) - len(shown)
         more = f" (+{left})" if left else ""
         lines += ["", *_filled(f"{name}: {' '.join((cls.__doc__ or '').split())}{more}", width)]
         for known in shown:
-            command = cls is Command
+            command = cls is CommandOptions
             lines += _entry(_left(known), _right(known, value=not command, aliases=everything), width)
     return "\n".join([*lines, "", *(_presets() if everything else _examples(program, width)), "", *_rules(width), ""])
 
@@ -133,7 +133,7 @@ def _right(known: Option, *, value: bool, aliases: bool) -> str:
     return text
 
 
-def _examples(program: Program, width: int) -> list[str]:
+def _examples(program: Invocation, width: int) -> list[str]:
     lines = ["examples:"]
     for words, ranks, flags in EXAMPLES:
         start = program.one if ranks == 1 else program.many.format(ranks=ranks)

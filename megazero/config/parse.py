@@ -12,130 +12,143 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.config.deepspeed import DeepSpeedLevel, read_deepspeed
-from megazero.config.dump import build_run, departures, dump, read_yaml
+from megazero.config.checks import CheckContext
+from megazero.config.deepspeed import DeepSpeedSource, read_deepspeed
+from megazero.config.dump import build_run, changed_settings, dump, read_yaml
 from megazero.config.effects import without_effect
-from megazero.config.facts import Facts
-from megazero.config.flags import Command, read_command_line
-from megazero.config.help import help_asked
+from megazero.config.flags import CommandOptions, read_command_line
+from megazero.config.help import requested_help
 from megazero.config.lengths import rarely_saved
-from megazero.config.level import ConfigError, Level, merge
 from megazero.config.options import run_options
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.shape import contradictions, settled, without_overruled_tokenizer
+from megazero.config.source import ConfigError, ConfigSource, merge
 from megazero.config.validate import problems_of
 
-__all__ = ["DEFAULT_ITERATIONS", "DEFAULT_MINUTES", "Asked", "ConfigError", "ask", "command", "dump", "parse_run"]
+__all__ = [
+    "DEFAULT_ITERATIONS",
+    "DEFAULT_MINUTES",
+    "ConfigError",
+    "ParsedArguments",
+    "command",
+    "dump",
+    "parse_arguments",
+    "parse_run",
+]
 
 DEFAULT_ITERATIONS, DEFAULT_MINUTES = 100, 10.0
 """Length of a run that was given none: whichever is reached first."""
 
 
-def command(argv: Sequence[str]) -> Command:
+def command(argv: Sequence[str]) -> CommandOptions:
     """--validate-only, --world-size, --help and the files of a command line; its mistakes are left to `parse_run`."""
     return read_command_line(argv).command
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedArguments:
     """What a command line asks for.
 
     run      with nothing wrong in it
     command  what to do with it
     notes    sentences that its user should read before it starts, and that no rank but one should print
-    said     fields that flags, files or a preset set; what follows from them, or from a model that the run starts with,
+    explicit fields that flags, files or a preset set; what follows from them, or from a model that the run starts with,
     is not said
     """
 
     run: Run
-    command: Command
+    command: CommandOptions
     notes: tuple[str, ...]
-    said: frozenset[str]
+    explicit: frozenset[str]
 
-    def departures(self) -> dict[str, dict[str, Any]]:
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
         """What was said otherwise than the defaults have it: section -> field -> plain value."""
         found = {
-            section: {name: value for name, value in fields.items() if name in self.said}
-            for section, fields in departures(self.run).items()
+            section: {name: value for name, value in fields.items() if name in self.explicit}
+            for section, fields in changed_settings(self.run).items()
         }
         return {section: fields for section, fields in found.items() if fields}
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramSettings:
     """What a program gives for its run.
 
     settings  in place of flags
     has_data  whether it hands in the training data itself
     """
 
-    settings: Level
+    settings: ConfigSource
     has_data: bool
 
 
-def parse_run(argv: Sequence[str], world_size: int | None, model_of: Callable[[str], Level] | None = None) -> Run:
-    """The run alone; arguments and errors are those of `ask`."""
-    return ask(argv, world_size, model_of).run
+def parse_run(
+    argv: Sequence[str], world_size: int | None, model_of: Callable[[str], ConfigSource] | None = None
+) -> Run:
+    """The run alone; arguments and errors are those of `parse_arguments`."""
+    return parse_arguments(argv, world_size, model_of).run
 
 
-def ask(
+def parse_arguments(
     argv: Sequence[str],
     world_size: int | None,
-    model_of: Callable[[str], Level] | None = None,
-    absences: Callable[[Run], Sequence[str]] | None = None,
-    program: Program | None = None,
-) -> Asked:
+    model_of: Callable[[str], ConfigSource] | None = None,
+    missing_files: Callable[[Run], Sequence[str]] | None = None,
+    program: ProgramSettings | None = None,
+) -> ParsedArguments:
     """The run that a command line describes, on `world_size` ranks.
 
     model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for
-    --init-from; None in programs that start from none. absences: what is wrong with the files that a run names; asked
-    where something else is wrong, so that all is told at once, since the caller looks at them only once the rest is
-    right. program: what a program gives beside the command line, whose flags win over it. With --validate-only or
+    --init-from; None in programs that start from none. missing_files: what is wrong with the files that a run names;
+    called where something else is wrong, so that all is told at once, since the caller looks at them only once the rest
+    is right. program: what a program gives beside the command line, whose flags win over it. With --validate-only or
     --print-config, --world-size N makes it a run of N ranks. World size None leaves out what depends on it (tools that
     start no ranks). `--help` and `--help-all` print and exit with 0. Raises ConfigError with everything that is wrong.
     """
     line = read_command_line(argv)
-    told = help_asked(argv)
+    told = requested_help(argv)
     if told is not None:
         sys.stdout.write(told)
         raise SystemExit(0)
-    problems = list(line.level.problems)
+    problems = list(line.source.problems)
     if line.command.skip_files and not line.command.validate_only:
         problems.append("--skip-files goes with --validate-only: a run needs what it names")
     problems += _wrong_ranks(line.command, world_size)
     if line.command.starts_nothing:
         world_size = line.command.ranks_to_check(world_size)
-    levels = [*_levels(line.command), *([program.settings] if program else []), line.level]
+    sources = [*_sources_by_name(line.command), *([program.settings] if program else []), line.source]
     own_data = program is not None and program.has_data
-    said = frozenset(name for level in levels for name in level.settings)
-    notes = _deepspeed_defaults(levels)
-    for level in levels:
-        problems += [*(level.problems if level is not line.level else ()), *level.sibling_problems()]
-    model = _model_level(levels, model_of)
+    said = frozenset(name for source in sources for name in source.settings)
+    notes = _deepspeed_defaults(sources)
+    for source in sources:
+        problems += [*(source.problems if source is not line.source else ()), *source.sibling_problems()]
+    model = _init_from_source(sources, model_of)
     if model is not None:
         problems += model.problems
-        levels.insert(0, model)
-    settings = merge(levels)
-    for level in levels:
-        if isinstance(level, DeepSpeedLevel):
-            unequal = level.accumulate(settings, world_size)
-            problems += level.contradictions(line.level) + unequal
-            line.level.bad |= (
+        sources.insert(0, model)
+    settings = merge(sources)
+    for source in sources:
+        if isinstance(source, DeepSpeedSource):
+            unequal = source.accumulate(settings, world_size)
+            problems += source.contradictions(line.source) + unequal
+            line.source.bad |= (
                 {"global_batch_size"} if unequal else set()
             )  # which is told, with what it would have to be
-    bad, given = _unknown(levels), frozenset(line.level.settings)
+    bad, given = _unknown(sources), frozenset(line.source.settings)
     run = build_run(_with_defaults(settings, world_size))
     problems += problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
     problems += contradictions(model, run, bad) if model is not None and not model.unread else ()
-    if problems and absences is not None and line.command.looks_at_files:
-        problems += absences(build_run({name: value for name, value in settings.items() if name not in bad}))
+    if problems and missing_files is not None and line.command.looks_at_files:
+        problems += missing_files(build_run({name: value for name, value in settings.items() if name not in bad}))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
-    return Asked(run, line.command, (*notes, *without_effect(Facts(run, world_size, given)), *rarely_saved(run)), said)
+    return ParsedArguments(
+        run, line.command, (*notes, *without_effect(CheckContext(run, world_size, given)), *rarely_saved(run)), said
+    )
 
 
-def _wrong_ranks(given: Command, world_size: int | None) -> Iterator[str]:
+def _wrong_ranks(given: CommandOptions, world_size: int | None) -> Iterator[str]:
     """What is wrong with --ranks and --world-size. A run that comes here has its ranks."""
     if given.ranks is not None and given.ranks < 1:
         yield f"--ranks {given.ranks}: must be at least 1"
@@ -148,55 +161,57 @@ def _wrong_ranks(given: Command, world_size: int | None) -> Iterator[str]:
         yield f"--ranks {given.ranks} and --world-size {given.world_size} say different numbers of ranks"
 
 
-def _deepspeed_defaults(levels: list[Level]) -> list[str]:
-    """Put what a DeepSpeed file leaves out beneath all levels, and say what of it holds."""
-    for level in [level for level in levels if isinstance(level, DeepSpeedLevel) and not level.unread]:
-        told = level.assumed(levels)
-        levels.insert(0, level.beneath)
+def _deepspeed_defaults(sources: list[ConfigSource]) -> list[str]:
+    """Put what a DeepSpeed file leaves out beneath all sources, and say what of it holds."""
+    for source in [source for source in sources if isinstance(source, DeepSpeedSource) and not source.unread]:
+        told = source.notes_on_defaults(sources)
+        sources.insert(0, source.defaults)
         return told
     return []
 
 
-def _levels(given: Command) -> list[Level]:
-    """The levels beneath its flags that a command line names, the lowest first."""
-    levels = []
+def _sources_by_name(given: CommandOptions) -> list[ConfigSource]:
+    """The sources beneath its flags that a command line names, the lowest first."""
+    sources = []
     if given.preset is not None:
-        level = Level(f"--preset {given.preset}")
+        source = ConfigSource(f"--preset {given.preset}")
         try:
             for name, value in preset(given.preset).items():
-                level.put(name, value, name)
+                source.put(name, value, name)
         except ValueError as reason:
-            level.problems.append(f"--preset {given.preset}: {reason}")
-            level.unread = True
-        levels.append(level)
+            source.problems.append(f"--preset {given.preset}: {reason}")
+            source.unread = True
+        sources.append(source)
     if given.deepspeed_config is not None:
-        levels.append(read_deepspeed(given.deepspeed_config))
+        sources.append(read_deepspeed(given.deepspeed_config))
     if given.config is not None:
-        levels.append(read_yaml(given.config))
-    return levels
+        sources.append(read_yaml(given.config))
+    return sources
 
 
-def _model_level(levels: Sequence[Level], model_of: Callable[[str], Level] | None) -> Level | None:
+def _init_from_source(
+    sources: Sequence[ConfigSource], model_of: Callable[[str], ConfigSource] | None
+) -> ConfigSource | None:
     """What the checkpoint of --init-from says, which lies beneath all that the user says; None without the flag."""
-    above = merge(levels)
+    above = merge(sources)
     path = above.get("init_from")
     if path is None:
         return None
     if model_of is None:
-        return Level(
+        return ConfigSource(
             f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True
         )
     return settled(without_overruled_tokenizer(model_of(path), above), above)
 
 
-def _unknown(levels: Sequence[Level]) -> set[str]:
-    """Fields whose value is not what was meant: unreadable at the highest level that sets them, or in
+def _unknown(sources: Sequence[ConfigSource]) -> set[str]:
+    """Fields whose value is not what was meant: unreadable at the highest source that sets them, or in
     an unread file.
     """
     unknown: set[str] = set()
-    for level in levels:
-        unknown |= set(run_options()) if level.unread else level.bad
-        unknown -= set(level.settings) - level.bad
+    for source in sources:
+        unknown |= set(run_options()) if source.unread else source.bad
+        unknown -= set(source.settings) - source.bad
     return unknown
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias, query_groups
 from megazero.config.dump import build_run
-from megazero.config.level import Level
 from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig, Run
+from megazero.config.source import ConfigSource
 
 PLAIN = (
     *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding", "embedding_layernorm"),
@@ -64,40 +64,40 @@ def shape_settings(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def without_overruled_tokenizer(level: Level, above: Mapping[str, Any]) -> Level:
-    """A checkpoint's level; its tokenizer goes as a whole where kind or path is given above it."""
+def without_overruled_tokenizer(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
+    """A checkpoint's source; its tokenizer goes as a whole where kind or path is given above it."""
     if {"tokenizer", "tokenizer_path"} & above.keys():
         for name in ("tokenizer", "tokenizer_path", "eod_id"):
-            level.settings.pop(name, None)
-            level.disputed.pop(name, None)
-    return level
+            source.settings.pop(name, None)
+            source.disputed.pop(name, None)
+    return source
 
 
-def settled(level: Level, above: Mapping[str, Any]) -> Level:
-    """A level; what it says twice is a problem unless something above it decides."""
-    for name, sentence in level.disputed.items():
+def settled(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
+    """A source; what it says twice is a problem unless something above it decides."""
+    for name, sentence in source.disputed.items():
         if above.get(name) is None:
-            level.problems.append(sentence)
-            level.bad.add(name)
-    return level
+            source.problems.append(sentence)
+            source.bad.add(name)
+    return source
 
 
-def contradictions(level: Level, run: Run, bad: set[str]) -> Iterator[str]:
+def contradictions(source: ConfigSource, run: Run, bad: set[str]) -> Iterator[str]:
     """Where a run differs from the model of the checkpoint that it starts from.
 
-    level: the checkpoint's settings, by `shape_settings`. bad: fields that are known to be wrong. The vocabulary may
+    source: the checkpoint's settings, by `shape_settings`. bad: fields that are known to be wrong. The vocabulary may
     grow, on request.
     """
-    checkpoint = build_run(level.settings).model
+    checkpoint = build_run(source.settings).model
     other_positions = checkpoint.position_embedding != run.model.position_embedding
     for name, value in SHAPE.items():
         if name == "vocab_size" or name in bad or (other_positions and name in OF_POSITIONS):
             continue
         theirs, ours = value(checkpoint), value(run.model)
         if ours != theirs:
-            yield f"{run_options()[name].flag} {_word(ours)}: the model of {level.name} has {_word(theirs)}"
+            yield f"{run_options()[name].flag} {_word(ours)}: the model of {source.name} has {_word(theirs)}"
     if "vocab_size" not in bad:
-        yield from _vocabulary(level, run)
+        yield from _vocabulary(source, run)
 
 
 def _word(value: Any) -> str:
@@ -106,19 +106,19 @@ def _word(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _vocabulary(level: Level, run: Run) -> Iterator[str]:
-    theirs, ours, extend = level.settings.get("vocab_size"), run.model.vocab_size, run.checkpoint.extend_vocabulary
+def _vocabulary(source: ConfigSource, run: Run) -> Iterator[str]:
+    theirs, ours, extend = source.settings.get("vocab_size"), run.model.vocab_size, run.checkpoint.extend_vocabulary
     if theirs is None or ours is None:
         return
     if ours < theirs:
-        yield f"--vocab-size {ours}: the model of {level.name} has {theirs} tokens, and none can be taken away"
+        yield f"--vocab-size {ours}: the model of {source.name} has {theirs} tokens, and none can be taken away"
     elif ours > theirs and not extend:
         yield (
-            f"--vocab-size {ours}: the model of {level.name} has {theirs} tokens; to add {ours - theirs}: "
+            f"--vocab-size {ours}: the model of {source.name} has {theirs} tokens; to add {ours - theirs}: "
             "--extend-vocabulary"
         )
     elif ours == theirs and extend:
         yield (
-            f"--extend-vocabulary: the model of {level.name} has {theirs} tokens; say how many there shall be with a "
+            f"--extend-vocabulary: the model of {source.name} has {theirs} tokens; say how many there shall be with a "
             "larger --vocab-size"
         )

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import LAYOUT_CHECKS
 from megazero.config.checks_lora import LORA_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.effects import EFFECT_CHECKS
-from megazero.config.facts import Facts
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.system.reading import BOUNDS, shown
@@ -206,8 +206,8 @@ def problems_of(
     found = range_problems(flat(run), bad)
     if world_size is not None and world_size < 1:
         return [*found, f"--world-size {world_size}: must be at least 1"]
-    facts = Facts(run, world_size, given, own_data)
+    context = CheckContext(run, world_size, given, own_data)
     for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *EFFECT_CHECKS):
         if bad.isdisjoint(check.reads):
-            found += check.problems(facts)
+            found += check.problems(context)
     return found

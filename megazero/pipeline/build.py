@@ -16,8 +16,8 @@ from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
-from megazero.config.level import ConfigError
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage
 from megazero.mpu.fp8 import Fp8

@@ -9,8 +9,8 @@ from pathlib import Path
 from megazero.checkpoint.agreement import agree
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.reader import read_manifest
-from megazero.config.level import ConfigError
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.convert.lora.peft import names_for, write_adapters
 from megazero.convert.native import NativeSource
 from megazero.convert.registry import open_source

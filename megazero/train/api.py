@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.config.dump import given_level, read_yaml
-from megazero.config.level import ConfigError, Level
-from megazero.config.parse import Asked, Program, ask
+from megazero.config.dump import program_source, read_yaml
+from megazero.config.parse import ParsedArguments, ProgramSettings, parse_arguments
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError, ConfigSource
 from megazero.data.own import OwnData, Rows
 from megazero.data.progress import silent, to_stderr
 from megazero.data.tokenizer import Tokenizer
@@ -23,9 +23,9 @@ from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.callbacks import Callbacks
 from megazero.train.embedded import Meeting, agreed, meet, process_groups, settings_of_torch
-from megazero.train.init_from import model_level
+from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
-from megazero.train.path_checks import absences
+from megazero.train.path_checks import missing_files
 from megazero.train.prepare import Prepared, prepare
 
 Given = Run | Mapping[str, Any] | str | os.PathLike[str]
@@ -150,13 +150,13 @@ def training(
     meeting = meet()
     here = meeting.environment
     with settings_of_torch(here):
-        asked, prepared, world = agreed(lambda: _prepared(run, own, meeting, handle_signals), meeting)
+        parsed, prepared, world = agreed(lambda: _prepared(run, own, meeting, handle_signals), meeting)
         shared_memory = prepared.run.parallel.shared_memory
         with (
             StopSignals() if handle_signals else nullcontext(StopSignals()) as signals,
             process_groups(world, meeting, shared_memory=shared_memory) as grid,
         ):
-            under_way = Training(build_job(prepared, grid, signals, asked, callbacks), signals)
+            under_way = Training(build_job(prepared, grid, signals, parsed, callbacks), signals)
             try:
                 yield under_way
                 under_way.finish()
@@ -225,23 +225,27 @@ def _by_metric(data: Rows | Mapping[str, Rows] | None) -> dict[str, Rows]:
     )
 
 
-def _prepared(given: Given, own: OwnData, meeting: Meeting, handle_signals: bool) -> tuple[Asked, Prepared, World]:
+def _prepared(
+    given: Given, own: OwnData, meeting: Meeting, handle_signals: bool
+) -> tuple[ParsedArguments, Prepared, World]:
     """The run resolved and its data there; communicates nothing. Raises ConfigError."""
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise ConfigError(["handle_signals: only the main thread of a program can handle signals, and this is another"])
-    here, level = meeting.environment, _settings(given)
+    here, settings = meeting.environment, _settings(given)
     if own.tokenizer is not None:
         for name, value in (("vocab_size", own.tokenizer.vocab_size), ("eod_id", own.tokenizer.eod_id)):
-            if level.settings.get(name) is None:
-                level.put(name, value, "tokenizer")
-    asked = ask([], here.world_size, model_level, absences, Program(level, own.train is not None))
-    prepared = prepare(asked.run, here.world_size, to_stderr if here.local_rank == 0 else silent, own)
-    return asked, prepared, world_of(prepared.run.parallel, here)
+            if settings.settings.get(name) is None:
+                settings.put(name, value, "tokenizer")
+    parsed = parse_arguments(
+        [], here.world_size, model_source, missing_files, ProgramSettings(settings, own.train is not None)
+    )
+    prepared = prepare(parsed.run, here.world_size, to_stderr if here.local_rank == 0 else silent, own)
+    return parsed, prepared, world_of(prepared.run.parallel, here)
 
 
-def _settings(given: Given) -> Level:
+def _settings(given: Given) -> ConfigSource:
     if isinstance(given, str | os.PathLike):
         return read_yaml(Path(given))
     if isinstance(given, Run | Mapping):
-        return given_level(given, "the run")
+        return program_source(given, "the run")
     raise ConfigError([f"run is {type(given).__name__}, not a Run, a mapping or the path of a YAML file"])

@@ -17,7 +17,7 @@ from fused_ops.registry import COMPILED, describe, refused
 from megazero.config.count import parameters
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
-from megazero.config.dump import RUN_FILE, departures
+from megazero.config.dump import RUN_FILE, changed_settings
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
@@ -176,7 +176,7 @@ def _way(group: Group, messages: bool) -> str:
 
 def _of_a_program(run: Run) -> Mapping[str, Mapping[str, Any]]:
     """What a program's run has otherwise than the defaults; its device has been resolved since, and is told above."""
-    return departures(replace(run, parallel=replace(run.parallel, device=ParallelConfig().device)))
+    return changed_settings(replace(run, parallel=replace(run.parallel, device=ParallelConfig().device)))
 
 
 def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:

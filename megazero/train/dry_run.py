@@ -5,9 +5,9 @@ from __future__ import annotations
 from megazero.config.count import parameters
 from megazero.config.derive import with_vocabulary
 from megazero.config.dump import dump
-from megazero.config.level import ConfigError
-from megazero.config.parse import Asked
+from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.data.corpus import VOCAB_SIZE
 from megazero.mpu.grid import axes_of
 from megazero.plan.bytes import stage_bytes
@@ -18,26 +18,26 @@ from megazero.train.path_checks import check_paths, in_the_way, starts_at
 from megazero.train.requirements import unfit
 
 
-def answer(asked: Asked, ranks_here: int) -> str:
+def answer(parsed: ParsedArguments, ranks_here: int) -> str:
     """The text for standard output. ranks_here: how many there are, which --world-size and --ranks override.
 
     Raises ConfigError, as a start would.
     """
-    told = [dump(asked.run).rstrip()] if asked.command.print_config else []
-    if asked.command.validate_only:
-        told.append(_verdict(asked, asked.command.world_size or asked.command.ranks or ranks_here))
+    told = [dump(parsed.run).rstrip()] if parsed.command.print_config else []
+    if parsed.command.validate_only:
+        told.append(_verdict(parsed, parsed.command.world_size or parsed.command.ranks or ranks_here))
     return "\n\n".join(told)
 
 
-def _verdict(asked: Asked, ranks: int) -> str:
-    run, problems, left, notes = asked.run, list[str](), list[str](), [*asked.notes]
+def _verdict(parsed: ParsedArguments, ranks: int) -> str:
+    run, problems, left, notes = parsed.run, list[str](), list[str](), [*parsed.notes]
     against = unfit(run)
-    if asked.command.world_size is None:
+    if parsed.command.world_size is None:
         problems += against
     else:
         left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in against]
         left += ["the machines of these ranks, their memory above all"] * (not against)
-    if asked.command.skip_files:
+    if parsed.command.skip_files:
         left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
     else:
         present = check_paths(run, ranks)

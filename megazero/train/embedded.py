@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megazero.config.level import ConfigError
 from megazero.config.schema import ParallelConfig
+from megazero.config.source import ConfigError
 from megazero.launch import Environment, World, agent_serves, begin
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid, build_grid

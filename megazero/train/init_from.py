@@ -1,6 +1,6 @@
 """`--init-from`: a run that starts with the weights of a checkpoint, whatever program wrote it, on any layout.
 
-What the checkpoint's model is, is settings beneath the user's own (`model_level`). Its weights are copied by each rank
+What the checkpoint's model is, is settings beneath the user's own (`model_source`). Its weights are copied by each rank
 into what that rank owns (`load_weights`); moments, position and all else start anew.
 """
 
@@ -16,8 +16,8 @@ from megazero.checkpoint.agreement import agree, share, together
 from megazero.checkpoint.format import range_of
 from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
-from megazero.config.level import Level
 from megazero.config.shape import shape_settings
+from megazero.config.source import ConfigSource
 from megazero.convert.registry import open_source
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
@@ -35,30 +35,30 @@ ROWS = 4096
 """Rows that are widened to float64 at once."""
 
 
-def model_level(path: str) -> Level:
+def model_source(path: str) -> ConfigSource:
     """What a checkpoint says of a run that starts from it: the model's shape and the tokenizer.
 
-    What is wrong is in the level's problems.
+    What is wrong is in the source's problems.
     """
-    level = Level(f"--init-from {path}")
+    settings = ConfigSource(f"--init-from {path}")
     try:
         with open_source(Path(path).expanduser()) as source:
-            settings = shape_settings(source.model) | _tokenizer(source)
-            level.disputed |= _two_separators(source)
+            fields = shape_settings(source.model) | _tokenizer(source)
+            settings.disputed |= _two_separators(source)
     except (ConversionError, OSError) as error:
-        level.problems.append(f"--init-from {about(path, error)}")
-        level.unread = True
-        return level
-    for name, value in settings.items():
-        level.put(name, value, level.name)
-    return level
+        settings.problems.append(f"--init-from {about(path, error)}")
+        settings.unread = True
+        return settings
+    for name, value in fields.items():
+        settings.put(name, value, settings.name)
+    return settings
 
 
 def _tokenizer(source: Source) -> dict[str, str | int | None]:
     """Settings of the model's tokenizer, as far as there is one."""
     found, eod_id = tokenizer_files(source), source.run.data.eod_id
-    settings: dict[str, str | int | None] = {} if found is None else {"tokenizer": found[0], "tokenizer_path": found[1]}
-    return settings if eod_id is None else settings | {"eod_id": eod_id}
+    fields: dict[str, str | int | None] = {} if found is None else {"tokenizer": found[0], "tokenizer_path": found[1]}
+    return fields if eod_id is None else fields | {"eod_id": eod_id}
 
 
 def _two_separators(source: Source) -> dict[str, str]:

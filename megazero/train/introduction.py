@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megazero.checkpoint.fence import Fence
 from megazero.config.dump import RUN_FILE, dump
-from megazero.config.parse import Asked
+from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
 from megazero.system.durable import replace_file
@@ -24,16 +24,16 @@ def announce_kernels(grid: ProcessGrid) -> None:
 
 
 def introduce(
-    run: Run, grid: ProcessGrid, prepared: Prepared, start: Start, fence: Fence | None, asked: Asked | None
+    run: Run, grid: ProcessGrid, prepared: Prepared, start: Start, fence: Fence | None, parsed: ParsedArguments | None
 ) -> None:
     """Print the banner; write the resolved run beside the checkpoints, where `--config` can take it from.
 
-    fence: of the folder of checkpoints, if there is one. asked: what the user said; None: a program made the run.
+    fence: of the folder of checkpoints, if there is one. parsed: what the user said; None: a program made the run.
     """
     if grid.rank != 0:
         return
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
-    said, notes = (None, ()) if asked is None else (asked.departures(), asked.notes)
+    said, notes = (None, ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
     notes = (*notes, *in_the_way(run.checkpoint, start.position.iteration))
     print(banner(run, grid, prepared.text, start.text, changes, said, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.parse import Asked
+from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
@@ -70,13 +70,13 @@ def build_job(
     prepared: Prepared,
     grid: ProcessGrid,
     signals: StopSignals | None = None,
-    asked: Asked | None = None,
+    parsed: ParsedArguments | None = None,
     callbacks: Callbacks | None = None,
 ) -> Job:
     """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner.
 
-    signals: what asks the run to stop. asked: what its user said, and should know before it starts; None for a run that
-    a program made. callbacks: what a program is told, on this rank.
+    signals: what asks the run to stop. parsed: what its user said, and should know before it starts; None for a run
+    that a program made. callbacks: what a program is told, on this rank.
     """
     signals = signals or StopSignals()
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
@@ -94,7 +94,7 @@ def build_job(
     minutes = run.trainer.exit_duration_in_mins  # which count once kernels are compiled
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     start = resume(run, state, checkpoints, probe_engine, grid)
-    introduce(run, grid, prepared, start, checkpoints.fence, asked)
+    introduce(run, grid, prepared, start, checkpoints.fence, parsed)
     log = step_log(run, grid, [*sinks_of(run, grid, start.position, checkpoints.fence), *program])
     if run.checkpoint.async_save:
         held = size(checkpoints.reserve())

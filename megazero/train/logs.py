@@ -11,8 +11,8 @@ from megazero.checkpoint.agreement import together
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import CheckpointError
 from megazero.config.dtypes import compute_dtype
-from megazero.config.level import ConfigError
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.step_plan import StepPlan

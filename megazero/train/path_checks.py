@@ -78,7 +78,7 @@ def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | Non
     return CheckedPaths(run, tokenizer, found, tuple(problems))
 
 
-def absences(run: Run) -> tuple[str, ...]:
+def missing_files(run: Run) -> tuple[str, ...]:
     """What is wrong with what a run names, in which something else is wrong too: one message tells both."""
     return check_paths(run, None).problems
 

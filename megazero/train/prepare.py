@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.config.derive import with_vocabulary
-from megazero.config.level import ConfigError
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.data.build import Datasets, build_datasets, cache_root
 from megazero.data.corpus import default_corpus
 from megazero.data.indexed import DataError

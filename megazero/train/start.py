@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megazero.config.help import help_asked
+from megazero.config.help import requested_help
 from megazero.system.allocator import restart_with_settings
 from megazero.telemetry.console import outlive_the_console
 from megazero.telemetry.watchdog import STOPPING, StopSignals
@@ -24,7 +24,7 @@ def start_process(arguments: Sequence[str]) -> StopSignals:
 
     Until the first step signals end the process at once.
     """
-    _answer(help_asked(arguments))
+    _answer(requested_help(arguments))
     restart_with_settings()
     outlive_the_console()
     signals = StopSignals(early=_end)

@@ -194,7 +194,7 @@ def test_a_length_that_changed_names_the_flag_that_changed_it(
     """Such a flag is there: what is not one of its own (--lr-decay) is told by what it follows from."""
     found = compare(Run(schedule=ScheduleConfig(**then)), Run(schedule=ScheduleConfig(**now))).problems
     assert [problem.partition(":")[0] for problem in found] == flags
-    assert not [flag for flag in flags if read_command_line([flag, "1"]).level.problems]
+    assert not [flag for flag in flags if read_command_line([flag, "1"]).source.problems]
 
 
 def test_numbers_that_the_optimizer_does_not_use_may_differ():

@@ -15,7 +15,7 @@ import pytest
 import megazero.convert.loading
 from megazero.cli import doctor, evaluation, generation, inspect
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
-from megazero.config.level import ConfigError
+from megazero.config.source import ConfigError
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from megazero.convert.source import ConversionError

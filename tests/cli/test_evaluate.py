@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megazero.cli import evaluation
 from megazero.cli.evaluate import parser
 from megazero.cli.evaluation import evaluate
-from megazero.config.level import ConfigError
+from megazero.config.source import ConfigError
 from megazero.data.indexed import DataError
 from megazero.mpu.grid import Axes, build_grid, single_process_grid
 from tests.convert.hf_models import in_double

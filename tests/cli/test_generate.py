@@ -20,8 +20,8 @@ import torch
 import megazero.convert.loading
 from megazero.cli.generate import parser
 from megazero.cli.generation import check, generate_on
-from megazero.config.level import ConfigError
 from megazero.config.schema import ModelConfig
+from megazero.config.source import ConfigError
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference.generate import generate

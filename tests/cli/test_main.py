@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megazero
-from megazero.cli.main import COMMANDS, main
+from megazero.cli.main import SUBCOMMANDS, main
 from megazero.convert.names import FORMATS
 from megazero.convert.registry import format_table
 
@@ -43,19 +43,21 @@ def helps() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_help_has_examples_in_both_forms(name: str, helps: dict[str, str]) -> None:
-    command = COMMANDS[name]
+    command = SUBCOMMANDS[name]
     assert "megazero " + name in helps[name] and command.script in helps[name], helps[name]
 
 
 def test_every_script_is_there_and_is_the_command() -> None:
     """A script of a clone and a command are the same program."""
-    for name, command in COMMANDS.items():
+    for name, command in SUBCOMMANDS.items():
         script = ROOT / (command.script if command.script.endswith(".py") else f"megazero/{name}.py")
         assert f"from megazero.cli.{command.module} import main" in script.read_text(), script
     scripts = {path.name for path in (ROOT / "tools").glob("*.py")} - {"gpu_test.py"}
-    assert scripts == {Path(command.script).name for command in COMMANDS.values() if command.script.startswith("tools")}
+    assert scripts == {
+        Path(command.script).name for command in SUBCOMMANDS.values() if command.script.startswith("tools")
+    }
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_without_a_command_there_is_a_line_that_says_so(capsys: pytest.CaptureFi
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert all(f"\n  {name} " in told and command.sentence in told for name, command in COMMANDS.items())
+    assert all(f"\n  {name} " in told and command.sentence in told for name, command in SUBCOMMANDS.items())
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megazero.cli.pretrain import ranks_to_start, this_command
-from megazero.config.parse import ConfigError, ask
+from megazero.config.parse import ConfigError, parse_arguments
 
 START = "import sys; from megazero.cli.ranks import start_ranks; "
 SAYS = "import os, sys, signal; rank = int(os.environ['RANK']); "
@@ -111,15 +111,17 @@ def test_what_is_started(words: str, environment: dict[str, str], count: int | N
 )
 def test_what_is_wrong_with_ranks_is_told_with_all_else(words: str, world_size: int, wrong: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        ask([*words.split(), "--lr", "fast"], world_size)
+        parse_arguments([*words.split(), "--lr", "fast"], world_size)
     assert wrong in raised.value.problems and "--lr: 'fast' is not a number" in raised.value.problems
 
 
 def test_a_check_is_made_for_the_ranks() -> None:
     wrong = "--tp 3 x --pp 1 = 3 does not divide the world size 4"
     with pytest.raises(ConfigError, match=wrong):
-        ask(["--ranks", "4", "--tp", "3", "--validate-only", "--num-attention-heads", "12"], 1)
-    assert ask(["--ranks", "4", "--tp", "2", "--validate-only", "--vocab-size", "100"], 1).command.ranks == 4
+        parse_arguments(["--ranks", "4", "--tp", "3", "--validate-only", "--num-attention-heads", "12"], 1)
+    assert (
+        parse_arguments(["--ranks", "4", "--tp", "2", "--validate-only", "--vocab-size", "100"], 1).command.ranks == 4
+    )
 
 
 def test_ranks_are_started_as_this_program_was() -> None:

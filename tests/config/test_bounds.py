@@ -48,8 +48,8 @@ def test_yaml(case: str, tmp_path: Path) -> None:
 
 def test_what_looks_like_a_date_is_a_word(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("save: 2024-01-02\n")
-    level = read_yaml(tmp_path / "run.yaml")
-    assert not level.problems and level.settings["save"] == "2024-01-02"
+    source = read_yaml(tmp_path / "run.yaml")
+    assert not source.problems and source.settings["save"] == "2024-01-02"
 
 
 @pytest.mark.parametrize(

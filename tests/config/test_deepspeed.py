@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.parse import ConfigError, ask, parse_run
+from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.schema import Run
 
 
@@ -298,7 +298,7 @@ def test_a_file_without_an_optimizer_leaves_it_to_the_flags(tmp_path: Path) -> N
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}}, "bf16": {"enabled": True}}))
-    (told,) = ask(["--deepspeed-config", str(path), "--adam-beta1", "0.8"], 1).notes
+    (told,) = parse_arguments(["--deepspeed-config", str(path), "--adam-beta1", "0.8"], 1).notes
     for part in (
         "gradient_clipping: --clip-grad 1 (versions before",
         "--weight-decay 0;",
@@ -307,7 +307,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     ):
         assert part in told, told
     assert "--adam-beta1" not in told and "--lr 0.001" not in told and "--precision" not in told
-    assert ask([], 1).notes == ()
+    assert parse_arguments([], 1).notes == ()
 
 
 def test_a_missing_key_that_breaks_a_run_is_told_with_what_it_breaks(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.flags import Command
-from megazero.config.help import EXAMPLES, Program, help_text
+from megazero.config.flags import CommandOptions
+from megazero.config.help import EXAMPLES, Invocation, help_text
 from megazero.config.options import options_of, run_options, sections
 from megazero.config.parse import parse_run
 from megazero.config.presets import presets
@@ -36,7 +36,7 @@ def entries(text: str) -> dict[str, str]:
 
 
 def test_help_all_has_every_flag_with_its_sentence_its_default_and_its_other_names() -> None:
-    told, known_flags = entries(help_text(everything=True)), [*options_of(Command, ""), *run_options().values()]
+    told, known_flags = entries(help_text(everything=True)), [*options_of(CommandOptions, ""), *run_options().values()]
     assert set(told) == {known.flag for known in known_flags}
     for known in run_options().values():
         said = told[known.flag]
@@ -92,7 +92,7 @@ def test_no_measurements_in_the_help() -> None:
 def test_the_examples_are_right(ranks: int, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parse_run(shlex.split(flags), ranks)
     monkeypatch.setenv("COLUMNS", "80")
-    program = Program("megazero pretrain", "torchrun --nproc-per-node {ranks} -m megazero pretrain")
+    program = Invocation("megazero pretrain", "torchrun --nproc-per-node {ranks} -m megazero pretrain")
     shown = help_text(program).partition("examples:")[2].partition("\n\n")[0]
     pasted = [shlex.split(command, comments=True) for command in shown.replace("\\\n", " ").splitlines()]
     start = (program.one if ranks == 1 else program.many.format(ranks=ranks)).split()

@@ -12,9 +12,9 @@ import pytest
 from fused_ops.attention.rule import ASKED, AttentionSupport, Case, obstacle
 from megazero.config.dtypes import compute_dtype
 from megazero.config.effects import EFFECTS
-from megazero.config.level import Level
 from megazero.config.options import run_options
-from megazero.config.parse import ConfigError, ask, parse_run
+from megazero.config.parse import ConfigError, parse_arguments, parse_run
+from megazero.config.source import ConfigSource
 from megazero.config.validate import RANGES
 
 
@@ -477,7 +477,7 @@ def test_a_flag_that_asks_for_nothing_is_refused(line: str, ranks: int, part: st
 
 
 def notes(line: str, ranks: int) -> tuple[str, ...]:
-    return ask(line.split(), ranks, lambda path: Level("m", {"embedding_layernorm": True})).notes
+    return parse_arguments(line.split(), ranks, lambda path: ConfigSource("m", {"embedding_layernorm": True})).notes
 
 
 @pytest.mark.parametrize(("line", "ranks", "part", "cure"), IDLE, ids=[case[0] for case in IDLE])

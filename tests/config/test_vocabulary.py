@@ -66,7 +66,7 @@ def test_words_of_other_programs_get_their_suggestion(line: str) -> None:
 @pytest.mark.parametrize("word", ["--ema", "--verbose", "--abcd", "--shuffle"])
 def test_what_is_like_nothing_gets_no_suggestion(word: str) -> None:
     """The dashes that all flags begin with are no likeness: with them --act was like --tp."""
-    assert read_command_line([word]).level.problems == [f"{word}: there is no {word}"]
+    assert read_command_line([word]).source.problems == [f"{word}: there is no {word}"]
 
 
 def test_a_file_gets_them_too(tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_a_file_gets_them_too(tmp_path: Path) -> None:
 def test_every_suggestion_can_be_followed() -> None:
     """A flag that is named exists, and takes the words behind it; a word that is ours already is in no list."""
     for word, ours in FLAGS.items():
-        assert read_command_line([f"--{word}"]).level.problems, f"--{word} is a flag here"
+        assert read_command_line([f"--{word}"]).source.problems, f"--{word} is a flag here"
         assert spelled(word) == word
         if ours.startswith("--"):
             words = ours.split(",")[0].split()
-            problems = read_command_line(words).level.problems
+            problems = read_command_line(words).source.problems
             assert all("takes one value" in problem or "needs one value" in problem for problem in problems), (
                 word,
                 problems,

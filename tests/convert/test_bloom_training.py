@@ -16,7 +16,7 @@ from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from megazero.convert.registry import open_source
 from megazero.telemetry.record import StepRecord
-from megazero.train.init_from import model_level
+from megazero.train.init_from import model_source
 from tests.convert.bloom_files import Layout, save_bloom
 from tests.parity.training import Recorder, data_flags, job_on_rank, small_model, train
 from tests.ranks import run_ranks
@@ -87,7 +87,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_goes_on(name: str, memory: Any, tmp_path: Path) -> None:
     records, values, flags = memory
-    model = parse_run(flags, 1, model_level).model
+    model = parse_run(flags, 1, model_source).model
     save_bloom(
         values, model, tmp_path / "bloom", LAYOUTS[name], consumed_train_samples=16, consumed_train_tokens=16 * 12
     )
@@ -112,7 +112,7 @@ def test_training_goes_on(name: str, memory: Any, tmp_path: Path) -> None:
 def test_the_moments_matter(memory: Any, tmp_path: Path) -> None:
     """Without them, or with another step count, the losses above would differ: the comparison can fail."""
     records, values, flags = memory
-    model = parse_run(flags, 1, model_level).model
+    model = parse_run(flags, 1, model_source).model
     more: dict[str, Any] = {"consumed_train_samples": 16}
     save_bloom(values, model, tmp_path / "counted", Layout(rows=1024, stages=(3,)), steps=torch.tensor(9), **more)
     save_bloom({"weight": values["weight"]}, model, tmp_path / "weights", Layout(rows=1024, stages=(3,)), **more)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.cli.main import COMMANDS
+from megazero.cli.main import SUBCOMMANDS
 from megazero.config.flags import option_called
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def test_every_name_of_a_step_stands_in_its_file(step: Step) -> None:
         if name.startswith("--"):
             assert option_called(name), name
         elif name.startswith("megazero "):
-            assert name.split()[1] in COMMANDS, name
+            assert name.split()[1] in SUBCOMMANDS, name
         elif SYMBOL.fullmatch(name):
             assert set(name.split(".")) <= near, f"{name} is in none of {', '.join(step.files)}"
         else:

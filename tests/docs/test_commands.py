@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.cli.main import COMMANDS, main
+from megazero.cli.main import SUBCOMMANDS, main
 from megazero.cli.training import train
 from megazero.config.parse import parse_run
 from megazero.launch import Environment
@@ -75,7 +75,7 @@ def test_the_cluster_command_is_a_valid_run_of_48_ranks() -> None:
 
 def test_every_command_of_megazero_is_in_a_page() -> None:
     words = {line.split()[1] for line in (command.line for command in all_commands()) if line.startswith("megazero ")}
-    assert words == set(COMMANDS)
+    assert words == set(SUBCOMMANDS)
 
 
 @pytest.fixture(scope="module")

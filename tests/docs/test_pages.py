@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.cli.main import COMMANDS
+from megazero.cli.main import SUBCOMMANDS
 from megazero.config.options import run_options
 from megazero.convert.names import FORMATS
 from megazero.telemetry.record import StepRecord
@@ -121,7 +121,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     commands = (tmp_path / "reference" / "commands.html").read_text()
     assert not [
         name
-        for name in COMMANDS
+        for name in SUBCOMMANDS
         if f'<section id="{name}">' not in commands or f"usage: megazero {name}" not in commands
     ]
 

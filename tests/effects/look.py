@@ -25,7 +25,7 @@ import fused_ops.attention
 import fused_ops.compiled
 from fused_ops.attention.rule import AttentionSupport, Case, Choice
 from megazero.checkpoint.manager import find
-from megazero.config.parse import ConfigError, ask
+from megazero.config.parse import ConfigError, parse_arguments
 from megazero.data.progress import silent
 from megazero.launch import Environment, launch
 from megazero.model.batch import MicroBatch
@@ -33,7 +33,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import spec_of
 from megazero.system import threads
 from megazero.telemetry.record import StepRecord
-from megazero.train.init_from import model_level
+from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from megazero.zero.placement import Column
@@ -105,8 +105,8 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said, _as_before():
         _on_a_machine_without_card(patch, seen)
         try:
-            asked = ask(list(words), size, model_level)
-            prepared = prepare(asked.run, size, silent)
+            parsed = parse_arguments(list(words), size, model_source)
+            prepared = prepare(parsed.run, size, silent)
             with launch(prepared.run.parallel, Environment(rank, rank, size, size)) as grid:
                 _watch(build_job(prepared, grid), grid, seen, patch)
         except ConfigError as error:
@@ -239,12 +239,12 @@ def _spy_on_ops(seen: Seen, patch: pytest.MonkeyPatch) -> None:
             bodies.append(choice.body.value)
         return choice
 
-    def asked() -> bool:
+    def parsed() -> bool:
         compiled.add(runs_compiled())
         return False
 
     patch.setattr(fused_ops.attention, "choose", chosen)
-    patch.setattr(fused_ops.compiled, "runs_compiled", asked)
+    patch.setattr(fused_ops.compiled, "runs_compiled", parsed)
     seen["attention"], seen["compiled"] = bodies, compiled
 
 

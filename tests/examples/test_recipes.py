@@ -95,7 +95,7 @@ def test_a_recipe_is_valid_on_its_ranks_and_is_its_preset(script: str, tmp_path:
             f"the script departs from the preset in {field}"
         )
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900" in (tmp_path / "record.env").read_text()
-    assert not read_command_line(words).level.problems
+    assert not read_command_line(words).source.problems
 
 
 @pytest.mark.parametrize("script", RECIPES)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from megazero.checkpoint.format import CheckpointError
 from megazero.config.dump import dump
-from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.convert.files.torch_dist import DistributedCheckpoint
 from megazero.convert.hf.config import ends_of_generation
 from megazero.convert.inspection import open_for_inspection

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
+from megazero.config.source import ConfigError
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
 from megazero.plan.bytes import stage_bytes
 from megazero.train.banner import banner
-from megazero.train.init_from import model_level
+from megazero.train.init_from import model_source
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
@@ -240,7 +240,7 @@ WRONG = {
 def test_wrong_flags_are_named(words: str, base: Path, corpus: Path) -> None:
     with pytest.raises(ConfigError) as error:
         parse_run(
-            [*words.format(base=base).split(), "--data-path", str(corpus), "--vocab-size", "1003"], 1, model_level
+            [*words.format(base=base).split(), "--data-path", str(corpus), "--vocab-size", "1003"], 1, model_source
         )
     assert WRONG[words] in str(error.value)
 
@@ -248,7 +248,7 @@ def test_wrong_flags_are_named(words: str, base: Path, corpus: Path) -> None:
 def test_a_base_that_is_gone_is_named(base: Path, corpus: Path, tmp_path: Path) -> None:
     flags = flags_for(base, corpus, tmp_path, "fp32")
     with pytest.raises(ConfigError, match="--init-from"):
-        parse_run([str(tmp_path / "nowhere") if word == str(base) else word for word in flags], 1, model_level)
+        parse_run([str(tmp_path / "nowhere") if word == str(base) else word for word in flags], 1, model_source)
     words = [*MODEL, *NUMBERS, "--load", str(tmp_path / "nothing"), *data_flags(corpus, tmp_path / "cache")]
     with pytest.raises(
         ConfigError,

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.config.level import ConfigError
+from megazero.config.source import ConfigError
 from megazero.data.loader import TrainLoader
 from tests.data.chats import chat, write_lines, write_tokenizer
 from tests.parity.float64 import in_float64
@@ -155,10 +155,10 @@ def samples_in(flags: list[str]) -> int:
     from megazero.config.parse import parse_run
     from megazero.data.packing import PackedDataset
     from megazero.data.progress import silent
-    from megazero.train.init_from import model_level
+    from megazero.train.init_from import model_source
     from megazero.train.prepare import prepare
 
-    dataset = prepare(parse_run(flags, 1, model_level), 1, silent).datasets.train
+    dataset = prepare(parse_run(flags, 1, model_source), 1, silent).datasets.train
     assert isinstance(dataset, PackedDataset)
     return dataset.epoch_samples
 

@@ -13,7 +13,7 @@ from megazero.config.parse import parse_run
 from megazero.data.progress import silent
 from megazero.mpu.grid import axes_of, build_grid
 from megazero.telemetry.record import StepRecord
-from megazero.train.init_from import model_level
+from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from tests.parameters import Piece, assemble, values_of, worst_difference
@@ -59,7 +59,7 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
     keep_log: rank 0 has the recorder beside its log, the others have nothing, as in a run. What rank 0 alone would do
     shows only so.
     """
-    run = parse_run(flags, size, model_level)
+    run = parse_run(flags, size, model_source)
     prepared = prepare(run, size, silent)
     job = build_job(prepared, build_grid(axes_of(prepared.run.parallel, size), "cpu"))
     recorder = Recorder()

@@ -127,27 +127,27 @@ def test_the_loop_is_the_callers_and_a_resumed_run_goes_on_with_its_samples(tmp_
 
     class Asked(list[np.ndarray]):
         def __getitem__(self, index: Any) -> Any:
-            asked.append(index)
+            parsed.append(index)
             return super().__getitem__(index)
 
-    asked: list[int] = []
+    parsed: list[int] = []
     rows, run = Asked(rows_of(10)), changed(data={"num_workers": 0}, trainer={"eval_iters": 0})
     whole = Heard()
     megazero.pretrain(run, train_data=rows, **whole.callbacks())
-    known = asked[:10]
+    known = parsed[:10]
     assert sorted(known) == list(range(10)), "the checksum reads some, here all"
-    assert asked[10:] == [index % 10 for index in range(16)]
+    assert parsed[10:] == [index % 10 for index in range(16)]
 
     halves: list[tuple[int, float]] = []
     for stop in (2, 9):
-        asked.clear()
+        parsed.clear()
         folder = {"save": str(tmp_path), "load": str(tmp_path)}
         with megazero.training({**run, "checkpoint": folder}, train_data=rows) as training:
             for step in training.steps():
                 halves.append((step.iteration, float(step.loss)))
                 if step.iteration == stop:
                     break
-    assert asked[10:] == [index % 10 for index in range(8, 16)]
+    assert parsed[10:] == [index % 10 for index in range(8, 16)]
     assert halves == [(record.iteration, record.loss) for record in whole.records]
     assert training.result.finished and training.result.checkpoint == tmp_path / "iter_0000004"
     with pytest.raises(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.parse import ConfigError, ask, parse_run
+from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.build import train_tokens
 from megazero.data.progress import silent
 from megazero.train.prepare import Prepared, prepare
@@ -58,13 +58,13 @@ def answers(tmp_path: Path) -> list[object]:
 
 
 def test_a_command_line_leaves_the_length_to_the_data(text: list[object]) -> None:
-    asked = ask([str(word) for word in [*SHAPE, *text, "--epochs", "1.5"]], 1)
-    assert (asked.run.schedule.epochs, asked.run.schedule.train_iters, asked.run.trainer.exit_duration_in_mins) == (
+    parsed = parse_arguments([str(word) for word in [*SHAPE, *text, "--epochs", "1.5"]], 1)
+    assert (parsed.run.schedule.epochs, parsed.run.schedule.train_iters, parsed.run.trainer.exit_duration_in_mins) == (
         1.5,
         None,
         None,
     )
-    assert not any("iterations" in note for note in asked.notes)
+    assert not any("iterations" in note for note in parsed.notes)
 
 
 @pytest.mark.parametrize(("epochs", "told"), [("3", "3 epochs"), ("0.5", "0.5 epochs"), ("1", "1 epoch")])

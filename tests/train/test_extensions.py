@@ -13,10 +13,10 @@ from megazero.cli.training import train
 from megazero.config.dump import dump
 from megazero.config.extensions import LR_DECAY_STYLES, SINKS
 from megazero.config.help import help_text
-from megazero.config.level import ConfigError
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.schema import ScheduleConfig
+from megazero.config.source import ConfigError
 from megazero.launch import Environment
 from megazero.optim.lr_schedule import STYLES, LearningRate
 from megazero.telemetry.sinks import BY_FIELD

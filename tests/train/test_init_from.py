@@ -17,13 +17,13 @@ import yaml
 from torch import Tensor
 
 from megazero.config.inventory import TABLES
-from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
+from megazero.config.source import ConfigError
 from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source
 from megazero.mpu.grid import Axes, build_grid
-from megazero.train.init_from import model_level, opened_alike
+from megazero.train.init_from import model_source, opened_alike
 from tests.convert.sources import entries_of
 from tests.e2e import command
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
@@ -184,14 +184,14 @@ def fake_level(shape: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def problems(flags: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
-        parse_run(flags, 1, model_level)
+        parse_run(flags, 1, model_source)
     return str(error.value)
 
 
 def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_level(UNTIED, tmp_path, monkeypatch)
     base = ["--init-from", str(tmp_path), "--data-path", "x"]
-    run = parse_run(base, 1, model_level)
+    run = parse_run(base, 1, model_source)
     assert run.model == replace(
         parse_run(UNTIED, 1).model,
         num_query_groups=12,
@@ -202,7 +202,7 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
             if hasattr(run.model, name)
         },
     )
-    assert parse_run([*base, *UNTIED], 1, model_level) == run, "flags that say the same are no contradiction"
+    assert parse_run([*base, *UNTIED], 1, model_source) == run, "flags that say the same are no contradiction"
     wrong = {
         ("--hidden-size", "48"): "--hidden-size 48: the model of --init-from .* has 24",
         ("--num-layers", "4"): "--num-layers 4: .* has 3",
@@ -226,7 +226,7 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
     }
     for words, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            parse_run([*base, *words], 1, model_level)
+            parse_run([*base, *words], 1, model_source)
     assert "needs --data-path" in problems(base[:2])
     assert "no effect without --init-from" in problems(["--extend-vocabulary"])
     with pytest.raises(ConfigError, match="starts from no checkpoint"):
@@ -247,12 +247,12 @@ def test_a_checkpoint_that_does_not_open_is_named_once(tmp_path: Path, monkeypat
         ("runs/base", "--init-from runs/base holds no checkpoint of a known format"),
         ("runs/none/", "--init-from runs/none: there is no such checkpoint"),
     ):
-        (problem,) = model_level(given).problems
+        (problem,) = model_source(given).problems
         assert problem.startswith(told), problem
     broken = tmp_path / "runs" / "base" / "iter_0000003"
     broken.mkdir()
     (broken / "manifest.json").mkdir()
-    assert model_level("runs/base").problems == [
+    assert model_source("runs/base").problems == [
         "--init-from runs/base/iter_0000003/manifest.json cannot be read: Is a directory"
     ]
 
@@ -262,18 +262,18 @@ def test_what_leads_nowhere_is_one_problem(tmp_path: Path) -> None:
     for name, other in ("ab", "ba"):
         (tmp_path / name).symlink_to(other)
     for path in (str(tmp_path / "a"), f"{tmp_path}/a\0b"):
-        (problem,) = model_level(path).problems
+        (problem,) = model_source(path).problems
         assert problem.startswith(f"--init-from {path}") and len(problem) < 300
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_level(MODEL, tmp_path, monkeypatch, tokenizer="byte", eod_id=5)
     base = ["--init-from", str(tmp_path), "--data-path", "x"]
-    run = parse_run(base, 1, model_level)
+    run = parse_run(base, 1, model_source)
     assert (run.data.tokenizer, run.data.eod_id, run.model.seq_length) == ("byte", 5, 384)
-    run = parse_run([*base, "--tokenizer", "hf", "--tokenizer-path", "y"], 1, model_level)
+    run = parse_run([*base, "--tokenizer", "hf", "--tokenizer-path", "y"], 1, model_source)
     assert (run.data.tokenizer, run.data.tokenizer_path, run.data.eod_id) == ("hf", "y", None)
-    assert parse_run([*base, "--tokenizer", "none"], 1, model_level).data.tokenizer is None
+    assert parse_run([*base, "--tokenizer", "none"], 1, model_source).data.tokenizer is None
 
 
 def test_two_separators_are_an_error(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_two_separators_are_an_error(tmp_path: Path) -> None:
         )
         made.add_special_tokens(list(tokens))
         made.save(str(tmp_path / "tokenizer.json"))
-        return parse_run(base, 1, model_level).data.eod_id
+        return parse_run(base, 1, model_source).data.eod_id
 
     assert separator() == 3, "the tokenizer names none"
     with pytest.raises(
@@ -299,8 +299,8 @@ def test_two_separators_are_an_error(tmp_path: Path) -> None:
     ):
         separator("</s>")
     for given in ("3", "11", "5"):
-        assert parse_run([*base, "--eod-id", given], 1, model_level).data.eod_id == int(given)
-    assert parse_run([*base, "--tokenizer", "byte"], 1, model_level).data.eod_id is None
+        assert parse_run([*base, "--eod-id", given], 1, model_source).data.eod_id == int(given)
+    assert parse_run([*base, "--tokenizer", "byte"], 1, model_source).data.eod_id is None
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 11}))
-    assert parse_run(base, 1, model_level).data.eod_id == 11, "both name the same"
+    assert parse_run(base, 1, model_source).data.eod_id == 11, "both name the same"

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.config.level import ConfigError
 from megazero.config.parse import parse_run
 from megazero.config.schema import OptimizerConfig, ParallelConfig, Run, TrainerConfig
+from megazero.config.source import ConfigError
 from megazero.data.progress import silent
 from megazero.launch import Environment, launch
 from megazero.mpu import grid

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megazero.cli.training import train
-from megazero.config.parse import ConfigError, ask, parse_run
+from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.progress import silent
 from megazero.launch import Environment
 from megazero.mpu.grid import axes_of, build_grid
@@ -56,9 +56,9 @@ def test_what_looks_usable_and_is_not_is_one_line_on_every_rank(flag: str, flags
 
 def started(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a run prints until its first step."""
-    asked = ask(words, 1)
-    prepared = prepare(asked.run, 1, print)
-    build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), asked=asked)
+    parsed = parse_arguments(words, 1)
+    prepared = prepare(parsed.run, 1, print)
+    build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), parsed=parsed)
     return capsys.readouterr().out
 
 
@@ -105,14 +105,16 @@ def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
 def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
     """With --save alone only the end is saved."""
     line = ["--train-iters", "5000", "--save", "d"]
-    (told,) = ask(line, 1).notes
+    (told,) = parse_arguments(line, 1).notes
     assert (
         told
         == "--save without --save-interval: should these 5,000 iterations fail before their end, nothing of them is "
         "kept"
     )
-    assert ask([*line, "--save-interval", "100"], 1).notes == () == ask(["--save", "d"], 1).notes
-    assert "no --save DIR" in ask(["--preset", "bloom-560m"], 1).notes[0]
+    assert (
+        parse_arguments([*line, "--save-interval", "100"], 1).notes == () == parse_arguments(["--save", "d"], 1).notes
+    )
+    assert "no --save DIR" in parse_arguments(["--preset", "bloom-560m"], 1).notes[0]
 
 
 def answered(words: list[str], capsys: pytest.CaptureFixture[str], world: int = 1) -> str:
@@ -176,7 +178,7 @@ def test_the_verdict_looks_at_what_is_there(
     assert len(caught.value.problems) == 3
     assert answered([*wrong, "--skip-files", "--load", "c"], capsys).startswith("OK")
     with pytest.raises(ConfigError, match="--skip-files goes with --validate-only"):
-        ask([*flags, "--skip-files"], 1)
+        parse_arguments([*flags, "--skip-files"], 1)
 
 
 def test_machines_of_other_ranks_are_not_judged_by_this_one(

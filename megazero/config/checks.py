@@ -10,7 +10,7 @@ from megazero.config.schema import Run
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckContext:
     """What checks look at: the run, the number of ranks if known, the fields that the command line itself sets.
 
     own_data: whether a program hands in the training data, which the run then does not name
@@ -35,11 +35,11 @@ Found = Iterator[str]
 class Check:
     """A relation: the fields it reads, and a generator of what is wrong."""
 
-    find: Callable[[Facts], Iterable[str]]
+    find: Callable[[CheckContext], Iterable[str]]
     reads: frozenset[str]
 
-    def problems(self, facts: Facts) -> list[str]:
-        return list(self.find(facts))
+    def problems(self, context: CheckContext) -> list[str]:
+        return list(self.find(context))
 
 
 def divisors(number: int) -> list[int]:
@@ -58,6 +58,6 @@ def nearest_multiples(value: int, of: int) -> str:
     return nearest(value, [m for m in (value // of * of, (value // of + 1) * of) if m >= of])
 
 
-def check(find: Callable[[Facts], Iterable[str]], *reads: str) -> Check:
+def check(find: Callable[[CheckContext], Iterable[str]], *reads: str) -> Check:
     """A check and the names of the fields that it reads."""
     return Check(find, frozenset(reads))

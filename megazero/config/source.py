@@ -12,7 +12,7 @@ SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
 )
-"""Fields that say the same thing in different units. One level may set one of a group; it replaces the group below."""
+"""Fields that say the same thing in different units. One source may set one of a group; it replaces the group below."""
 
 
 class ConfigError(ValueError):
@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 @dataclass
-class Level:
+class ConfigSource:
     """What one source sets.
 
     name      how messages call it: "the command line", "run.yaml"
@@ -34,7 +34,7 @@ class Level:
     written   field name -> how the source spells it: "--tensor-model-parallel-size", "optimizer.params.lr"
     bad       fields whose value could not be read: checks that need them are left out
     problems  sentences
-    disputed  fields that the source says twice, differently, and a sentence on each: a problem unless a higher level
+    disputed  fields that the source says twice, differently, and a sentence on each: a problem unless a higher source
     sets the field
     unread    the source could not be read at all, so nothing is known of what it would have set
     resolved  the source is a resolved run, in which units may be mixed by what lay over what
@@ -53,7 +53,7 @@ class Level:
         self.settings[name], self.written[name] = value, written
 
     def given(self, names: Sequence[str]) -> list[str]:
-        """Those of the names that this level sets to something."""
+        """Those of the names that this source sets to something."""
         return [name for name in names if self.settings.get(name) is not None]
 
     def sibling_problems(self) -> list[str]:
@@ -76,16 +76,16 @@ class Level:
         return found
 
 
-def merge(levels: Sequence[Level]) -> dict[str, Any]:
-    """Settings of all levels, the first one lowest.
+def merge(sources: Sequence[ConfigSource]) -> dict[str, Any]:
+    """Settings of all sources, the first one lowest.
 
-    A level that sets one of a group of siblings unsets the others below.
+    A source that sets one of a group of siblings unsets the others below.
     """
     merged: dict[str, Any] = {}
-    for level in levels:
+    for source in sources:
         for group in SIBLINGS:
-            if level.given(group):
+            if source.given(group):
                 for name in group:
                     merged.pop(name, None)
-        merged.update(level.settings)
+        merged.update(source.settings)
     return merged
