@@ -14,7 +14,7 @@ from megazero.checkpoint.manager import find
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import read_fragments
 from megazero.checkpoint.window import TensorInfo
-from megazero.mpu.parameter import Box, Kind, ParameterSpec
+from megazero.mpu.parameter import Box, ParameterKind, ParameterSpec
 from megazero.zero.fragment import Fragment
 
 
@@ -62,7 +62,10 @@ class Checkpoint:
         extents = tuple(stop - start for start, stop in box)
         values = torch.empty(extents, dtype=shape.columns[column])
         part = Fragment(
-            ParameterSpec(name, shape.shape, box, extents, Kind.MATRIX), 0, values.numel(), **{column: values.view(-1)}
+            ParameterSpec(name, shape.shape, box, extents, ParameterKind.MATRIX),
+            0,
+            values.numel(),
+            **{column: values.view(-1)},
         )
         with OpenFiles(self.path, self._manifest) as files:
             read_fragments(files, [part], [column])

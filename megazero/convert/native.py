@@ -28,7 +28,7 @@ from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
 from megazero.convert.companions import companions, contents_of, write_companions
 from megazero.convert.formats import Advance, Format, TargetOptions
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
+from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
 from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import about
 from megazero.zero.fragment import Fragment
@@ -49,7 +49,7 @@ class NativeSource(Source):
         entries = {name: _entry(manifest, name) for name in wanted if name in manifest.tensors}
         _refuse_misfits(path, manifest, wanted)
         progress = manifest.progress
-        position = Position(
+        position = SourcePosition(
             int(progress.get("iteration", 0)),
             int(progress.get("consumed_samples", 0)),
             int(progress.get("consumed_tokens", 0)),

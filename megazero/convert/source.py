@@ -35,7 +35,7 @@ class ConversionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Position:
+class SourcePosition:
     """How far the training was when the checkpoint was written; zeros where the format does not say.
 
     optimizer_steps  steps that were not skipped, which Adam's bias correction counts
@@ -67,7 +67,7 @@ class Source:
     path: Path
     run: Run
     entries: Mapping[str, TensorInfo]
-    position: Position = Position()
+    position: SourcePosition = SourcePosition()
     companions: Mapping[str, Path] = field(default_factory=dict)
     report: ConversionReport = field(default_factory=ConversionReport)
     closing: ExitStack = field(default_factory=ExitStack)

@@ -17,7 +17,7 @@ from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.hf.reader import HfSource
 from megazero.convert.loading import model_of
 from megazero.convert.registry import open_source
-from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
+from megazero.convert.source import MOMENTS, WEIGHT, Source, SourcePosition
 from megazero.data.progress import Progress, Report
 from megazero.system import device as devices
 
@@ -89,7 +89,7 @@ def _contradictions(written: Source) -> list[str]:
     ] + report.apart
 
 
-def _moved(was: Position, found: Position) -> list[str]:
+def _moved(was: SourcePosition, found: SourcePosition) -> list[str]:
     """Differences in how far the training was. It is compared where the optimizer's moments are."""
     counted = ("iteration", "consumed_samples", "optimizer_steps")
     pairs = [(name, getattr(was, name), getattr(found, name)) for name in counted]

@@ -52,7 +52,7 @@ class OpenFile:
         return found
 
 
-class Rows(Protocol):
+class ArrayRows(Protocol):
     """What an array and a `FileArray` have in common: rows are read by number and by range."""
 
     def __len__(self) -> int: ...

@@ -19,7 +19,7 @@ from megazero.data.cache import cached_arrays
 from megazero.data.conversations import ConversationEncoder, read_conversations
 from megazero.data.dataset import EmptyDataset
 from megazero.data.documents import find_files
-from megazero.data.file_array import Rows
+from megazero.data.file_array import ArrayRows
 from megazero.data.indexed import BLOCK, DataError
 from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
@@ -38,8 +38,8 @@ class Conversations:
     """
 
     facts: dict[str, Any]
-    tokens: Rows
-    learned: Rows
+    tokens: ArrayRows
+    learned: ArrayRows
     starts: NDArray[np.int64]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.dataset import PackedSample
-from megazero.data.file_array import Rows
+from megazero.data.file_array import ArrayRows
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -49,7 +49,7 @@ class Packs:
     int64 [samples + 1].
     """
 
-    members: Rows
+    members: ArrayRows
     bounds: NDArray[np.int64]
 
 
@@ -84,8 +84,8 @@ class PackedDataset:
 
     def __init__(
         self,
-        tokens: Rows,
-        learned: Rows,
+        tokens: ArrayRows,
+        learned: ArrayRows,
         starts: NDArray[np.int64],
         packs: Packs,
         *,

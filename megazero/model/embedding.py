@@ -14,7 +14,7 @@ from megazero.model.batch import MicroBatch, Past
 from megazero.model.dropout import HiddenDropout, Site
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
-from megazero.mpu.parameter import Kind, Parameter, StateGroup, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, StateGroup, shard
 
 
 class Embedding(nn.Module):
@@ -65,7 +65,7 @@ class LearnedPositions(nn.Module):
         spec = shard(
             POSITIONS,
             (position_rows(layout.model), layout.model.hidden_size),
-            Kind.EMBEDDING,
+            ParameterKind.EMBEDDING,
             std=layout.std,
             tp_partial=layout.sequence_parallel and layout.tp.size > 1,
         )

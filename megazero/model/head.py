@@ -15,7 +15,7 @@ from megazero.model.layout import ModelLayout
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence
 from megazero.mpu.head_loss import LogitsMemory, head_loss
-from megazero.mpu.parameter import Kind, Parameter, StateGroup, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, StateGroup, shard
 
 
 class Head(nn.Module):
@@ -39,7 +39,7 @@ class Head(nn.Module):
         spec = shard(
             WORDS if tied_copy else HEAD,
             (model.vocab_size, model.hidden_size),
-            Kind.EMBEDDING,
+            ParameterKind.EMBEDDING,
             dim=0,
             rank=tp.index,
             size=tp.size,

@@ -22,7 +22,7 @@ from megazero.mpu.gradient import hand_over, target_of
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear, with_bias
 from megazero.mpu.lora import ColumnAdapter, LowRank, RowAdapter
-from megazero.mpu.parameter import Kind, Parameter, StateGroup, shard, spec_of
+from megazero.mpu.parameter import Parameter, ParameterKind, StateGroup, shard, spec_of
 
 Device = torch.device | str
 
@@ -57,10 +57,12 @@ class ColumnParallelLinear(nn.Module):
         shared_out = frozenset({"weight", "gradient"} | ({"input"} if sequence_parallel else set()))
         self.fp8 = None if fp8 is None else fp8.layer(name, shared_out)
         split = {"dim": 0, "rank": group.index, "size": group.size}
-        weight = shard(f"{name}.weight", (out_features, in_features), Kind.MATRIX, std=std, **split)
+        weight = shard(f"{name}.weight", (out_features, in_features), ParameterKind.MATRIX, std=std, **split)
         self.weight = Parameter(weight, dtype, device)
         self.bias = (
-            Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, **split), dtype, device) if bias else None
+            Parameter(shard(f"{name}.bias", (out_features,), ParameterKind.BIAS, **split), dtype, device)
+            if bias
+            else None
         )
         self.adapter: ColumnAdapter | None = None
         if lora is not None and lora.adapts(name):
@@ -129,7 +131,7 @@ class RowParallelLinear(nn.Module):
         weight = shard(
             f"{name}.weight",
             (out_features, in_features),
-            Kind.MATRIX,
+            ParameterKind.MATRIX,
             dim=1,
             rank=group.index,
             size=group.size,
@@ -138,7 +140,7 @@ class RowParallelLinear(nn.Module):
         self.weight = Parameter(weight, dtype, device)
         partial = sequence_parallel and group.size > 1
         self.bias = (
-            Parameter(shard(f"{name}.bias", (out_features,), Kind.BIAS, tp_partial=partial), dtype, device)
+            Parameter(shard(f"{name}.bias", (out_features,), ParameterKind.BIAS, tp_partial=partial), dtype, device)
             if bias
             else None
         )
@@ -218,7 +220,7 @@ class VocabParallelEmbedding(nn.Module):
         spec = shard(
             f"{name}.weight",
             (vocab, hidden),
-            Kind.EMBEDDING,
+            ParameterKind.EMBEDDING,
             dim=0,
             rank=group.index,
             size=group.size,

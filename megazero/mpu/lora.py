@@ -24,7 +24,7 @@ from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group
 from megazero.mpu.linear import column_parallel_linear, plain_linear
-from megazero.mpu.parameter import Kind, Parameter, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, shard
 from megazero.mpu.random import DropoutKey, hidden_dropout, sequence_offset, sliced_dropout
 
 Device = torch.device | str
@@ -96,8 +96,8 @@ class Adapter(nn.Module):
         whole: dict[str, Any] = {"tp_partial": sequence_parallel and group.size > 1}
         to_a, to_b = (whole, {"dim": 0, **split}) if self.splits_rows else ({"dim": 1, **split}, whole)
         rank, std = low_rank.rank, 1 / math.sqrt(3 * in_features)
-        a = shard(f"{name}.lora_a", (rank, in_features), Kind.MATRIX, std=std, **to_a)
-        b = shard(f"{name}.lora_b", (out_features, rank), Kind.MATRIX, **to_b)
+        a = shard(f"{name}.lora_a", (rank, in_features), ParameterKind.MATRIX, std=std, **to_a)
+        b = shard(f"{name}.lora_b", (out_features, rank), ParameterKind.MATRIX, **to_b)
         self.lora_a, self.lora_b = Parameter(a, dtype, device), Parameter(b, dtype, device)
 
     def forward(self, x: Tensor, y: Tensor, samples: Tensor | None) -> Tensor:

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megazero.mpu.grid import Group
-from megazero.mpu.parameter import Kind, Parameter, ParameterSpec, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, shard
 
 
 def _spec(name: str, hidden: int, group: Group, sequence_parallel: bool, fill: float) -> ParameterSpec:
     # Under sequence parallelism a rank sees its own positions only: its gradient is a partial sum over tp.
-    return shard(name, (hidden,), Kind.NORM, fill=fill, tp_partial=sequence_parallel and group.size > 1)
+    return shard(name, (hidden,), ParameterKind.NORM, fill=fill, tp_partial=sequence_parallel and group.size > 1)
 
 
 class LayerNorm(nn.Module):

@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]
 """One half-open range per dimension of a global tensor."""
 
 
-class Kind(Enum):
+class ParameterKind(Enum):
     """What a parameter is; decides weight decay."""
 
     MATRIX = "matrix"
@@ -28,7 +28,7 @@ class Kind(Enum):
 
     @property
     def decays(self) -> bool:
-        return self in (Kind.MATRIX, Kind.EMBEDDING)
+        return self in (ParameterKind.MATRIX, ParameterKind.EMBEDDING)
 
 
 class StateGroup(Enum):
@@ -68,7 +68,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     box: Box
     local_shape: tuple[int, ...]
-    kind: Kind
+    kind: ParameterKind
     std: float = 0.0
     fill: float = 0.0
     tp_sharded: bool = False
@@ -88,7 +88,7 @@ class ParameterSpec:
 def shard(
     name: str,
     shape: tuple[int, ...],
-    kind: Kind,
+    kind: ParameterKind,
     *,
     dim: int | None = None,
     rank: int = 0,

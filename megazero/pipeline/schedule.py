@@ -143,7 +143,7 @@ def _in_turn(stages: int, m: int, chunks: int) -> Order:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """A schedule.
 
     orders         (stages, micro-batches, chunks per stage) -> the order of a stage's computations
@@ -158,13 +158,13 @@ class Kind:
     breadth_first: bool = False
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, ScheduleKind] = MappingProxyType(
     {
-        "gpipe": Kind(lambda stages, m, chunks: lambda stage: _gpipe(m, chunks), breadth_first=True),
-        "1f1b": Kind(_in_turn),
-        "interleaved": Kind(_in_turn),
-        "zb-h1": Kind(lambda stages, m, chunks: lambda stage: zb_h1(m, stages, stage), chunks=1),
-        "zb-v": Kind(lambda stages, m, chunks: zb_v(m, stages).__getitem__, chunks=2, and_back=True),
+        "gpipe": ScheduleKind(lambda stages, m, chunks: lambda stage: _gpipe(m, chunks), breadth_first=True),
+        "1f1b": ScheduleKind(_in_turn),
+        "interleaved": ScheduleKind(_in_turn),
+        "zb-h1": ScheduleKind(lambda stages, m, chunks: lambda stage: zb_h1(m, stages, stage), chunks=1),
+        "zb-v": ScheduleKind(lambda stages, m, chunks: zb_v(m, stages).__getitem__, chunks=2, and_back=True),
     }
 )
 """Choices of --pipeline-schedule."""

@@ -30,7 +30,7 @@ from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample
 from megazero.train.resume import resume
 from megazero.train.save_policy import SavePolicy
-from megazero.train.state import Position, TrainState
+from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
@@ -120,7 +120,7 @@ def build_job(
 
 def _record_of(
     run: Run, prepared: Prepared, grid: ProcessGrid, state: TrainState, probe_engine: PipelineEngine
-) -> Callable[[Position], dict[str, Any]]:
+) -> Callable[[TrainingPosition], dict[str, Any]]:
     """What a checkpoint of a position says beside the model state, its order of samples and probe included. Called by
     all ranks.
     """

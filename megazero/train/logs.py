@@ -22,7 +22,7 @@ from megazero.telemetry.logline import LogLines
 from megazero.telemetry.record import Rates, Sink
 from megazero.telemetry.sinks import Opening, named_places, open_sinks
 from megazero.telemetry.steplog import StepLog
-from megazero.train.state import Position
+from megazero.train.state import TrainingPosition
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
     return StepLog(sinks, rates, peak_memory, run.trainer.log_interval)
 
 
-def sinks_of(run: Run, grid: ProcessGrid, position: Position, fence: Fence | None) -> list[Sink]:
+def sinks_of(run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fence | None) -> list[Sink]:
     """Rank 0 shows and writes; the others have nothing to say. Called by all ranks, which fail together."""
     lines, opened = _log_lines(run), list[Sink]()
     opening = Opening(run, position.iteration + 1, fence.check if fence else None, lines.note)

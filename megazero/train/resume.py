@@ -12,7 +12,7 @@ from megazero.telemetry.units import transfer
 from megazero.train.adapters import load_base
 from megazero.train.init_from import load_weights
 from megazero.train.probe import check_probe
-from megazero.train.state import Position, TrainState
+from megazero.train.state import TrainingPosition, TrainState
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Start:
     text      what it starts from, in words
     """
 
-    position: Position
+    position: TrainingPosition
     text: str
 
 
@@ -36,14 +36,14 @@ def resume(
     beneath = _load_base(run, state, grid)
     if found is None:
         text = _begin(run, state, grid)
-        return Start(Position(), text + (f" (no complete checkpoint in {load})" if load else ""))
+        return Start(TrainingPosition(), text + (f" (no complete checkpoint in {load})" if load else ""))
     loaded = checkpoints.load(found)
     read = f"{transfer(loaded.bytes, loaded.seconds)} read"
     probed = check_probe(found.progress.get("probe"), run, probe_engine, grid)
     if run.checkpoint.finetune:
         words = [f"weights of {found.path} (--finetune: everything else anew)", read, *beneath]
-        return Start(Position(), "; ".join(words))
-    position = Position.read(found.progress)
+        return Start(TrainingPosition(), "; ".join(words))
+    position = TrainingPosition.read(found.progress)
     if not run.checkpoint.no_load_optim:
         state.restore(found.progress)
     unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])

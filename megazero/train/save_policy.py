@@ -13,7 +13,7 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.units import transfer
-from megazero.train.state import Position
+from megazero.train.state import TrainingPosition
 
 PAUSES = (0.0, 1.0, 5.0, 15.0)
 """Seconds before each try of a run's last save.
@@ -41,7 +41,7 @@ class SavePolicy:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        record: Callable[[Position], dict[str, Any]],
+        record: Callable[[TrainingPosition], dict[str, Any]],
         note: Callable[[str], None],
         *,
         in_background: bool,
@@ -58,7 +58,7 @@ class SavePolicy:
         """Folder of the newest checkpoint that this run has completed."""
         self._waited = 0.0
 
-    def save(self, position: Position) -> None:
+    def save(self, position: TrainingPosition) -> None:
         """Save, unless this very position is saved already or being saved. Called by all ranks."""
         if self.saved_at == position.iteration:
             return
@@ -75,7 +75,7 @@ class SavePolicy:
         if outcome is not None:
             self._tell(outcome)
 
-    def finish(self, position: Position) -> None:
+    def finish(self, position: TrainingPosition) -> None:
         """Return when this position is saved. Raises what prevented the last try. Called by all ranks."""
         if self._checkpoints.busy:
             self._collect()
@@ -90,7 +90,7 @@ class SavePolicy:
                 if number == tries:
                     raise outcome.error
 
-    def _try(self, position: Position) -> Outcome:
+    def _try(self, position: TrainingPosition) -> Outcome:
         """Save on this thread, and how that ended: well on all ranks or on none. Raises what ends the run."""
         record = self._record(position)
         try:
@@ -104,7 +104,7 @@ class SavePolicy:
         self._complete(saved, position.iteration)
         return Outcome(position.iteration, saved)
 
-    def _start(self, position: Position) -> None:
+    def _start(self, position: TrainingPosition) -> None:
         began = time.perf_counter()
         if self._checkpoints.busy:
             self._note(f"iteration {position.iteration} waits with its save: the one before is still being written")

@@ -13,7 +13,7 @@ from megazero.zero.state import ModelState
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainingPosition:
     """How far the run is. A step that is skipped (non-finite gradient) consumes its samples all the same."""
 
     iteration: int = 0
@@ -21,7 +21,7 @@ class Position:
     consumed_tokens: int = 0
 
     @classmethod
-    def read(cls, progress: Mapping[str, Any]) -> Position:
+    def read(cls, progress: Mapping[str, Any]) -> TrainingPosition:
         """The position that `TrainState.record` wrote into a checkpoint."""
         return cls(*(int(progress[name]) for name in ("iteration", "consumed_samples", "consumed_tokens")))
 
@@ -39,7 +39,7 @@ class TrainState:
     scaler: LossScaler
     fp8: Fp8 | None
 
-    def record(self, position: Position) -> dict[str, Any]:
+    def record(self, position: TrainingPosition) -> dict[str, Any]:
         """What a checkpoint of this position says beside the tensors. Waits for the device."""
         return {
             **asdict(position),

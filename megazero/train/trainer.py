@@ -24,7 +24,7 @@ from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.train.batches import Batches
 from megazero.train.save_policy import SavePolicy
-from megazero.train.state import Position, TrainState
+from megazero.train.state import TrainingPosition, TrainState
 
 GROWTH = 1.25
 """Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step, or
@@ -49,7 +49,7 @@ class Trainer:
     batches: Batches
     log: StepLog
     save_policy: SavePolicy | None
-    position: Position
+    position: TrainingPosition
     deadline: float | None
     signals: StopSignals
     plan: StepPlan = field(init=False)
@@ -125,7 +125,7 @@ class Trainer:
             self.state.fp8.end(bad)
         self.asked_to_stop = asked
         self.batches.train.upload()
-        self.position = Position(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
+        self.position = TrainingPosition(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
         seconds = time.perf_counter() - began
         values = StepValues(
             iteration=self.position.iteration,

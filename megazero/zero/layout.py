@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.mpu.grid import Axes, Coordinates
-from megazero.mpu.parameter import Kind, ParameterSpec, StateGroup
+from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
 
 UNSHARED = dict.fromkeys(StateGroup, 1)
@@ -118,7 +118,7 @@ def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
     for spec in specs:
         apart = not runs or runs[-1][0].state_group is not spec.state_group
         follows = not spec.kind.decays or (
-            spec.kind is Kind.MATRIX and matrix is not None and matrix.shape == spec.shape
+            spec.kind is ParameterKind.MATRIX and matrix is not None and matrix.shape == spec.shape
         )
         if follows and not apart:
             runs[-1].append(spec)

@@ -23,7 +23,7 @@ from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
-from megazero.mpu.parameter import Kind
+from megazero.mpu.parameter import ParameterKind
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
 IN_FLIGHT = 2
@@ -202,7 +202,7 @@ class GradientReducer:
         waits. Vectors could be added now, but they wait for the matrices of their bucket, whose buffer they would hold
         (ZeRO-2).
         """
-        if self._deferring is None or self.buckets[index].layout.entries[entry].spec.kind is Kind.EMBEDDING:
+        if self._deferring is None or self.buckets[index].layout.entries[entry].spec.kind is ParameterKind.EMBEDDING:
             self.accumulate(index, entry, write)
         else:
             self._deferring.append((index, entry, write))

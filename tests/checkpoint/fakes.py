@@ -18,7 +18,7 @@ from megazero.checkpoint.reader import check_files, check_inventory, read_fragme
 from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.grid import Axes, Coordinates
-from megazero.mpu.parameter import Kind, ParameterSpec, StateGroup, shard
+from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.zero.fragment import Fragment
 from megazero.zero.layout import BucketFragment, owned_fragments
 
@@ -49,7 +49,7 @@ class Layout:
             name: str,
             shape: tuple[int, ...],
             dim: int | None,
-            kind: Kind = Kind.MATRIX,
+            kind: ParameterKind = ParameterKind.MATRIX,
             padded: int | None = None,
             tied: bool = False,
         ) -> ParameterSpec:
@@ -57,24 +57,24 @@ class Layout:
             return shard(name, shape, kind, dim=dim, rank=at.tp, size=self.tp, padded=padded, state_group=group)
 
         word = split(
-            "embedding.word.weight", (VOCAB, HIDDEN), 0, Kind.EMBEDDING, padded, tied=self.tied and self.pp > 1
+            "embedding.word.weight", (VOCAB, HIDDEN), 0, ParameterKind.EMBEDDING, padded, tied=self.tied and self.pp > 1
         )
         units: list[list[ParameterSpec]] = []
         if at.pp == 0:
-            units.append([word, split("embedding.norm.weight", (HIDDEN,), None, Kind.NORM)])
+            units.append([word, split("embedding.norm.weight", (HIDDEN,), None, ParameterKind.NORM)])
         for i in range(at.pp * BLOCKS // self.pp, (at.pp + 1) * BLOCKS // self.pp):
             units.append(
                 [
-                    split(f"blocks.{i}.norm.weight", (HIDDEN,), None, Kind.NORM),
+                    split(f"blocks.{i}.norm.weight", (HIDDEN,), None, ParameterKind.NORM),
                     split(f"blocks.{i}.up.weight", (4 * HIDDEN, HIDDEN), 0),
-                    split(f"blocks.{i}.up.bias", (4 * HIDDEN,), 0, Kind.BIAS),
+                    split(f"blocks.{i}.up.bias", (4 * HIDDEN,), 0, ParameterKind.BIAS),
                     split(f"blocks.{i}.down.weight", (HIDDEN, 4 * HIDDEN), 1),
-                    split(f"blocks.{i}.down.bias", (HIDDEN,), None, Kind.BIAS),
+                    split(f"blocks.{i}.down.bias", (HIDDEN,), None, ParameterKind.BIAS),
                 ]
             )
         if at.pp == self.pp - 1:
-            head = word if self.tied else split("head.weight", (VOCAB, HIDDEN), 0, Kind.MATRIX, padded)
-            units.append([split("head.norm.weight", (HIDDEN,), None, Kind.NORM), head])
+            head = word if self.tied else split("head.weight", (VOCAB, HIDDEN), 0, ParameterKind.MATRIX, padded)
+            units.append([split("head.norm.weight", (HIDDEN,), None, ParameterKind.NORM), head])
         return [units]
 
     def fragments(self, rank: int) -> list[BucketFragment]:

@@ -25,7 +25,7 @@ from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import background_group, build_grid
 from megazero.system.streams import HostCopies
 from megazero.train.save_policy import SavePolicy
-from megazero.train.state import Position
+from megazero.train.state import TrainingPosition
 from tests.checkpoint.fakes import Layout
 from tests.checkpoint.runs import FakeState, names, open_run, resumed_at, values_at
 from tests.ranks import run_ranks
@@ -64,7 +64,7 @@ def run_in(folder: Path) -> tuple[Checkpoints, FakeState, SavePolicy, list[str]]
 
 def begin(saves: SavePolicy, state: FakeState, iteration: int) -> None:
     state.set(values_at(iteration))
-    saves.save(Position(iteration))
+    saves.save(TrainingPosition(iteration))
     overwrite(state)
 
 
@@ -74,7 +74,7 @@ def test_what_is_saved_is_that_of_the_moment(tmp_path: Path, gate: threading.Eve
     saves.look()
     assert checkpoints.busy and told == [] and resumed_at(tmp_path) is None
     gate.set()
-    saves.finish(Position(1))
+    saves.finish(TrainingPosition(1))
     assert resumed_at(tmp_path) == 1
     assert (
         len(told) == 1
@@ -88,7 +88,7 @@ def test_a_save_that_meets_another_waits_for_it(tmp_path: Path, gate: threading.
     begin(saves, state, 1)
     threading.Timer(0.3, gate.set).start()
     begin(saves, state, 2)
-    saves.finish(Position(2))
+    saves.finish(TrainingPosition(2))
     assert [line.split(":")[0] for line in told] == [
         "iteration 2 waits with its save",
         f"saved {tmp_path / 'iter_0000001'}",
@@ -118,9 +118,9 @@ def test_a_full_disk_is_told_and_the_next_save_tries_again(tmp_path: Path) -> No
     assert "fragments-00001-of-00001.safetensors" in told[1] and "training goes on" in told[1]
     assert resumed_at(tmp_path) == 1 and names(tmp_path) == ["iter_0000001", "latest", "run_token"]
     begin(saves, state, 3)
-    saves.finish(Position(3))
+    saves.finish(TrainingPosition(3))
     assert resumed_at(tmp_path) == 3
-    saves.save(Position(3))
+    saves.save(TrainingPosition(3))
     assert not checkpoints.busy, "it is saved already"
     assert names(tmp_path) == ["iter_0000001", "iter_0000003", "latest", "run_token"]
 
@@ -136,8 +136,8 @@ def test_a_last_save_that_failed_beside_the_run_is_tried_again(tmp_path: Path, m
 
     monkeypatch.setattr(save_phases, "write_fragments", full)
     state.set(values_at(1))
-    saves.save(Position(1))
-    saves.finish(Position(1))
+    saves.save(TrainingPosition(1))
+    saves.finish(TrainingPosition(1))
     assert [line.split(":")[0] for line in told[:2]] == ["WARNING"] * 2 and told[2].startswith("saved ")
     assert "training goes on" in told[0] and "this was try 1 of 2" in told[1]
     assert resumed_at(tmp_path) == 1
@@ -154,7 +154,7 @@ def test_a_run_that_lost_its_folder_learns_it(tmp_path: Path, gate: threading.Ev
     saves.look()
     assert saves.superseded and "belongs to run newer" in told[0]
     with pytest.raises(FenceLost, match="belongs to run newer"):
-        saves.finish(Position(2))
+        saves.finish(TrainingPosition(2))
     assert names(tmp_path) == ["run_token"]
 
 
@@ -205,7 +205,7 @@ def test_a_run_that_lost_its_folder_learns_it_at_the_latest_from_the_next_save(
     newer.claim()
     gate.set()
     with pytest.raises(FenceLost, match="belongs to run newer"):
-        saves.save(Position(2))
+        saves.save(TrainingPosition(2))
 
 
 def test_copies_keep_their_memory(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_copies_keep_their_memory(tmp_path: Path) -> None:
     memory = checkpoints._snapshot._copies._memory.data_ptr()
     for iteration in (1, 2):
         begin(saves, state, iteration)
-        saves.finish(Position(iteration))
+        saves.finish(TrainingPosition(iteration))
         assert resumed_at(tmp_path) == iteration
     assert checkpoints._snapshot._copies._memory.data_ptr() == memory
 

@@ -11,7 +11,7 @@ import torch
 from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
-from megazero.mpu.parameter import Kind, shard
+from megazero.mpu.parameter import ParameterKind, shard
 from megazero.zero.fragment import FragmentSpec
 from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save
 
@@ -53,8 +53,8 @@ def test_tp_ranks_write_equal_parts_of_what_all_of_them_hold(layout: Layout) -> 
 
 def test_one_large_replica_is_cut() -> None:
     """A learned position table is most of what tp ranks have in common."""
-    table = shard("embedding.position.weight", (1000, 8), Kind.EMBEDDING)
-    norm = shard("norm.weight", (8,), Kind.NORM)
+    table = shard("embedding.position.weight", (1000, 8), ParameterKind.EMBEDDING)
+    norm = shard("norm.weight", (8,), ParameterKind.NORM)
     held = [FragmentSpec(table, 0, 8000), FragmentSpec(norm, 0, 8)]
     parts = [fragments_to_write(held, index, 4) for index in range(4)]
     assert [[(s.spec.name, s.start, s.stop) for s in part] for part in parts] == [

@@ -11,7 +11,7 @@ import torch
 
 from megazero.checkpoint.window import TensorInfo
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
-from megazero.convert.source import MOMENTS, WEIGHT, Position, Source, parameter_specs
+from megazero.convert.source import MOMENTS, WEIGHT, Source, SourcePosition, parameter_specs
 
 BLOOM = ModelConfig(
     num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True
@@ -45,5 +45,5 @@ def made(
     """moments: fp32 masters and moments, as a training run has them."""
     columns = {WEIGHT: torch.float32 if moments else dtype} | (dict.fromkeys(MOMENTS, torch.float32) if moments else {})
     run = Run(model=model, optimizer=OptimizerConfig(precision=precision))
-    position = Position(7, 84, 1344, 7.0)
+    position = SourcePosition(7, 84, 1344, 7.0)
     return Made("made", Path("nowhere"), run, entries_of(model, columns), position, **facts)

@@ -10,7 +10,7 @@ from fused_ops import linear
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import solo
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear, with_bias
-from megazero.mpu.parameter import Kind, Parameter, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, shard
 
 
 class Kept:
@@ -34,7 +34,7 @@ class Kept:
 
 
 def parameter(name: str, *shape: int, dtype: torch.dtype) -> Parameter:
-    made = Parameter(shard(name, shape, Kind.MATRIX if len(shape) == 2 else Kind.BIAS), dtype, "cpu")
+    made = Parameter(shard(name, shape, ParameterKind.MATRIX if len(shape) == 2 else ParameterKind.BIAS), dtype, "cpu")
     values = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
     with torch.no_grad():
         made.copy_(values)

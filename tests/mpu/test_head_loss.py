@@ -12,7 +12,7 @@ from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp
 from megazero.mpu.grid import Axes, build_grid, solo
 from megazero.mpu.head_loss import head_loss
-from megazero.mpu.parameter import Kind, Parameter, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, shard
 from tests.mpu.test_gradient import Kept
 from tests.ranks import run_ranks
 
@@ -50,7 +50,7 @@ def expected(mask: Tensor | None, smoothing: float, z_loss: float, factor: float
 def of_a_rank(rank: int, tp: int, padded: int, block_rows: int, known: bool, masked: bool, kept: bool) -> list[Tensor]:
     """(loss, gradient of x, gradient of this rank's rows of the weight without padding)."""
     group = build_grid(Axes(tp=tp)).tp if tp > 1 else solo()
-    spec = shard("head", (V, H), Kind.EMBEDDING, dim=0, rank=group.index, size=tp, padded=padded)
+    spec = shard("head", (V, H), ParameterKind.EMBEDDING, dim=0, rank=group.index, size=tp, padded=padded)
     weight = Parameter(spec, torch.float64, "cpu")
     (start, stop), _ = spec.box
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_another_factor_than_announced_is_refused() -> None:
 
 
 def test_without_gradients_only_the_loss_is_computed() -> None:
-    weight = Parameter(shard("head", (V, H), Kind.EMBEDDING), torch.float64, "cpu")
+    weight = Parameter(shard("head", (V, H), ParameterKind.EMBEDDING), torch.float64, "cpu")
     target = Kept(weight, torch.float64)
     with torch.no_grad():
         weight.copy_(drawn(V, H, seed=2))

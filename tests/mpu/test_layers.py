@@ -25,7 +25,7 @@ from megazero.mpu.layers import (
 )
 from megazero.mpu.linear import adjacent, column_parallel_linear
 from megazero.mpu.norm import LayerNorm, RMSNorm
-from megazero.mpu.parameter import Kind, StateGroup, spec_of
+from megazero.mpu.parameter import ParameterKind, StateGroup, spec_of
 from megazero.mpu.random import initialise
 from tests.mpu.splitting import split_sequence
 from tests.parameters import Piece, assemble, gradients_of, values_of
@@ -65,7 +65,7 @@ class Network(nn.Module):
         self.down = RowParallelLinear("down", FFN, HIDDEN, group, bias=False, **linear)
         for parameter in self.parameters():
             initialise(parameter, spec_of(parameter), 7)
-            if spec_of(parameter).kind in (Kind.BIAS, Kind.NORM):  # constants would hide mistakes
+            if spec_of(parameter).kind in (ParameterKind.BIAS, ParameterKind.NORM):  # constants would hide mistakes
                 box, whole = (
                     spec_of(parameter).box[0],
                     torch.sin(torch.arange(spec_of(parameter).shape[0], dtype=torch.float64)),

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero.mpu import random
 from megazero.mpu.grid import Group
-from megazero.mpu.parameter import Kind, Parameter, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, shard
 from megazero.mpu.random import DropoutKey, attention_dropout, hidden_dropout, initialise, sequence_offset
 
 
 def weights(
     rows: int, columns: int, name: str = "w", seed: int = 1, dtype: torch.dtype = torch.float64, std: float = 1.0
 ) -> Tensor:
-    spec = shard(name, (rows, columns), Kind.MATRIX, std=std)
+    spec = shard(name, (rows, columns), ParameterKind.MATRIX, std=std)
     out = torch.full(spec.local_shape, math.nan, dtype=dtype)
     initialise(out, spec, seed)
     return out
@@ -32,7 +32,7 @@ def pieces(
 ) -> list[Tensor]:
     found = []
     for rank in range(size):
-        spec = shard("name", shape, Kind.MATRIX, dim=dim, rank=rank, size=size, padded=padded, **rest)
+        spec = shard("name", shape, ParameterKind.MATRIX, dim=dim, rank=rank, size=size, padded=padded, **rest)
         parameter = Parameter(spec, dtype, "cpu")
         parameter.data.fill_(math.nan)
         initialise(parameter, spec, 5)

@@ -12,7 +12,7 @@ from megazero.mpu.grid import single_process_grid
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.record import StepRecord
 from megazero.train.logs import sinks_of, step_log
-from megazero.train.state import Position
+from megazero.train.state import TrainingPosition
 from tests.telemetry.test_steplog import step
 
 
@@ -32,7 +32,7 @@ def test_a_step_is_in_the_metrics_before_its_line_is_shown(tmp_path: Path, monke
         parse_run(["--metrics-file", str(metrics), "--vocab-size", "99", "--train-iters", "3"], 1),
         single_process_grid(),
     )
-    log = step_log(run, grid, sinks_of(run, grid, Position(), None))
+    log = step_log(run, grid, sinks_of(run, grid, TrainingPosition(), None))
     for iteration in (1, 2):
         log.step(step(iteration))
     log.close()

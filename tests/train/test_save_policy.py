@@ -11,7 +11,7 @@ import pytest
 
 from megazero.mpu.shared_memory import PeerError
 from megazero.train.save_policy import PAUSES, SavePolicy
-from megazero.train.state import Position
+from megazero.train.state import TrainingPosition
 from tests.checkpoint.runs import names, open_run, resumed_at, values_at
 from tests.disks import fill, small_disk
 
@@ -25,9 +25,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def in_state(state: object, iteration: int) -> Position:
+def in_state(state: object, iteration: int) -> TrainingPosition:
     state.set(values_at(iteration))  # type: ignore[attr-defined]
-    return Position(iteration)
+    return TrainingPosition(iteration)
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["plain", "async"])
@@ -68,7 +68,7 @@ def test_a_full_disk_is_told_and_tried_again(in_background: bool, disk: Path) ->
     )
 
     saves._note = lambda text: ballast.unlink(missing_ok=True)  # room is made after the first try
-    saves.finish(Position(4))
+    saves.finish(TrainingPosition(4))
     assert resumed_at(disk / "saved") == 4
 
 

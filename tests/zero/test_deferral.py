@@ -14,7 +14,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.model.stage import Stage
 from megazero.mpu.grid import single_process_grid
-from megazero.mpu.parameter import Kind
+from megazero.mpu.parameter import ParameterKind
 from megazero.pipeline.build import build_stages
 from megazero.train.probe import probe_batches
 from megazero.zero.placement import Column
@@ -84,14 +84,17 @@ def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() ->
     tables = {
         i
         for i, bucket in enumerate(state.buckets)
-        if any(entry.spec.kind is Kind.EMBEDDING for entry in bucket.layout.entries)
+        if any(entry.spec.kind is ParameterKind.EMBEDDING for entry in bucket.layout.entries)
     }
     assert set(reducer._borrowed) == tables != set(range(len(state.buckets))), (
         "no buffer of a bucket without a table is held"
     )
     held = reducer._deferred[0, 0]
     kinds = [reducer.buckets[index].layout.entries[entry].spec.kind for index, entry, _ in held]
-    assert set(kinds) == {Kind.MATRIX, Kind.BIAS, Kind.NORM} and kinds.count(Kind.MATRIX) == 2 * 5
+    assert (
+        set(kinds) == {ParameterKind.MATRIX, ParameterKind.BIAS, ParameterKind.NORM}
+        and kinds.count(ParameterKind.MATRIX) == 2 * 5
+    )
     watched = [weakref.ref(write) for _, _, write in held]
     del held
     state.reducer.run_deferred(0, 0, True)

@@ -10,7 +10,7 @@ from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Axes, Group, build_grid, solo
-from megazero.mpu.parameter import Kind, ParameterSpec, StateGroup, shard, spec_of
+from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard, spec_of
 from megazero.zero.layout import UNSHARED, owned_fragments, pack
 from megazero.zero.placement import placements
 from tests.ranks import run_ranks
@@ -18,11 +18,11 @@ from tests.zero.toy import Case, build, build_chunks
 
 
 def matrix(name: str, rows: int, columns: int) -> ParameterSpec:
-    return shard(name, (rows, columns), Kind.MATRIX)
+    return shard(name, (rows, columns), ParameterKind.MATRIX)
 
 
 def bias(name: str, n: int) -> ParameterSpec:
-    return shard(name, (n,), Kind.BIAS)
+    return shard(name, (n,), ParameterKind.BIAS)
 
 
 def shared_by(replicas: int) -> dict[StateGroup, int]:
@@ -97,7 +97,7 @@ def test_a_bucket_holds_parameters_of_one_group() -> None:
 
 
 def test_padding_is_in_no_piece() -> None:
-    word = shard("word", (11, 3), Kind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
+    word = shard("word", (11, 3), ParameterKind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
     (bucket,) = pack([[[word, bias("b", 2)]]], UNSHARED, 1000)
     assert [(p.spec.name, p.start, p.stop, p.offset) for p in bucket.fragments(0, bucket.numel)] == [
         ("word", 0, 9, 0),

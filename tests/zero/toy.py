@@ -20,7 +20,7 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu import collectives
 from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid, solo
-from megazero.mpu.parameter import Kind, Parameter, ParameterSpec, StateGroup, shard
+from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.mpu.random import initialise
 from megazero.optim.clip import clip_coefficient
 from megazero.zero.optimizer import ShardedOptimizer
@@ -110,11 +110,11 @@ def _block_places(name: str, tp: Group, partial: bool) -> list[ParameterSpec]:
     h, split = HIDDEN, {"rank": tp.index, "size": tp.size}
     partial = partial and tp.size > 1
     return [
-        shard(f"{name}.norm.weight", (h,), Kind.NORM, fill=1.0, tp_partial=partial),
-        shard(f"{name}.up.weight", (2 * h, h), Kind.MATRIX, dim=0, std=0.5, **split),
-        shard(f"{name}.up.bias", (2 * h,), Kind.BIAS, dim=0, fill=0.1, **split),
-        shard(f"{name}.down.weight", (h, 2 * h), Kind.MATRIX, dim=1, std=0.5, **split),
-        shard(f"{name}.down.bias", (h,), Kind.BIAS, tp_partial=partial),
+        shard(f"{name}.norm.weight", (h,), ParameterKind.NORM, fill=1.0, tp_partial=partial),
+        shard(f"{name}.up.weight", (2 * h, h), ParameterKind.MATRIX, dim=0, std=0.5, **split),
+        shard(f"{name}.up.bias", (2 * h,), ParameterKind.BIAS, dim=0, fill=0.1, **split),
+        shard(f"{name}.down.weight", (h, 2 * h), ParameterKind.MATRIX, dim=1, std=0.5, **split),
+        shard(f"{name}.down.bias", (h,), ParameterKind.BIAS, tp_partial=partial),
     ]
 
 
@@ -122,7 +122,7 @@ def _word_place(tp: Group, tied: bool) -> ParameterSpec:
     return shard(
         "embedding.word.weight",
         (VOCABULARY, HIDDEN),
-        Kind.EMBEDDING,
+        ParameterKind.EMBEDDING,
         dim=0,
         rank=tp.index,
         size=tp.size,
@@ -154,7 +154,7 @@ def build_chunks(case: Case, pp_index: int, tp: Group) -> list[Chunk]:
                 shard(
                     "embedding.position.weight",
                     (5, HIDDEN),
-                    Kind.EMBEDDING,
+                    ParameterKind.EMBEDDING,
                     std=0.5,
                     tp_partial=case.partial and tp.size > 1,
                 )

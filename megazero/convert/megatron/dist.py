@@ -35,8 +35,8 @@ from megazero.convert.source import (
     MOMENTS,
     WEIGHT,
     ConversionError,
-    Position,
     Source,
+    SourcePosition,
     parameter_specs,
 )
 from megazero.mpu.parameter import ParameterSpec
@@ -76,7 +76,9 @@ class GlobalTensorKey:
 class TorchDistSource(Source):
     """A torch_dist checkpoint. With the optimizer's state the column "weight" is the fp32 master, if there is one."""
 
-    def __init__(self, path: Path, run: Run, position: Position, stored: _Tensors, columns: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, run: Run, position: SourcePosition, stored: _Tensors, columns: Mapping[str, str]
+    ) -> None:
         dtypes = {
             name: {column: stored.dtype(name, prefix) for column, prefix in columns.items()} for name in stored.specs
         }

@@ -20,7 +20,7 @@ from megazero.convert.megatron.optimizer import OptimizerState, optimizer_state
 from megazero.convert.megatron_args import has_qkv_bias_alone, model_from_args, run_from_args, true_vocabulary
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import ConversionReport
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source
+from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition
 
 KNOWN = (
     *("megatron.*", "apex.*", "transformer_engine.*", "torch.distributed.*", "torch.nn.*", "torch.optim.*"),
@@ -37,7 +37,9 @@ class MegatronSource(Source):
     state.
     """
 
-    def __init__(self, path: Path, run: Run, position: Position, assembly: Assembly, state: OptimizerState) -> None:
+    def __init__(
+        self, path: Path, run: Run, position: SourcePosition, assembly: Assembly, state: OptimizerState
+    ) -> None:
         self._assembly = assembly
         self._columns: Mapping[str, Ranks] = {WEIGHT: assembly.ranks, **state.columns}
         entries = {}
@@ -141,11 +143,11 @@ def note_padding(report: ConversionReport, args: Mapping[str, Any], model: Model
         report.notes.append(f"{padded - true} rows that pad the vocabulary of {true} to {padded} are left out")
 
 
-def position_of(args: Mapping[str, Any], state: Mapping[str, Any], model: ModelConfig, steps: float) -> Position:
+def position_of(args: Mapping[str, Any], state: Mapping[str, Any], model: ModelConfig, steps: float) -> SourcePosition:
     """How far the training was."""
     iteration = state.get("iteration") or args.get("iteration") or 0
     samples = int(args.get("consumed_train_samples") or 0)
-    return Position(
+    return SourcePosition(
         int(iteration), samples, samples * model.seq_length, float(steps or iteration), _loss_scale(args, state)
     )
 

@@ -19,13 +19,13 @@ from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.stages import WritePlan, Written
-from megazero.convert.source import ConversionError, Position
+from megazero.convert.source import ConversionError, SourcePosition
 
 _POSITIONS = {"learned": "learned_absolute", "rotary": "rotary", "alibi": "alibi"}
 _ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu")
 
 
-def arguments(run: Run, position: Position, options: TargetOptions) -> dict[str, Any]:
+def arguments(run: Run, position: SourcePosition, options: TargetOptions) -> dict[str, Any]:
     """The arguments with which Megatron-DeepSpeed would train this model, as plain values without members of its
     enumerations.
 

@@ -14,7 +14,7 @@ import torch
 
 from megazero.config.schema import Run
 from megazero.convert.files.unpickle import Record, record_type
-from megazero.convert.source import Position, Source
+from megazero.convert.source import Source, SourcePosition
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
 _RULES: Mapping[str, tuple[str, type]] = {
@@ -55,7 +55,7 @@ def scaler_state(source: Source) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
 
 
-def _scale(position: Position, source: Source) -> dict[str, Any]:
+def _scale(position: SourcePosition, source: Source) -> dict[str, Any]:
     """The attributes of a DynamicLossScaler that doubles after as many good iterations as ours."""
     held, optimizer = dict(position.loss_scale or {}), source.run.optimizer
     return {

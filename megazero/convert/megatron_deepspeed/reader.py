@@ -28,7 +28,7 @@ from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import Weights, label, stored_layers
 from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
 from megazero.convert.report import ConversionReport
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source
+from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition
 
 
 class MegatronDeepSpeedSource(Source):
@@ -38,7 +38,7 @@ class MegatronDeepSpeedSource(Source):
         self,
         path: Path,
         run: Run,
-        position: Position,
+        position: SourcePosition,
         weights: Weights,
         columns: Columns | None,
         report: ConversionReport,
@@ -228,13 +228,13 @@ def _with_hyper(args: Mapping[str, Any], zero: Zero | None) -> Mapping[str, Any]
     }
 
 
-def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Listing) -> Position:
+def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Listing) -> SourcePosition:
     held: Mapping[str, Any] = state if isinstance(state, dict) else {}
     iteration = int(held.get("iteration") or args.get("iteration") or held.get("global_steps") or there.iteration)
     samples = int(args.get("consumed_train_samples") or held.get("global_samples") or 0)
     tokens = int(held.get("tokens") or args.get("consumed_train_tokens") or 0)
     steps = zero.steps if zero and zero.steps else float(iteration)
-    return Position(
+    return SourcePosition(
         iteration,
         samples,
         tokens or samples * int(args["seq_length"]),

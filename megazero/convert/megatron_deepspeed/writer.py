@@ -21,7 +21,7 @@ from megazero.convert.megatron_deepspeed.folders import LATEST, layer_file, rank
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
 from megazero.convert.megatron_deepspeed.stages import WritePlan, plan
 from megazero.convert.megatron_deepspeed.zero_writer import VERSION, write_zero
-from megazero.convert.source import MOMENTS, WEIGHT, Position, Source
+from megazero.convert.source import MOMENTS, WEIGHT, Source, SourcePosition
 
 
 def write_megatron_deepspeed(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
@@ -63,7 +63,7 @@ def _write_layer(
 
 
 def model_state(
-    run: Run, position: Position, planned: WritePlan, stage: int, options: TargetOptions, said: dict[str, Any]
+    run: Run, position: SourcePosition, planned: WritePlan, stage: int, options: TargetOptions, said: dict[str, Any]
 ) -> dict[str, Any]:
     """The content of an mp_rank file. Where `module` is None, DeepSpeed's pipeline reads the model from the layer
     files.

@@ -29,7 +29,7 @@ from megazero.convert.megatron_args import model_from_args, run_from_args
 from megazero.convert.megatron_deepspeed.folders import KNOWN
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import ConversionReport
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
+from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
 from megazero.convert.tracker import named_folder
 from megazero.convert.universal.folders import model_states
 from megazero.convert.universal.names import written_names
@@ -87,7 +87,7 @@ def open_consolidated(path: Path) -> Source:
         for name, spec in parameter_specs(model).items()
     }
     iteration, samples = (int(args.get(name) or 0) for name in ("iteration", "consumed_train_samples"))
-    position = Position(
+    position = SourcePosition(
         iteration, samples, int(args.get("consumed_train_tokens") or samples * model.seq_length), float(iteration)
     )
     source = WholeTensorSource(

@@ -22,7 +22,7 @@ from megazero.convert.megatron_deepspeed.folders import Files
 from megazero.convert.megatron_deepspeed.loss_scale import loss_scale_of, with_loss_scale
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.report import ConversionReport
-from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Position, Source, parameter_specs
+from megazero.convert.source import MOMENTS, WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
 from megazero.convert.universal.folders import (
     OPTIMIZER,
     STATES,
@@ -150,13 +150,13 @@ def _position(
     state: Mapping[str, Any],
     folders: Mapping[str, Path],
     report: ConversionReport,
-) -> Position:
+) -> SourcePosition:
     iteration = int(state.get("iteration") or args.get("iteration") or state.get("global_steps") or 0)
     samples = int(args.get("consumed_train_samples") or state.get("global_samples") or 0)
     tokens = int(state.get("tokens") or args.get("consumed_train_tokens") or 0)
     optimizer = _optimizer_state(folder, files)
     steps = _steps(optimizer, files, folders, report) or float(iteration)
-    return Position(
+    return SourcePosition(
         iteration,
         samples,
         tokens or samples * int(args["seq_length"]),

@@ -20,7 +20,7 @@ from megazero.convert.megatron_deepspeed.names import PipelineTensor, why_ignore
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import LayerTensor
 from megazero.convert.report import ConversionReport
-from megazero.convert.source import WEIGHT, ConversionError, Position, Source, parameter_specs
+from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
 from megazero.convert.universal.names import named
 
 PARTS, SUBSHAPE, VOCABULARY = "param_n_sub_params", "sub_param_shape", "vocab_tensor"
@@ -142,7 +142,7 @@ class WholeTensorSource(Source):
         format: str,
         path: Path,
         run: Run,
-        position: Position,
+        position: SourcePosition,
         held: WholeTensors,
         entries: Mapping[str, TensorInfo],
     ) -> None:
