@@ -9,6 +9,6 @@ For programs, on one process:
     there.read("blocks.0.mlp.up.weight")            # the whole tensor, checked against its hashes
     there.read("embedding.word.weight", "exp_avg", box=((0, 100), (0, 16)))
 
-`megazero.load(path)` gives the model instead, from other formats too. Other entrances: `manager.Checkpoints` saves and
-loads what all ranks of a run hold, `verify` checks every byte, `window` streams, `format` says what is on disk.
+`megazero.load(path)` returns the model instead and also reads other formats. `manager.Checkpoints` saves and loads the
+state of all ranks of a run, `verify` checks every byte, `window` streams tensors, and `format` describes the files.
 """

@@ -1,4 +1,4 @@
-"""All ranks fail together: a rank that alone raises leaves its peers in a collective until they are killed."""
+"""All ranks fail together. If one rank raised alone, its peers would wait in a collective until they are killed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _KINDS: tuple[type[Exception], ...] = (CheckpointError, Damaged, FenceLost, Valu
 
 
 def agree(world: Group, device: torch.device, error: Exception | None) -> None:
-    """Return when no rank has an error; else raise that of the lowest rank on all of them, a collective of the world.
+    """Return when no rank has an error; otherwise raise the error of the lowest failing rank on all ranks.
 
-    Travels: one int64 (all-reduce, smallest rank with an error), and the message only if there is one. Serves as a
-    barrier: what every rank did before is done when this returns. Where the error is of a kind of its own (OSError),
-    the rank that has it raises it itself, and the others a CheckpointError with its text.
+    A collective of the world: an all-reduce of one int64 (the lowest rank with an error), and a broadcast of the
+    message only if there is an error. It also is a barrier: when it returns, all ranks have called it. The lowest
+    failing rank raises its own exception. The other ranks raise the same class if it is in `_KINDS`, else (an OSError,
+    for example) a CheckpointError with the class name and the text.
     """
     first = torch.tensor([world.size if error is None else world.index], dtype=torch.int64, device=device)
     all_reduce(first, world, "min").wait()
@@ -38,7 +39,7 @@ def agree(world: Group, device: torch.device, error: Exception | None) -> None:
 
 
 def together(world: Group, device: torch.device, action: Callable[[], Any] | None) -> None:
-    """Do this rank's part, if it has one, and go on only when no rank has failed (`agree`)."""
+    """Run this rank's action, if it has one, then `agree`: return only when no rank has failed. A collective."""
     failure: Exception | None = None
     try:
         if action is not None:
@@ -49,7 +50,10 @@ def together(world: Group, device: torch.device, action: Callable[[], Any] | Non
 
 
 def share(world: Group, device: torch.device, text: str | None, index: int = 0) -> str | None:
-    """The text (or None) of the member `index`, on all ranks. Travels: its length, then its bytes."""
+    """Return the text (or None) of member `index` on all ranks.
+
+    A collective of the world: a broadcast of the length (one int64), then a broadcast of the UTF-8 bytes.
+    """
     mine = world.index == index
     content = (text or "").encode() if mine else b""
     length = torch.tensor([-1 if text is None else len(content)], dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
 """A save in the background: a copy of the state in host memory, and a thread that writes it.
 
-The thread does the very same as a save that is waited for (`saving.py`), over a process group of its own, since the
-messages of two threads over one group would meet. It is a daemon: what it writes becomes a checkpoint in its last
-moment only, so nothing is lost with it that a crash would not lose.
+The thread runs the same phases as a synchronous save (`save_phases.py`). It uses a process group of its own, because
+the collectives of two threads over one group would mix. It is a daemon thread: if the process exits early, the
+unfinished checkpoint is lost, as it would be in a crash.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.system.streams import HostCopies
 
 NICE = 10
-"""Steps down for the thread: what it takes of a core that training wants is a tenth of what it would."""
+"""Added to the niceness of the saving thread: where it competes with training for a core, it gets about a tenth."""
 
 
 class Snapshot:
-    """What this rank writes, as it was at one moment. The memory is kept for the next one, which overwrites it."""
+    """A host copy of what this rank writes. The next copy reuses and overwrites the memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._copies = HostCopies(device)
 
     def reserve(self, fragments: Sequence[Fragment]) -> int:
-        """Take the memory now that these need, so that the first step that saves waits no longer than others; its
-        bytes.
+        """Allocate the memory for these fragments and return its size in bytes.
+
+        The first save then takes no longer than later ones.
         """
         return self._copies.reserve([tensor for fragment in fragments for tensor in columns_of(fragment).values()])
 
     def take(self, fragments: Sequence[Fragment]) -> list[Fragment]:
-        """Copies of the fragments. Returns when they are made."""
+        """Return the fragments with host copies of their tensors, once the copies are complete."""
         tensors = [tensor for fragment in fragments for tensor in columns_of(fragment).values()]
         copies = iter(self._copies.take(tensors))
         return [
@@ -48,7 +49,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended: what was saved, or why not."""
+    """How a save ended: exactly one of `saved` and `error` is set."""
 
     iteration: int
     saved: SavedCheckpoint | None = None
@@ -63,17 +64,17 @@ class Background:
         self._outcomes: list[Outcome] = []
 
     def start(self, iteration: int, write: Callable[[], SavedCheckpoint]) -> None:
-        """Begin to write; the one before must have been collected."""
+        """Start `write` on the thread. The outcome of the previous save must have been taken by `poll` or `wait`."""
         assert self._thread is None, "the outcome of the save before is still to be collected"
         self._thread = threading.Thread(target=self._run, args=(iteration, write), name="megazero-save", daemon=True)
         self._thread.start()
 
     def poll(self) -> Outcome | None:
-        """The outcome of a save that has ended, once."""
+        """Return the outcome of a save that has ended, once; None while it is under way, or if there is none."""
         return None if self._thread is None or self._thread.is_alive() else self.wait()
 
     def wait(self) -> Outcome | None:
-        """Wait for the save under way, and give its outcome, once; None where there is none."""
+        """Wait for the save under way and return its outcome, once; None if there is no save."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -82,7 +83,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way, or its outcome not collected."""
+        """Whether a save is under way or its outcome has not been taken yet."""
         return self._thread is not None
 
     def _run(self, iteration: int, write: Callable[[], SavedCheckpoint]) -> None:
@@ -95,9 +96,9 @@ class Background:
 
 
 def _stand_back() -> None:
-    """Let the threads that train have the cores first.
+    """Lower this thread's priority below that of the training threads.
 
-    On Linux a priority is a thread's own; elsewhere it is the whole process's.
+    Only on Linux, where a priority belongs to a thread; elsewhere it belongs to the whole process.
     """
     if sys.platform.startswith("linux"):
         thread = threading.get_native_id()

@@ -1,9 +1,9 @@
 """A safetensors file of 1-D tensors whose payload is hashed in blocks.
 
-The format is the one of the safetensors library, which opens these files; metadata under "sha256 KEY" lists one digest
-per block of a tensor. The library itself is not used: it wants the whole state as bytes at once, before the header with
-the digests can be written, while this streams one block at a time in both directions. Digests have a fixed length, so
-the header is written as zeros, then the payload, then the header over it.
+The format is that of the safetensors library, which opens these files. The metadata entry "sha256 KEY" lists one digest
+for each block of a tensor. The library itself does not write them: it takes the whole state as bytes at once, while
+this module streams one block at a time in both directions. Digests have a fixed length, so the header is first written
+with zeros for digests, then the payload, then the final header over the first one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from megazero.checkpoint.format import Damaged
 from megazero.system.reading import BOUNDS, Unreadable, open_file, parse_json, shown
 
 BLOCK_BYTES = 8 * 1024 * 1024
-"""Memory that a writer or reader needs beside the state; also what is read at least of a fragment that is needed in
-part.
-"""
+"""Size of a block. A writer holds one block in memory; a reader that needs part of a block reads all of it."""
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,7 +37,7 @@ _LENGTH = 8
 
 @dataclass(frozen=True)
 class DeferredTensor:
-    """A 1-D tensor that is made when its turn to be written comes, so that no two are in memory at once."""
+    """A 1-D tensor that `make` creates just before it is written, so that no two of them are in memory at once."""
 
     elements: int
     dtype: torch.dtype
@@ -57,12 +55,12 @@ Values = Tensor | DeferredTensor
 
 
 def dtype_code(tensor: Values) -> str:
-    """The format's word for a tensor's dtype: "F32"."""
+    """The safetensors code of a tensor's dtype: "F32"."""
     return _CODES[tensor.dtype]
 
 
 def _header(tensors: Sequence[tuple[str, Values]], digests: Mapping[str, Sequence[str]], block_bytes: int) -> bytes:
-    """Length and JSON, padded with spaces to a multiple of eight."""
+    """The length (8 bytes, little-endian) and the JSON, padded with spaces to a multiple of eight."""
     metadata = {"format": "pt", "block_bytes": str(block_bytes)} | {
         f"sha256 {key}": " ".join(digests[key]) for key, _ in tensors
     }
@@ -83,19 +81,16 @@ def _header(tensors: Sequence[tuple[str, Values]], digests: Mapping[str, Sequenc
 def write_file(path: Path, tensors: Sequence[tuple[str, Values]], block_bytes: int = BLOCK_BYTES) -> None:
     """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk.
 
-    Raises OSError, also when it exists.
+    Memory: one block. Raises OSError; FileExistsError if the file exists already.
     """
     try:
         with open(path, "xb") as file:
             _fill(file, tensors, block_bytes)
-    except (
-        OSError
-    ) as error:  # of a full disk, say: a write or a close, unlike an open, does not tell which file it was for
+    except OSError as error:
+        # An error of a write or a close (a full disk) does not name the file, unlike one of an open.
         if error.errno is None or error.filename is not None:
             raise
-        raise OSError(
-            error.errno, error.strerror, str(path)
-        ) from error  # which is FileExistsError and so on by its number
+        raise OSError(error.errno, error.strerror, str(path)) from error  # OSError picks its subclass by errno
 
 
 def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Values]], block_bytes: int) -> None:
@@ -126,7 +121,10 @@ def _blocks(values: Values, block_bytes: int) -> Iterator[Tensor]:
 
 
 class BlockFile:
-    """A fragment file open for reading; every block is checked as it is read. Raises Damaged, naming the file."""
+    """A fragment file open for reading, and a context manager that closes it.
+
+    Opening checks the header, and `read` checks each block's sha256. Both raise Damaged with the file's name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -161,7 +159,7 @@ class BlockFile:
             raise Damaged(f"{self.path.name} has no readable header ({error})") from error
 
     def _check_claims(self, key: str) -> None:
-        """What the header says of a tensor: its bytes lie in the file, and each block has its digest."""
+        """Raise ValueError unless a tensor's header entry is consistent: dtype, size, one digest for each block."""
         entry = self._entries[key]
         (start, stop), (count,), code = entry["data_offsets"], entry["shape"], entry["dtype"]
         if code not in DTYPES or not all(type(n) is int for n in (start, stop, count)):
@@ -169,7 +167,7 @@ class BlockFile:
         if not 0 <= start <= stop or count * DTYPES[code].itemsize != stop - start:
             raise ValueError(f"{shown(key)} has {count} elements of {code} in bytes {start} to {stop}")
         if len(self._metadata[f"sha256 {key}"].split()) != -(-(stop - start) // self._block_bytes):
-            raise ValueError(f"{shown(key)} has not one digest for each block")
+            raise ValueError(f"{shown(key)} does not have one digest for each block")
 
     def __enter__(self) -> BlockFile:
         return self
@@ -186,11 +184,11 @@ class BlockFile:
         return list(self._entries)
 
     def dtype(self, key: str) -> str:
-        """The dtype's word, "F32"."""
+        """The safetensors code of a tensor's dtype: "F32"."""
         return self._entries[key]["dtype"]
 
     def block_ranges(self, key: str) -> list[tuple[int, int]]:
-        """The blocks of a tensor as ranges of its elements."""
+        """The blocks of a tensor as half-open ranges of its elements."""
         start, stop = self._entries[key]["data_offsets"]
         item = DTYPES[self.dtype(key)].itemsize
         step = self._block_bytes // item
@@ -198,10 +196,13 @@ class BlockFile:
         return [(i, min(i + step, count)) for i in range(0, count, step)]
 
     def read(self, key: str, block: int) -> Tensor:
-        """Block number `block` of a tensor, 1-D on the CPU, its digest checked. Several threads may read at once."""
+        """Return block `block` of a tensor, 1-D on the CPU in the stored dtype, after checking its digest.
+
+        Several threads may read at once. Raises Damaged.
+        """
         start, stop = self._entries[key]["data_offsets"]
         first = start + block * self._block_bytes
-        if self._payload + stop > self.size:  # before memory is made for what a file of a few bytes may claim
+        if self._payload + stop > self.size:  # checked before allocating what a short file's header may claim
             raise Damaged(f"{self.path.name} is truncated: it has {self.size} bytes")
         payload = bytearray(min(self._block_bytes, stop - first))
         try:
@@ -215,7 +216,7 @@ class BlockFile:
         return torch.frombuffer(payload, dtype=DTYPES[self.dtype(key)])
 
     def _read_at(self, offset: int, into: bytearray) -> int:
-        """Fill a buffer from a place of the file, which has no position of its own here; the bytes that there were."""
+        """Fill a buffer from an offset, without moving the file's position; return the number of bytes read."""
         view, count = memoryview(into), 0
         while count < len(view) and (got := os.preadv(self._file.fileno(), [view[count:]], offset + count)):
             count += got

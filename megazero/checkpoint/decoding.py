@@ -1,4 +1,4 @@
-"""The manifest in a file's bytes. Its hash proves that nobody has changed it since, not that what it says can be."""
+"""Decode and check a manifest. Its sha256 proves that the bytes are as written; the checks find impossible values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megazero.system.reading import BOUNDS, parse_json, raised_as, shown
 
 
 def decode(raw: bytes) -> Manifest:
-    """The manifest. Raises Damaged when any byte is not as it was written or something is of a kind that none is,
-    ValueError for another version.
+    """Decode the bytes of a manifest file.
+
+    Raises Damaged if the bytes differ from what was written or a value has an impossible type or range. Raises
+    ValueError for another format version.
     """
     content = raw[: -len(seal(b""))]
     if raw != content + seal(content):
@@ -24,7 +26,7 @@ def decode(raw: bytes) -> Manifest:
     with raised_as(Damaged):
         document = parse_json(raw.decode(errors="replace"), MANIFEST, BOUNDS.manifest_values)
     if not isinstance(document, dict) or type(document.get("version")) is not int:
-        raise Damaged(f"{MANIFEST} is none of a checkpoint: it has no version")
+        raise Damaged(f"{MANIFEST} is not the manifest of a checkpoint: it has no version")
     if document["version"] != VERSION:
         raise ValueError(
             f"{MANIFEST} has format version {shown(document['version'])}; this program reads version {VERSION}"
@@ -57,7 +59,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)  # a run that diverged has what is not finite
+    return type(value) in (int, float)  # not finite is allowed: a run may have diverged
 
 
 def _is_word(value: Any) -> bool:
@@ -73,7 +75,7 @@ def _none_or(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _record(fields: Mapping[str, Callable[[Any], bool]]) -> Callable[[Any], bool]:
-    """Objects that have all of these fields, or none."""
+    """A check for an object that has all of these fields, or is empty."""
     return lambda value: (
         isinstance(value, dict)
         and (not value or all(key in value and holds(value[key]) for key, holds in fields.items()))
@@ -87,7 +89,7 @@ def _is_plans(value: Any) -> bool:
 
 
 def _is_fp8(value: Any) -> bool:
-    """By layer and role the last largest values and a scale."""
+    """For each layer and role: the history of largest absolute values, and a scale."""
     if not isinstance(value, dict) or not all(isinstance(roles, dict) for roles in value.values()):
         return False
     stored = [one for roles in value.values() for one in roles.values()]
@@ -110,7 +112,7 @@ _PROGRESS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "probe": _none_or(_record({"loss": _is_number, "precision": _is_word, "seq_length": _is_count})),
     }
 )
-"""What is known of a run's progress, and what it may be."""
+"""The known keys of a run's progress, and a check for the value of each."""
 
 
 def _file(number: int, record: Any) -> StoredFile:
@@ -145,7 +147,7 @@ def _tensor(name: str, record: Any, files: int) -> StoredTensor:
 
 
 def _fragment(name: str, shape: list[int], record: Any, files: int) -> tuple[int, FlatRange]:
-    """File and range of a fragment, which lies inside its box and the box inside the tensor."""
+    """The file number and range of a fragment. Raises Damaged unless the box contains it and the tensor the box."""
     if isinstance(record, list) and len(record) == 4:
         file, box, start, stop = record
         ranges = (

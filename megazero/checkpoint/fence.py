@@ -1,9 +1,9 @@
-"""A run token in a file: who may write beside it.
+"""A fence: a file with the token of the run that may write into its folder.
 
-Killing a launcher with -9 leaves its ranks running. When the job is started again, the new run puts its token into the
-file; whoever still holds another token must not write any more. Between a check and the write that follows there is a
-moment in which the file can change hands; what is written then is harmless, because a checkpoint is built under a name
-that carries the token and only becomes one by a rename.
+Killing a launcher with SIGKILL may leave its ranks running. When the job is started again, the new run puts its token
+into the file, and a rank of the old run that finds another token there stops writing. A new run may claim the folder
+between a check and the write that follows. That write is harmless: a checkpoint is built in a folder whose name has the
+token in it, and becomes a checkpoint only by a rename.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from megazero.system.durable import replace_file
 
 
 class FenceLost(RuntimeError):
-    """The folder that this run writes to belongs to another run now, or is gone."""
+    """Another run has claimed the folder that this run writes to, or the folder is gone."""
 
 
 def new_token(world: Group, device: torch.device | str = "cpu") -> str:
-    """A token for this run, the same on all ranks: 16 random bytes of rank 0, broadcast over the world."""
+    """A token for this run, the same on all ranks: 32 hex digits. A collective: rank 0 broadcasts 16 random bytes."""
     token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
     broadcast(token, world).wait()
     return bytes(token.tolist()).hex()
 
 
 class Fence:
-    """The token file at `path`. One rank claims it; the others join; all check before they write."""
+    """The token file at `path`. One rank claims it, the others join, and every rank checks it before writing."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.token: str | None = None
 
     def claim(self, token: str) -> Fence:
-        """Take the folder over: from now on every run with another token fails its check. One rank does this."""
+        """Write the token into the file, after which runs with another token fail `check`. One rank calls this."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.path, f"{token}\n".encode(), token)
         return self.join(token)
 
     def join(self, token: str) -> Fence:
-        """Be a rank of the run with this token, which another rank claims for it."""
+        """Use this token, which another rank of the run writes into the file."""
         self.token = token
         return self
 
     def owner(self) -> str:
-        """The token in the file, "" when there is none."""
+        """The token in the file, or "" if there is no file."""
         try:
             return self.path.read_text(errors="replace").strip()
         except FileNotFoundError:
@@ -77,7 +77,10 @@ class Fence:
         )
 
     def guarding(self, action: Callable[[], None]) -> Callable[[], None]:
-        """The action, checked for before; if it fails because a newer run swept what it works on, FenceLost says so."""
+        """Wrap an action: `check` runs before it, and again if it fails.
+
+        If a newer run has deleted the files that the action works on, the wrapper raises FenceLost instead.
+        """
 
         def guarded() -> None:
             self.check()

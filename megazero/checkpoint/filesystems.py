@@ -1,9 +1,9 @@
-"""Which ranks share the folder of checkpoints: one folder for all, or one on the local disk of each node.
+"""Which ranks share the folder of checkpoints: all ranks one folder, or the ranks of each node one on its local disk.
 
-The ranks that see one folder share a file system. The lowest of them is its leader: it creates, publishes and deletes
-there, and every file system has a manifest of its own. On one host, device and inode tell whether two folders are one.
-Between hosts they do not (a shared file system has other numbers on each), so the first rank of every (host, folder)
-creates a marker file in it and looks for the markers of the others.
+Ranks that see the same folder share a file system. The lowest of these ranks is the leader: it creates, publishes and
+deletes there. Every file system has a copy of the manifest. On one host, device and inode numbers identify a folder.
+Between hosts they do not, because a shared file system has different numbers on each. So the first rank of every
+(host, folder) creates a marker file and looks for the markers of the others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from megazero.mpu.collectives import all_gather
 from megazero.mpu.grid import Group
 
-_MARK = ".run_token-{token}-rank-{rank}"  # a name that the next run sweeps up, should this one die here
+_MARK = ".run_token-{token}-rank-{rank}"  # the next run deletes files of this name if this one is killed here
 
 
 @dataclass(frozen=True)
 class Filesystems:
-    """leaders: for each rank the leader of its file system. rank: this one."""
+    """leaders: for each rank, the leader of its file system. rank: this process's rank."""
 
     leaders: tuple[int, ...]
     rank: int
@@ -43,12 +43,12 @@ class Filesystems:
 
 
 def host_name() -> str:
-    """What a message calls this machine."""
+    """The name of this machine in messages."""
     return socket.gethostname()
 
 
 def _identity(root: Path) -> list[int]:
-    """Two int64 that are equal where host and folder are."""
+    """Two int64 that are equal on two ranks if and only if host and folder are the same."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.exists() else host_name()
     found = os.stat(root)
@@ -57,7 +57,7 @@ def _identity(root: Path) -> list[int]:
 
 
 def _gathered(world: Group, device: torch.device, numbers: list[int]) -> list[list[int]]:
-    """Every rank's numbers. Travels: int64 of all ranks."""
+    """Every rank's numbers, by rank. A collective: all-gather of int64."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     every = torch.empty(world.size * len(numbers), dtype=torch.int64, device=device)
     all_gather(every, mine, world).wait()
@@ -68,9 +68,9 @@ def _gathered(world: Group, device: torch.device, numbers: list[int]) -> list[li
 def find_filesystems(
     root: Path, token: str, world: Group, device: torch.device, together: Callable[[Callable[[], None] | None], None]
 ) -> Filesystems:
-    """Create the folder where it is missing, and find out which ranks see the same one.
+    """Create the folder if it is missing, and find out which ranks see the same one.
 
-    A collective of the world; 24 bytes of each rank travel.
+    A collective of the world: two all-gathers of 24 bytes per rank in all.
 
     together: runs a function on this rank, and returns when all ranks have run theirs (or raises on all).
     """
@@ -99,14 +99,15 @@ def find_filesystems(
 
 
 def _first_of_each(identities: list[list[int]]) -> list[int]:
-    """For each rank the lowest of the same identity."""
+    """For each rank, the lowest rank of the same identity."""
     lowest: dict[tuple[int, ...], int] = {}
     return [lowest.setdefault(tuple(identity), rank) for rank, identity in enumerate(identities)]
 
 
 def _lowest_mark(root: Path, token: str) -> int:
-    """Rank 0's mark is asked for by name, which no cache of a network file system hides; others are looked for in the
-    listing.
+    """The lowest rank that has a marker file in this folder.
+
+    Rank 0's marker is looked up by name, because a network file system may cache a listing without it.
     """
     if (root / _MARK.format(token=token, rank=0)).exists():
         return 0

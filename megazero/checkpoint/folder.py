@@ -1,8 +1,8 @@
-"""The folder of checkpoints: what is in it, how one is added, which go. File operations of one rank, no values.
+"""The folder of checkpoints: list, publish, prune and sweep. These are file operations of one rank.
 
-Whatever is named iter_NNNNNNN was complete when it got that name; a crash leaves only names that start with a dot, and
-one exception: when iteration N is saved again, the old one steps aside as iter_N.replaced for the moment between two
-renames, and counts as iter_N until the new one is there. (Exchanging two folders atomically is a Linux call that
+A folder named iter_NNNNNNN was complete when it got that name. What a crash leaves has a name that starts with a dot,
+with one exception: when iteration N is saved again, the old folder is renamed to iter_N.replaced before the new one
+gets its name. Between the two renames it counts as iter_N. (An atomic exchange of two folders is a Linux call that
 network file systems refuse.)
 """
 
@@ -29,12 +29,12 @@ def folder_name(iteration: int) -> str:
 
 
 def temporary_name(iteration: int, token: str) -> str:
-    """Where a run builds a checkpoint: no other run builds there, and no reader looks."""
+    """The folder in which a run builds a checkpoint. Other runs have other tokens, and readers ignore the name."""
     return f".tmp-{folder_name(iteration)}-{token}"
 
 
 def listing(root: Path) -> list[tuple[int, Path]]:
-    """Checkpoints of a folder by iteration, ascending; whether they are undamaged is not looked at."""
+    """The checkpoints of a folder as (iteration, path), ascending. Does not check whether they are intact."""
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
@@ -44,9 +44,9 @@ def listing(root: Path) -> list[tuple[int, Path]]:
 
 
 def named(root: Path) -> str | None:
-    """What `latest` says, be it a checkpoint's name or not; None where there is no such file.
+    """The content of `latest`, whether it is a checkpoint's name or not; None if there is no such file.
 
-    Raises Damaged where it cannot be read.
+    Raises Damaged if it cannot be read, and NotADirectoryError if `root` is a file.
     """
     try:
         return read_bytes(root / LATEST, BOUNDS.word).decode(errors="replace").strip()
@@ -57,10 +57,11 @@ def named(root: Path) -> str | None:
 
 
 def newest(load: Path) -> Path | None:
-    """The checkpoint to load from `--load`: the folder itself when it is one, else the one that `latest` names, else,
-    without `latest`, the one of the highest iteration. None when there never was a complete one.
+    """The checkpoint to load from `--load`.
 
-    A folder named like a checkpoint is one, be it there or not. Raises Damaged when `latest` names none that is there.
+    This is the folder itself if it is a checkpoint; otherwise the checkpoint that `latest` names; without `latest`, the
+    one of the highest iteration. None if there never was a complete one. A path named like a checkpoint is taken as
+    one, whether it exists or not. Raises Damaged if `latest` names a checkpoint that does not exist.
     """
     if _NAME.fullmatch(load.name) or (load / MANIFEST).exists():
         aside = load.with_name(f"{load.name}.replaced")
@@ -81,14 +82,17 @@ def newest(load: Path) -> Path | None:
 
 
 def before(checkpoint: Path) -> list[Path]:
-    """The checkpoints beside this one of lower iterations, newest first."""
+    """The checkpoints of lower iterations in the same folder, newest first."""
     match = _NAME.fullmatch(checkpoint.name)
     limit = int(match[1]) if match else 0
     return [path for iteration, path in reversed(listing(checkpoint.parent)) if iteration < limit]
 
 
 def publish(root: Path, temporary: Path, iteration: int, fence: Fence) -> Path:
-    """Give a complete temporary folder its name, then let `latest` name it. The fence is checked before each."""
+    """Rename a complete temporary folder to its final name, then point `latest` to it; return the final path.
+
+    The fence is checked before each of the two steps. Raises FenceLost and OSError.
+    """
     assert fence.token is not None
     final = root / folder_name(iteration)
     aside = final.with_name(f"{final.name}.replaced")
@@ -105,10 +109,10 @@ def publish(root: Path, temporary: Path, iteration: int, fence: Fence) -> Path:
 
 
 def prune(root: Path, iteration: int, keep: int, token: str, retain_interval: int | None = None) -> None:
-    """Delete all but the newest `keep` checkpoints up to this iteration; 0 keeps all.
+    """Delete all but the newest `keep` checkpoints up to this iteration; keep = 0 deletes nothing.
 
-    Iterations that are multiples of `retain_interval` stay. So do later ones, from before the run was taken back to an
-    earlier checkpoint, which are left to the user, and damaged ones without a manifest, which do not count either.
+    Kept in any case: multiples of `retain_interval`; later iterations, which a run leaves behind when it restarts from
+    an earlier checkpoint; and folders without a manifest, which do not count as checkpoints.
     """
     complete = [(i, path) for i, path in listing(root) if i <= iteration and (path / MANIFEST).exists()]
     for i, path in complete[:-keep] if keep else ():
@@ -117,9 +121,9 @@ def prune(root: Path, iteration: int, keep: int, token: str, retain_interval: in
 
 
 def discard(path: Path, token: str) -> None:
-    """Delete a folder that may be a checkpoint: it loses its name first, so that none is ever half there.
+    """Delete a folder that may be a checkpoint. It is renamed first, so that no checkpoint is ever half deleted.
 
-    Where two runs delete the same (one what it had begun, one sweeping), either may come first.
+    Two runs may delete the same folder at once: the run that built it, and a newer one that sweeps.
     """
     if path.exists():
         trash = path.with_name(f".trash-{path.name.removeprefix('.')}-{token}")
@@ -130,9 +134,7 @@ def discard(path: Path, token: str) -> None:
 
 
 def sweep(root: Path, fence: Fence) -> None:
-    """Remove what crashed runs left. Only the run that owns the folder may: a run that still writes
-    there has lost it.
-    """
+    """Remove what crashed runs left. Raises FenceLost unless this run owns the folder."""
     fence.check()
     assert fence.token is not None
     for path in sorted(root.iterdir()):
@@ -141,5 +143,5 @@ def sweep(root: Path, fence: Fence) -> None:
             final = path.with_name(path.name.removesuffix(".replaced"))
             discard(path, fence.token) if final.exists() else path.rename(final)
         elif _LEFTOVER.fullmatch(path.name):
-            # Renamed first, so that a rank still writing there by path fails instead of filling it again.
+            # `discard` renames first, so that an old rank that still writes by path fails and cannot fill it again.
             discard(path, fence.token) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,13 +1,13 @@
-"""What a checkpoint is: named global tensors in fragments, and one manifest that says where each lies.
+"""The format of a checkpoint: named global tensors in fragments, and one manifest that says where each one is.
 
     DIR/latest                                     text: the folder to resume from, written last
     DIR/iter_0000123/manifest.json                 tensors, fragments, files, run, progress
     DIR/iter_0000123/fragments-00001-of-00008.safetensors
 
-A fragment file holds 1-D tensors, each a flat range of a box of a global tensor, under a key that says so. Its number
-only keeps names apart: a reader goes by the manifest and by names. Integrity is a chain: the manifest holds its own
-sha256 and that of every file's header, a header those of its blocks of payload (`blocks.py`). So a reader checks
-exactly what it reads, and no byte that it uses is unchecked. Nothing here is ever unpickled.
+A fragment file holds 1-D tensors. Each is a flat range of a box of a global tensor, and its key names both. The number
+of a file has no meaning; a reader finds it through the manifest. The sha256 digests form a chain: the manifest holds
+its own and that of each file's header, and a header holds those of its payload's blocks (`blocks.py`). A reader
+therefore checks every byte that it uses and no others. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megazero.zero.fragment import Fragment, FragmentSpec
 VERSION = 1
 MANIFEST = "manifest.json"
 COLUMNS = ("weight", "exp_avg", "exp_avg_sq")
-"""What is stored of a parameter: the master weight, the first moment (sgd: its momentum), the second moment."""
+"""The stored columns of a parameter: the master weight, the first moment (sgd: its momentum), the second moment."""
 
 
 class CheckpointError(RuntimeError):
@@ -35,17 +35,17 @@ class CheckpointError(RuntimeError):
 
 
 class Damaged(CheckpointError):
-    """A checkpoint that was complete no longer is: the message names the file."""
+    """A checkpoint that was complete is damaged now; the message names the file."""
 
 
 def columns_of(fragment: Fragment) -> dict[str, Tensor]:
-    """The columns that a fragment has, by name."""
+    """The columns that are present in a fragment, by name; each is 1-D with `numel` elements."""
     found = ((column, getattr(fragment, column)) for column in COLUMNS)
     return {column: tensor for column, tensor in found if tensor is not None}
 
 
 def range_of(fragment: FragmentSpec) -> FlatRange:
-    """Where a fragment lies in its global tensor."""
+    """The range of a fragment in its global tensor."""
     return FlatRange(fragment.spec.box, fragment.start, fragment.stop)
 
 
@@ -71,7 +71,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A fragment file: its name, its size, and the sha256 of its header, which holds those of its payload."""
+    """A fragment file: its name, its size in bytes, and the sha256 of its header, which holds those of its payload."""
 
     name: str
     size: int
@@ -80,12 +80,14 @@ class StoredFile:
 
 @dataclass
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
-    run       the resolved configuration that wrote it, by section
-    progress  iteration, consumed samples and tokens, optimizer step count, loss scale, probe: the trainer's own
-    layout    sizes of the axes that wrote it, and `places`, the number of folders written to, where there were several;
-    for messages
+    tensors   global tensors by name
+    files     fragment files; a tensor's fragments refer to them by index
+    run       the resolved configuration of the run that wrote it, by section
+    progress  the trainer's iteration, consumed samples and tokens, optimizer steps, loss scale, probe
+    layout    sizes of the axes of the run that wrote it, for messages; `places` is the number of folders it was
+              written into, if there were several
     """
 
     tensors: dict[str, StoredTensor]
@@ -96,18 +98,22 @@ class Manifest:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether it was written into several folders, on the local disks of nodes: each holds this manifest and its
-        own ranks' files.
+        """Whether it was written into several folders on the nodes' local disks.
+
+        Each of them holds this manifest and the files of its own ranks.
         """
         return self.layout.get("places", 1) > 1
 
     def encode(self) -> bytes:
-        """JSON with one tensor and one file per line, and in the last line the sha256 of all before it."""
+        """JSON with one line for each tensor and file. The last entry is the sha256 of all bytes before it."""
         content = _content(self).encode()
         return content + seal(content)
 
     def missing_elements(self) -> dict[str, int]:
-        """Elements that no fragment holds, by tensor; negative where fragments overlap."""
+        """For each tensor whose fragments do not add up: elements of the tensor minus elements of its fragments.
+
+        A positive number means that elements are in no fragment, a negative one that fragments overlap.
+        """
         gaps = {
             name: math.prod(t.shape) - sum(flat.numel for _, flat in t.fragments) for name, t in self.tensors.items()
         }
@@ -138,5 +144,5 @@ def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def seal(content: bytes) -> bytes:
-    """The end of a manifest; of one length, whatever the version, so that a reader of any version can tell damage."""
+    """The end of a manifest. Its length is the same in all versions, so that every version's reader detects damage."""
     return f',\n"sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()

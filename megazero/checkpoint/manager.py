@@ -1,4 +1,4 @@
-"""`Checkpoints`: save and load as all ranks of a run do them together."""
+"""`Checkpoints`: saving and loading as collectives of all ranks of a run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from megazero.mpu.grid import Group, ProcessGrid
 class CheckpointedState(Protocol):
     """The model state of this rank, as the sharded optimizer keeps it.
 
-    fragments   this rank's share: over all ranks every element of every box once, whatever the ZeRO stage. Replicas
-                over tp are given by each tp rank: each writes a part of them, all read the whole
-    after_load  makes parameters and replicated columns equal to the fragments, which have just been filled
+    fragments   this rank's fragments, as views of the state. The replicas' fragments together cover every element of a
+                box once, at every ZeRO stage. A parameter that is replicated over tp is listed by each tp rank: each
+                writes a part of it and reads all of it
+    after_load  called after a load has filled the fragments; makes parameters and replicated columns equal to them
     """
 
     def fragments(self) -> Iterable[Fragment]: ...
@@ -40,7 +41,7 @@ class CheckpointedState(Protocol):
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint whose manifest has been read: where it is, and what it says of its run."""
+    """The path of a checkpoint and its manifest, which has been read and checked."""
 
     path: Path
     manifest: Manifest
@@ -59,16 +60,17 @@ class FoundCheckpoint:
 
 
 def find(load: str | Path) -> FoundCheckpoint | None:
-    """The newest complete checkpoint under `--load`, or None when there never was one. Needs no process group.
+    """The newest complete checkpoint under `--load`, or None if there never was one. Needs no process group.
 
-    Raises Damaged, naming file and checkpoint and the one before, ValueError for a newer format.
+    Raises Damaged, whose message names the file, the checkpoint and an earlier intact one, if there is any. Raises
+    ValueError for another format version.
     """
     path = folders.newest(Path(load))
     return open_checkpoint(path) if path else None
 
 
 def open_checkpoint(path: Path) -> FoundCheckpoint:
-    """The checkpoint in this very folder. Raises as `find` does."""
+    """The checkpoint in exactly this folder. Raises as `find` does."""
     try:
         return FoundCheckpoint(path, read_manifest(path))
     except Damaged as error:
@@ -76,7 +78,7 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
 
 
 def _with_offer(error: Damaged, path: Path) -> Damaged:
-    """The error with the checkpoint it is about and the newest earlier one that looks whole."""
+    """The error, extended by the path of its checkpoint and the newest earlier one that looks whole."""
     offer = "No earlier one is there."
     for earlier in folders.before(path):
         try:
@@ -92,15 +94,16 @@ def _with_offer(error: Damaged, path: Path) -> Damaged:
 
 @dataclass(frozen=True)
 class LoadStatistics:
-    """bytes: read from files by all ranks together. seconds: until the state was filled."""
+    """bytes: read from files by all ranks together. seconds: wall time of the load on this rank."""
 
     bytes: int
     seconds: float
 
 
 def _nothing_here(load: Path) -> None:
-    """Raises Damaged where a run that would start from scratch has checkpoints after all, on the
-    disks of some nodes.
+    """Raise Damaged if this rank sees a checkpoint although rank 0 sees none.
+
+    The run would otherwise start from scratch, with its checkpoints on the local disks of some nodes.
     """
     path = folders.newest(load)
     if path is not None:
@@ -110,15 +113,15 @@ def _nothing_here(load: Path) -> None:
 
 
 class Checkpoints:
-    """Where this run saves and what it loads. Every method but `poll` is called by all ranks.
+    """Saves and loads the checkpoints of a run. `claim`, `save`, `start`, `find` and `load` are collectives.
 
-    cfg            folders, how many are kept, what is loaded
-    run            the resolved configuration, for the record: nested dicts of numbers, strings, lists
-    state          what is saved and loaded
-    all_fragments  for each rank what its `state.fragments()` cover, from layout arithmetic; called on rank 0 only
+    cfg            the folders, how many checkpoints are kept, and what is loaded
+    run            the resolved configuration, stored in the manifest: nested dicts of numbers, strings, lists
+    state          the model state that is saved and loaded
+    all_fragments  returns for each rank what its `state.fragments()` cover, by layout arithmetic; called on rank 0 only
     token          the run's token (`fence.new_token`), the same on all ranks
-    background     the group for saves in the background (`grid.background_group`); None: `start` is not called
-    write_extra    writes what else goes into a checkpoint's folder (`SavePhases.write_extra`)
+    background     the group for background saves (`grid.background_group`); with None, `start` must not be called
+    write_extra    writes further files into a checkpoint's folder (`SavePhases.write_extra`)
     """
 
     def __init__(
@@ -140,9 +143,10 @@ class Checkpoints:
         self._background_group, self._background, self._snapshot = background, Background(), Snapshot(grid.device)
 
     def claim(self) -> None:
-        """Take over the save folder: what an earlier run left unfinished goes, and what is left of that run stops.
+        """Claim the save folder: delete what an earlier run left unfinished, and stop ranks of it that still run.
 
-        Finds out which ranks share the folder; each of the folders is taken over by one of them.
+        Finds out which ranks share the folder; the leader of each file system claims it there. A collective of the
+        world; does nothing without --save. A failure of one rank is raised on all (`agreement.agree`).
         """
         if self.fence is None or self._root is None:
             return
@@ -163,21 +167,21 @@ class Checkpoints:
         )
 
     def reserve(self) -> int:
-        """Have the host memory that `start` copies to; bytes of this rank."""
+        """Allocate the host memory that `start` copies into; return this rank's bytes."""
         return self._snapshot.reserve(self._written())
 
     def save(self, iteration: int, progress: dict[str, Any]) -> SavedCheckpoint:
-        """Write the state as iter_NNNNNNN of the save folder, let `latest` name it, delete what is too old.
+        """Write the state as iter_NNNNNNN of the save folder, point `latest` to it, delete old checkpoints.
 
-        Returns when it is on disk. Raises as `SavePhases.write` does.
+        A collective of the world. Returns when the checkpoint is on disk. Raises as `SavePhases.write` does.
         """
         saving = self._claimed()
         return saving.write(self._written(), iteration, progress, self._grid.world, self._grid.device)
 
     def start(self, iteration: int, progress: dict[str, Any]) -> None:
-        """The same in the background: returns when the state is copied to host memory.
+        """Save in the background: return once the state is copied to host memory.
 
-        `wait` must have come between two of these.
+        The thread's collectives run over the group `background`. The outcome of the previous save must have been taken.
         """
         saving, group = self._claimed(), self._background_group
         assert group is not None, "made without a group for saves in the background"
@@ -186,26 +190,27 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way that neither `poll` nor `wait` has told the outcome of."""
+        """Whether there is a background save whose outcome neither `poll` nor `wait` has returned."""
         return self._background.busy
 
     def poll(self) -> Outcome | None:
-        """The outcome of a save in the background that has ended on this rank, once.
+        """The outcome of a background save that has ended on this rank, once; else None.
 
-        Communicates nothing; ranks may learn at different steps.
+        Communicates nothing, so ranks may get the outcome at different steps.
         """
         return self._background.poll()
 
     def wait(self) -> Outcome | None:
-        """Wait for the save in the background, and give its outcome, once: failed on all ranks or on none."""
+        """Wait for the background save and return its outcome, once; it failed on all ranks or on none."""
         return self._background.wait()
 
     def find(self) -> FoundCheckpoint | None:
-        """The checkpoint to start from, or None: no --load, or nothing complete there.
+        """The checkpoint to start from; None without --load, or if there is no complete one. A collective of the world.
 
-        Rank 0 decides: were every rank to look for itself, a leftover run that saves just now could divide them. Where
-        folders are on local disks, a crash may have left the newest in some of them only: then it is the newest of rank
-        0's that all ranks have.
+        Rank 0 lists the candidates and broadcasts their paths: if every rank looked, one could miss a checkpoint that
+        an older run is just publishing. On local disks, a crash may have left the newest checkpoint on some nodes only;
+        the result then is the newest one that all ranks have. Raises Damaged, and ValueError for another format
+        version, on all ranks.
         """
         load, grid = self._cfg.load, self._grid
         if load is None:
@@ -230,10 +235,11 @@ class Checkpoints:
         return found[0]
 
     def load(self, found: FoundCheckpoint) -> LoadStatistics:
-        """Fill the state from a checkpoint of any layout and precision; weights only with --finetune or
-        --no-load-optim.
+        """Fill the state from a checkpoint of any layout and precision; with --finetune or --no-load-optim the weights
+        only.
 
-        Raises Damaged (naming the file, and the checkpoint before) or ValueError (naming all tensors that do not fit).
+        A collective of the world: ranks agree on errors and sum the bytes read; each reads for itself. Raises Damaged
+        (the message names the file and an earlier checkpoint) or ValueError (it names all tensors that do not fit).
         """
         began = time.perf_counter()
         fragments = list(self._state.fragments())
@@ -243,7 +249,7 @@ class Checkpoints:
         amount = torch.zeros(1, dtype=torch.float64, device=self._grid.device)
 
         def check() -> None:
-            if not found.manifest.is_scattered:  # else what a rank does not read may lie elsewhere
+            if not found.manifest.is_scattered:  # otherwise files that no rank here needs may be on other nodes
                 check_files(found.path, found.manifest)
             every = (fragment for held in self._all_fragments() for fragment in held)
             check_inventory(found.manifest, every, columns)
@@ -265,23 +271,23 @@ class Checkpoints:
         return self._saving
 
     def _written(self) -> list[Fragment]:
-        """What this rank writes, as views of the state."""
+        """The fragments that this rank writes, as views of the state."""
         return views_to_write(list(self._state.fragments()), self._grid.at.tp, self._grid.axes.tp)
 
     def _writers(self) -> list[list[FragmentSpec]]:
-        """What each rank writes."""
+        """The fragments that each rank writes."""
         axes = self._grid.axes
         tp = [axes.coordinates(rank).tp for rank in range(axes.world_size)]
         return [fragments_to_write(held, index, axes.tp) for index, held in zip(tp, self._all_fragments(), strict=True)]
 
     def _all_have(self, path: Path) -> bool:
-        """Whether this folder is there on every rank. Travels: one int64."""
+        """Whether this folder exists on every rank. A collective: an all-reduce of one int64."""
         there = torch.tensor([int(path.is_dir())], dtype=torch.int64, device=self._grid.device)
         all_reduce(there, self._grid.world, "min").wait()
         return bool(there.item())
 
     def _together(self, action: Callable[[], Any] | None, path: Path | None = None) -> None:
-        """Do this rank's part, if it has one, and go on only when no rank has failed."""
+        """As `agreement.together`; an error Damaged gets the checkpoint's path and an earlier checkpoint."""
         failure: Exception | None = None
         try:
             if action is not None:

@@ -1,6 +1,4 @@
-"""A checkpoint's fragment files while they are read: opened when they are needed, of which those used
-last stay open.
-"""
+"""The fragment files of a checkpoint, opened on first use. The most recently used ones stay open."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from megazero.checkpoint.filesystems import host_name
 from megazero.checkpoint.format import Damaged, Manifest, StoredFile
 
 MOST = 64
-"""Files that are open at once; far more than any reader has reads under way in."""
+"""The most files that are open at once. A reader never has reads under way in as many."""
 
 
 class OpenFiles:
-    """Files of a checkpoint by their number in the manifest, their headers checked.
+    """The files of a checkpoint by their number in the manifest. Opening one checks its size and header.
 
     A context manager that closes them.
     """
@@ -33,7 +31,7 @@ class OpenFiles:
             self._open.popitem()[1].close()
 
     def __getitem__(self, number: int) -> BlockFile:
-        """Raises Damaged when the file is not there, or not as it was written."""
+        """The open file. Raises Damaged if it is missing or differs from what was written."""
         file = self._open.pop(number, None)
         if file is None:
             file = self._opened(self.manifest.files[number])

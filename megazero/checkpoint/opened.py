@@ -1,4 +1,4 @@
-"""A checkpoint for programs: what it holds, and any part of any tensor, on one process and without a model."""
+"""A checkpoint as an object for programs: its metadata and any part of any tensor, on one process, without a model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from megazero.zero.fragment import Fragment
 
 
 class Checkpoint:
-    """A checkpoint of megazero, open for reading; holds no file open.
+    """A checkpoint of megazero, for reading. Files are open during `read` only.
 
-    path      a checkpoint's folder, or a folder of checkpoints, of which the newest complete one is taken
-    run       the resolved configuration that wrote it, by section: run["model"]["hidden_size"]
+    path      the checkpoint's folder; the constructor also takes a folder of checkpoints and picks the newest complete
+    run       the resolved configuration of the run that wrote it, by section: run["model"]["hidden_size"]
     progress  iteration, consumed_samples, consumed_tokens, optimizer_steps, loss_scale, probe
-    layout    sizes of the axes pp, dp, cp, tp that wrote it; reading does not depend on them
+    layout    sizes of the axes pp, dp, cp, tp of the run that wrote it; reading does not depend on them
     tensors   every tensor by its global name: shape, and the stored dtype of "weight", "exp_avg", "exp_avg_sq"
 
-    Raises CheckpointError (Damaged, where a file is not as it was written) and FileNotFoundError where there is none.
+    Raises FileNotFoundError if there is no complete checkpoint, Damaged (a CheckpointError) if a file differs from what
+    was written, and ValueError for another format version.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,9 +48,11 @@ class Checkpoint:
         }
 
     def read(self, name: str, column: str = "weight", box: Box | None = None) -> Tensor:
-        """A tensor on the CPU in its stored dtype, or the part of it within `box`, one (start, stop) per dimension.
+        """A tensor, or its part within `box` (one (start, stop) per dimension), on the CPU in the stored dtype.
 
-        Reads the blocks that hold something of it, and checks their hashes. Memory: the result and one block.
+        Reads the blocks that contain a part of it and checks their sha256. Memory: the result and a few blocks. Raises
+        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for a column that is not
+        stored, Damaged for altered files.
         """
         shape = self.tensors[name]
         box = tuple((0, extent) for extent in shape.shape) if box is None else box

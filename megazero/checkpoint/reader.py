@@ -1,7 +1,7 @@
-"""Reading into any layout: of every saved fragment, the blocks that hold something this rank needs.
+"""Reading into any layout: this rank reads the blocks of saved fragments that contain elements of its own fragments.
 
-Values go straight from a block into the rank's storage, converted to its dtype; the memory beside the state is a few
-blocks. Each file is opened once. The dtype, box, range and number of the fragments on either side are free.
+Values are copied from a block into the rank's storage and converted to its dtype; besides the state, this takes the
+memory of a few blocks. Each file is opened once. Saved and target fragments may differ in dtype, box, range and number.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megazero.checkpoint.reshard import FlatRange, Overlap, overlaps
 from megazero.system.reading import BOUNDS, Unreadable, read_bytes
 
 THREADS = 2
-"""That read and check blocks; sha256 is what takes the time."""
+"""Threads that read and check blocks. Most of their time goes into sha256."""
 _SHOWN = 20
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises Damaged when it is missing or altered."""
+    """The manifest of a checkpoint. Raises Damaged if it is missing or altered, ValueError for another version."""
     try:
         raw = read_bytes(folder / MANIFEST, BOUNDS.manifest)
     except Unreadable as error:
@@ -38,9 +38,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there, of its size, with the header it was written with. Payloads are checked when read.
+    """Check that every file exists with the size and the header that it was written with. Payloads are not read.
 
-    Raises Damaged, naming all that are not.
+    Raises Damaged, whose message lists the files that fail.
     """
     wrong = []
     for stored in manifest.files:
@@ -56,9 +56,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: Sequence[str]) -> None:
-    """Check that the checkpoint holds exactly the tensors of the model, in its shapes, with these columns.
+    """Check that the checkpoint has exactly the tensors of the model, in the model's shapes, with these columns.
 
-    model: everything that all ranks hold. Raises ValueError, one that names every difference.
+    model: the fragments of all ranks. Raises one ValueError that names every difference.
     """
     shapes = {held.spec.name: held.spec.shape for held in model}
     both = sorted(shapes.keys() & manifest.tensors.keys())
@@ -90,12 +90,11 @@ def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: 
 
 
 def read_fragments(files: OpenFiles, targets: Iterable[Fragment], columns: Sequence[str]) -> int:
-    """Fill these columns of the targets, in place, from the checkpoint whose files these are; the bytes that were read
-    for it.
+    """Fill these columns of the targets in place from the checkpoint of `files`; return the number of bytes read.
 
-    Communicates nothing: each rank reads for itself. Threads read blocks and check them while others are copied;
-    memory: two blocks per thread. Raises Damaged when a file that is needed is not as it was written, or the checkpoint
-    lacks elements.
+    Communicates nothing: each rank reads for itself. Threads read and check blocks while this thread copies earlier
+    ones. Memory: two blocks per thread and one more. Raises Damaged if a needed file differs from what was written or
+    the checkpoint lacks elements.
     """
     plan = _plan(files.manifest, targets)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -103,7 +102,7 @@ def read_fragments(files: OpenFiles, targets: Iterable[Fragment], columns: Seque
 
 
 def _read_all(reads: Iterator[_Read], pool: ThreadPoolExecutor) -> int:
-    """Read ahead by a few blocks, copy in order; the bytes read."""
+    """Read a few blocks ahead, copy in order; return the number of bytes read."""
     total = 0
     under_way: deque[tuple[Future[Tensor], _Read]] = deque()
 
@@ -128,7 +127,7 @@ def _read_all(reads: Iterator[_Read], pool: ThreadPoolExecutor) -> int:
 
 
 _Plan = dict[int, dict[tuple[str, FlatRange], list[Fragment]]]
-"""By number of the file: the fragments in it that are needed, by name and flat range, and for which targets."""
+"""For each file number: the needed fragments in it, by name and flat range, with the targets that need them."""
 
 
 def _plan(manifest: Manifest, targets: Iterable[Fragment]) -> _Plan:
@@ -148,7 +147,7 @@ def _plan(manifest: Manifest, targets: Iterable[Fragment]) -> _Plan:
 
 @dataclass(frozen=True)
 class _Read:
-    """One block of a file, and where its values go."""
+    """One block of a file, and the copies to make from it: (target values, overlap)."""
 
     file: BlockFile
     key: str
@@ -157,7 +156,7 @@ class _Read:
 
 
 def _reads(files: OpenFiles, plan: _Plan, columns: Sequence[str]) -> Iterator[_Read]:
-    """All blocks that are needed, file after file."""
+    """All needed blocks, file by file."""
     for number in sorted(plan):
         for (name, flat), targets in plan[number].items():
             for column in columns:

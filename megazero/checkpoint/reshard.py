@@ -1,10 +1,10 @@
-"""Which elements two fragments share: arithmetic of (box, flat range), nothing else.
+"""Which elements two fragments share: pure arithmetic of (box, flat range).
 
-A fragment of a global tensor is a flat, row-major range [start, stop) within a box: the box is what a tensor-parallel
-rank holds, the range is what ZeRO left it of that. Fragments of two layouts meet in no simple pattern, but every range
-falls apart into at most 2*dims - 1 boxes that are each contiguous in the range, and two boxes meet in one.
-So a copy between layouts is a few strided copies, whatever the shapes; going row by row was rejected because a matrix
-split along its second dimension has as many rows as the model is wide.
+A fragment of a global tensor is a flat, row-major range [start, stop) within a box. The box is what a tensor-parallel
+rank holds of the tensor, and the range is what ZeRO leaves it of that box. The fragments of two layouts overlap in no
+simple pattern. But every range is a sequence of at most 2*dims - 1 boxes, each contiguous in the range, and two boxes
+intersect in one box. A copy between layouts is therefore a few strided copies, whatever the shapes. Copying row by row
+was rejected: a matrix that is split along its second dimension has as many rows as the model is wide.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FlatRange:
 
 @dataclass(frozen=True)
 class SubBox:
-    """A box in global coordinates that lies at [offset, offset + numel) of a flat range, in its own row-major order."""
+    """A box in global coordinates. Its elements, in row-major order, are [offset, offset + numel) of a flat range."""
 
     box: Box
     offset: int
@@ -48,13 +48,13 @@ class SubBox:
 
 
 def meet(a: Box, b: Box) -> Box | None:
-    """The box of the elements in both, or None."""
+    """The intersection of two boxes, or None if it is empty."""
     box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def _cut(extents: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The range [start, stop) of a tensor of these extents as boxes, in flat order."""
+    """Cut the range [start, stop) of a tensor of these extents into boxes, in flat order."""
     if start >= stop:
         return
     if len(extents) <= 1:
@@ -74,7 +74,7 @@ def _cut(extents: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def sub_boxes(flat: FlatRange) -> list[SubBox]:
-    """The flat range as boxes in flat order, at most 2*dims - 1 of them."""
+    """The flat range as at most 2*dims - 1 boxes, in flat order."""
     extents = tuple(stop - start for start, stop in flat.box)
     assert 0 <= flat.start <= flat.stop <= math.prod(extents), f"{flat} does not lie within its box"
     found, offset = [], 0
@@ -88,7 +88,7 @@ def sub_boxes(flat: FlatRange) -> list[SubBox]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """One box that a source and a target range share, as a part of a sub-box of each."""
+    """One box that a source and a target range share, with the sub-box of each that contains it."""
 
     box: Box
     source: SubBox
@@ -99,18 +99,18 @@ class Overlap:
         return math.prod(stop - start for start, stop in self.box)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the shared elements. source, target: 1-D values of the two ranges; dtypes and devices may differ."""
+        """Copy the shared elements into `target`. Both are the 1-D values of their ranges, of any dtype and device."""
         _part(target, self.target, self.box).copy_(_part(source, self.source, self.box))
 
 
 def _part(values: Tensor, within: SubBox, box: Box) -> Tensor:
-    """A view of `box` in the 1-D values of a flat range, one of whose sub-boxes holds it."""
+    """A view of `box` in the 1-D values of a flat range. `within` is the sub-box of the range that contains it."""
     view = values[within.offset : within.offset + within.numel].view(within.shape)
     return view[tuple(slice(i - origin, j - origin) for (i, j), (origin, _) in zip(box, within.box, strict=True))]
 
 
 def overlaps(source: FlatRange, target: FlatRange) -> list[Overlap]:
-    """Everything that two flat ranges of one global tensor share; empty when they share nothing."""
+    """All overlaps of two flat ranges of one global tensor; empty if they share no element."""
     if source.numel == 0 or target.numel == 0 or meet(source.box, target.box) is None:
         return []
     if source.box == target.box and (source.stop <= target.start or target.stop <= source.start):

@@ -1,9 +1,9 @@
-"""What changed between the run that wrote a checkpoint and the one that resumes it, and whether it may.
+"""The changes between the run that wrote a checkpoint and the run that resumes it, and which of them are allowed.
 
-A table of fields in groups. The model's shape never changes on resume. What decides the course of training (rates and
-other numbers of the optimizer, batch sizes, data) changes only when the user names the group. The layout and the
-precision are free: results do not depend on them, or only by rounding. Everything that changed is reported, with both
-values.
+The fields are in tables, one for each group. The model's shape cannot change on resume. Learning rates and other
+numbers of the optimizer, batch sizes and data change only if the user gives the group's override flag. Layout and
+precision may change freely: results do not depend on them, or by rounding only. Every change is reported with the old
+and the new value.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _Value = Callable[[Run], Any]
 
 @dataclass(frozen=True)
 class Change:
-    """One field that differs. `allowed_by` is the override that was given for it, None where none is
-    needed or given.
+    """One field that differs. `allowed_by` is the override flag that was given for it; None if it needs none or was
+    given none.
     """
 
     field: str
@@ -37,7 +37,7 @@ class Change:
     allowed_by: str | None = None
 
     def words(self) -> tuple[str, str, str]:
-        """Field, old and new value as a person reads them."""
+        """Field, old value and new value as text."""
         return self.field, _shown(self.old), _shown(self.new)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """problems: what forbids the resume, for one error that lists all. changes: what differs, for the banner."""
+    """problems: what forbids the resume, one sentence each. changes: every difference, for the banner."""
 
     problems: tuple[str, ...]
     changes: tuple[Change, ...]
@@ -76,12 +76,12 @@ def _of_adam(name: str) -> _Value:
 
 
 def _lr_length(name: str, *, only: str | None = None) -> _Value:
-    """A length of the learning-rate schedule as it works out, which a field left open takes from the run's length."""
+    """A resolved length of the learning-rate schedule; a field that is left open follows from the run's length."""
 
     def value(run: Run) -> str | None:
         try:
             rate, style = LearningRate(run.schedule), run.schedule.lr_decay_style
-        except ValueError:  # a checkpoint converted from a format that knows no length of the run
+        except ValueError:  # the checkpoint was converted from a format that does not store the run's length
             return None
         length = getattr(rate, name)
         if not length or (only and style != only) or (name != "warmup" and style == "constant"):
@@ -97,7 +97,7 @@ _ADAPTERS: dict[str, _Value] = {
     "lora.lora_alpha": lambda run: None if run.lora.lora_rank is None else alpha(run.lora),
     "lora.lora_targets": lambda run: adapted(run.lora, run.model),
 }
-"""What a checkpoint of adapters holds, and what it means."""
+"""Fields that determine the tensors of a checkpoint of adapters and their scale."""
 _RATES = {
     **_plain("schedule", "lr", "min_lr", "lr_decay_style"),
     "schedule.lr_warmup": _lr_length("warmup"),
@@ -142,12 +142,11 @@ _FREE = {
     **_plain("model", "make_vocab_size_divisible_by", "init_method_std"),
 }
 _SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"})
-"""Changes nothing but waiting. (Sections `checkpoint` and `trainer` are about this start of the program, not about the
-run.)
+"""Fields that affect time only, so a change of them is not reported. (The sections `checkpoint` and `trainer` are not
+compared: they describe one start of the program, not the run.)
 """
 _LEFT_OPEN = {"model.vocab_size": None, "parallel.device": "auto", "parallel.backend": "auto"}
-"""Values that stand for one found out later (from the tokenizer, from the machine): compared only when both are known.
-"""
+"""Values that mean "found out later" (from the tokenizer or the machine). A field with such a value is not compared."""
 _RUN_LENGTH = ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size")
 _DECAY_FROM = ("lr_decay_iters", "lr_decay_samples", *_RUN_LENGTH)
 _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -155,8 +154,8 @@ _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lr-decay": ("decay", _DECAY_FROM),
     "lr-wsd-decay": ("fall", ("lr_wsd_decay_iters", "lr_wsd_decay_samples", *_DECAY_FROM)),
 }
-"""Lengths of the learning-rate schedule, which no single flag says: what they are called, and what they follow from,
-the nearest first.
+"""Lengths of the learning-rate schedule, which no single flag sets: the name in messages, and the fields that determine
+the length, the most direct one first.
 """
 _OVERRIDES = (
     (_RATES, "--override-opt-param-scheduler", "override_opt_param_scheduler"),
@@ -166,10 +165,10 @@ _OVERRIDES = (
 
 
 def run_from(record: Mapping[str, Any]) -> Run:
-    """The run of a checkpoint's record. Fields that it lacks (an older version wrote it) have their defaults, unknown
-    ones go.
+    """The run of a checkpoint's record: a dict of sections, as `record_of` returns it.
 
-    Raises Damaged with all values that a field cannot have.
+    A field that the record lacks (an older version wrote it) gets its default; unknown fields are ignored. Raises one
+    Damaged that names the fields with impossible values.
     """
     problems: list[str] = []
 
@@ -179,7 +178,7 @@ def run_from(record: Mapping[str, Any]) -> Run:
             value = known.from_value(value)
         except ValueError as error:
             if known.extended_by is not None and isinstance(value, str | list):
-                return value if isinstance(value, str) else tuple(map(str, value))  # of a package that is not here
+                return value if isinstance(value, str) else tuple(map(str, value))  # from a package not installed here
             problems.append(f"{name}: {error}")
             return value
         reasons = [
@@ -198,22 +197,22 @@ def run_from(record: Mapping[str, Any]) -> Run:
     empty = Run()
     run = Run(**{field.name: section(field.name, type(getattr(empty, field.name))) for field in fields(Run)})
     if problems:
-        raise Damaged(f"{MANIFEST} holds a run that none is: " + "; ".join(problems[:20]))
+        raise Damaged(f"{MANIFEST} holds a run with impossible values: " + "; ".join(problems[:20]))
     return run
 
 
 def record_of(run: Run) -> dict[str, Any]:
-    """The run as a checkpoint records it: a dict per section."""
+    """The run as a checkpoint stores it: one dict for each section."""
     return asdict(run)
 
 
 def compare(
     saved: Run, now: Run, saved_axes: Mapping[str, int] | None = None, axes: Mapping[str, int] | None = None
 ) -> Comparison:
-    """What differs between the run of a checkpoint and this one, by the override flags of this one.
+    """Compare the run of a checkpoint with the present one, under the present run's override flags.
 
-    saved_axes, axes: sizes of the grid's axes, of which dp is in no configuration. With --finetune only the model's
-    shape is compared: the rest starts anew.
+    saved_axes, axes: sizes of the grid's axes; dp is compared from these, because no configuration field holds it. With
+    --finetune only the model's shape and the adapters are compared, since everything else starts anew.
     """
     problems = [_problem(change, None) for change in _differences(_SHAPE, saved, now)]
     problems += _other_adapters(saved, now)
@@ -234,7 +233,7 @@ def compare(
 
 
 def _other_adapters(saved: Run, now: Run) -> list[str]:
-    """A checkpoint of adapters goes on with the same ones, any other with none."""
+    """Problems of adapters: a checkpoint of adapters resumes with the same adapters, any other one without."""
     then, rank = saved.lora.lora_rank, now.lora.lora_rank
     if then is None and rank is not None:
         return [
@@ -263,7 +262,7 @@ def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Chan
 
 
 def _cause(change: Change, saved: Run, now: Run) -> tuple[Change, str]:
-    """The change of a flag that this change follows from, and how; the change itself where it is one of a flag."""
+    """The changed flag that caused this change, and a text that explains how; the change itself if it is a flag's."""
     if change.field not in _LENGTH_FROM:
         return change, ""
     called, flags = _LENGTH_FROM[change.field]

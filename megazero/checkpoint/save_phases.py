@@ -1,5 +1,6 @@
-"""A checkpoint written by all ranks together, in phases: on the run's own thread, or on one in the
-background (`background.py`).
+"""A save in phases. Each phase ends on all ranks before the next begins.
+
+The phases run on the main thread, or on a thread in the background (`background.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megazero.mpu.grid import Group
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is on disk. bytes: of all ranks' files together, known to rank 0 (elsewhere 0). seconds: how
-    long writing took.
+    """A checkpoint that is on disk. bytes: size of all ranks' files together (0 on ranks other than 0). seconds: wall
+    time of the save.
     """
 
     path: Path
@@ -37,14 +38,17 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class SavePhases:
-    """What all saves of a run have in common.
+    """The settings that all saves of a run share.
 
-    writers          for each rank what it writes, from layout arithmetic; called on rank 0 only
-    run, layout      for the record
-    keep_last        complete checkpoints kept; 0 keeps all
+    root             the save folder
+    fence            this run's claim of the folder
+    filesystems      which ranks share the folder
+    writers          returns for each rank the fragments that it writes, by layout arithmetic; called on rank 0 only
+    run, layout      stored in the manifest
+    keep_last        number of checkpoints to keep; 0 keeps all
     retain_interval  iterations that are multiples of this are kept in any case
-    write_extra      called by rank 0 with a folder that holds the whole checkpoint, to add files beside the
-                     manifest; it may read what is there
+    write_extra      adds further files; rank 0 calls it with the temporary folder, which holds the whole checkpoint.
+                     It is not called where ranks write into several folders
     """
 
     root: Path
@@ -65,12 +69,13 @@ class SavePhases:
         world: Group,
         device: torch.device,
     ) -> SavedCheckpoint:
-        """Write what the ranks give as iter_NNNNNNN of the folder, let `latest` name it, delete what is too old. A
-        collective of the world.
+        """Write the fragments of all ranks as iter_NNNNNNN, point `latest` to it, delete old checkpoints.
 
-        fragments: what this rank writes. world, device: over which, and in whose memory, messages travel. Returns when
-        it is on disk, on every file system. Raises FenceLost when another run has taken over, OSError when the disk
-        does not take it; then nothing with the name of a checkpoint has changed, or it is complete.
+        fragments: what this rank writes. world: the group of all ranks, over which the phases agree. device: the device
+        of the messages' tensors. A collective of the world; no tensor values are communicated. Returns when the
+        checkpoint is on disk on every file system. A failure of one rank is raised on all (`agreement.agree`):
+        FenceLost if another run has claimed the folder, OSError if a file operation fails, CheckpointError if the files
+        do not match the layout. After an error either no checkpoint has changed, or the new one is complete.
         """
         began = time.perf_counter()
         token = self.fence.token
@@ -79,9 +84,9 @@ class SavePhases:
         try:
             size = self._write(temporary, fragments, iteration, progress, world, device)
         except Exception:
-            with suppress(OSError):  # room for the next one, should this one have failed for want of it
+            with suppress(OSError):  # makes room for the next save, in case the disk was full
                 if self.filesystems.leads:
-                    folders.discard(temporary, token)  # ours even when the fence is lost: the name carries the token
+                    folders.discard(temporary, token)  # ours even if the fence is lost: its name contains our token
             raise
         return SavedCheckpoint(self.root / folders.folder_name(iteration), size, time.perf_counter() - began)
 
@@ -94,7 +99,7 @@ class SavePhases:
         world: Group,
         device: torch.device,
     ) -> int:
-        """The phases, each done by all before the next begins; the bytes of all files for rank 0."""
+        """Run the phases; return the bytes of all files on rank 0, and 0 elsewhere."""
         token, leads, rank = self.fence.token, self.filesystems.leads, world.index
         assert token is not None
         done = partial(together, world, device)
@@ -127,18 +132,17 @@ class SavePhases:
             folders.prune(self.root, iteration, self.keep_last, token, self.retain_interval)
 
         done(self.fence.guarding(publish) if leads else None)
-        done(
-            self.fence.guarding(prune) if leads else None
-        )  # not before every file system has the new one: all must have one in common
+        # Delete only when every file system has the new one, so that all always have a checkpoint in common.
+        done(self.fence.guarding(prune) if leads else None)
         return size
 
     def _manifest(
         self, temporary: Path, progress: dict[str, Any], world: Group, device: torch.device
     ) -> tuple[bytes, int]:
-        """The manifest's content for the ranks that lead, and the bytes of all files for rank 0.
+        """The manifest's content for the leaders, and the bytes of all files for rank 0.
 
-        Rank 0 makes it from the headers of all files. It reads those on its own file system; the leader of another one
-        sends them, and gets the manifest. Nothing travels where all ranks share one folder.
+        Rank 0 makes the manifest from the headers of all files. It reads the headers on its own file system. With
+        several file systems each other leader broadcasts its headers, and rank 0 broadcasts the manifest.
         """
         rank, leaders = world.index, self.filesystems.all_leaders
         headers: dict[str, Header] = {}
@@ -166,8 +170,6 @@ class SavePhases:
         return content[0] if content else b"", sum(header.size for header in headers.values()) if rank == 0 else 0
 
     def _layout(self) -> dict[str, int]:
-        """Sizes of the axes, and the number of folders that hold parts of the checkpoint where that
-        is more than one.
-        """
+        """The manifest's `layout`: sizes of the axes, and the number of folders if it is more than one."""
         count = len(self.filesystems.all_leaders)
         return self.layout | ({"places": count} if count > 1 else {})

@@ -1,8 +1,8 @@
-"""What each rank writes of what it holds: everything once, and as much as its neighbours.
+"""Which part of its fragments each rank writes: every element is written once, and the parts are nearly equal.
 
-ZeRO gives every rank of a dp group an equal range of what that group holds. Parameters that are replicated over tp are
-held by every tp rank, as the same ranges: laid end to end they are cut into one equal part per tp rank, which cuts at
-most tp - 1 fragments in two. Giving each rank whole fragments was rejected: a learned position table is one of them.
+ZeRO divides the state of a dp group equally between its ranks. A parameter that is replicated over tp has the same
+fragments on every tp rank. These fragments, laid end to end, are cut into one equal part for each tp rank. Giving each
+rank whole fragments was rejected, because one of them may be as large as a learned position table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Fragment = TypeVar("_Fragment", bound=FragmentSpec)
 
 
 def _cuts(held: Sequence[_Fragment], tp_index: int, tp_size: int) -> Iterator[tuple[_Fragment, int, int]]:
-    """(fragment, start, stop) of what the tp rank writes of the fragments that it holds."""
+    """(fragment, start, stop) for each fragment of which the tp rank writes the elements [start, stop)."""
     total = sum(one.numel for one in held if not one.spec.tp_sharded)
     first, last = (total * index // tp_size for index in (tp_index, tp_index + 1))
     offset = 0
@@ -31,15 +31,15 @@ def _cuts(held: Sequence[_Fragment], tp_index: int, tp_size: int) -> Iterator[tu
 
 
 def fragments_to_write(held: Sequence[FragmentSpec], tp_index: int, tp_size: int) -> list[FragmentSpec]:
-    """What a rank writes, by layout arithmetic.
+    """The fragments that a rank writes.
 
-    held: all that it holds, in the order in which every tp rank holds it.
+    held: all fragments of the rank, in an order that is the same on every tp rank.
     """
     return [FragmentSpec(one.spec, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]
 
 
 def views_to_write(held: Sequence[Fragment], tp_index: int, tp_size: int) -> list[Fragment]:
-    """The same with values: views of the fragments' tensors."""
+    """As `fragments_to_write`, with views of the fragments' tensors."""
 
     def cut(one: Fragment, start: int, stop: int) -> Fragment:
         columns = {name: tensor[start - one.start : stop - one.start] for name, tensor in columns_of(one).items()}

@@ -1,7 +1,8 @@
-"""Numbers of a tensor, and of the difference of two, gathered window by window in float64.
+"""Statistics of a tensor, and of the difference of two tensors, computed window by window in float64.
 
-Mean and sum of squared deviations of two parts are joined as Chan, Golub and LeVeque do (Updating formulae and a
-pairwise algorithm for computing sample variances, 1979): sums of squares would lose everything where the mean is large.
+Mean and sum of squared deviations of two parts are combined by the formulae of Chan, Golub and LeVeque (Updating
+formulae and a pairwise algorithm for computing sample variances, 1979). A variance from sums of squares would lose its
+digits where the mean is large.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from torch import Tensor
 from megazero.checkpoint.window import Tensors, windows
 
 WINDOW = 1 << 22
-"""Elements looked at together: 32 MB in float64, a few times."""
+"""Elements of a window: 32 MB in float64, of which there are a few copies."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class Statistics:
-    """Of the finite elements: least, most, mean, squares (sum of squared deviations from the mean), power (sum of
-    squares).
+    """Statistics of a tensor.
 
-    count  elements, those that are not finite included; nan, inf: how many of them are
+    count        number of elements, finite or not
+    nan, inf     number of elements that are NaN or infinite; all other statistics are of the finite elements
+    zero         number of zeros
+    least, most  smallest and largest element
+    squares      sum of squared deviations from the mean
+    power        sum of squares
     """
 
     count: int = 0
@@ -43,7 +48,7 @@ class Statistics:
 
     @property
     def std(self) -> float:
-        """Of the whole population, not of a sample; NaN without finite elements."""
+        """Standard deviation of the population, not of a sample; NaN without finite elements."""
         return math.sqrt(self.squares / self.finite) if self.finite else math.nan
 
     @property
@@ -51,11 +56,11 @@ class Statistics:
         return math.sqrt(self.power)
 
     def add(self, values: Tensor) -> None:
-        """One more part, 1-D of any float dtype."""
+        """Add a part of the tensor: 1-D, any float dtype."""
         before, wide = self.finite, values.double()
         self.count += values.numel()
         total = float(wide.sum())
-        if not math.isfinite(total):  # a mask costs more than all the rest: only where something is not finite
+        if not math.isfinite(total):  # masks are expensive, so they are made only if an element is not finite
             self.nan += int(values.isnan().sum())
             self.inf += int(values.isinf().sum())
             wide = wide[wide.isfinite()]
@@ -73,7 +78,7 @@ class Statistics:
         self.mean += step * wide.numel() / joined
 
     def record(self) -> dict[str, float | int | None]:
-        """For JSON: None where there is no number."""
+        """The statistics as JSON values; null for a statistic of no finite elements."""
         known = self.finite > 0
         return {
             "elements": self.count,
@@ -89,7 +94,7 @@ class Statistics:
 
 
 def statistics(tensors: Tensors, name: str, column: str, elements: int = WINDOW) -> Statistics:
-    """Those of one column of a tensor. Memory: a few windows. Raises Damaged."""
+    """Statistics of one column of a tensor. Memory: a few windows of `elements`. Raises Damaged."""
     found = Statistics()
     for start, stop in windows(tensors.shapes[name].numel, elements):
         found.add(tensors.window(name, column, start, stop))
@@ -98,11 +103,12 @@ def statistics(tensors: Tensors, name: str, column: str, elements: int = WINDOW)
 
 @dataclass
 class Difference:
-    """Of two tensors a and b of one shape.
+    """The difference of two tensors a and b of one shape.
 
-    equal    elements with the same bits (with different dtypes: with the same value)
-    largest  of |a - b| where the bits differ; inf where one of the two is no finite number
-    scale    the largest |a| that is finite
+    count    number of elements
+    equal    number of elements with the same bits (with different dtypes: with the same value)
+    largest  the largest |a - b| where the elements differ; inf if one of the two is not finite
+    scale    the largest finite |a|
     """
 
     count: int = 0
@@ -116,11 +122,11 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The largest difference over the largest value of a."""
+        """`largest` divided by `scale`."""
         return 0.0 if self.largest == 0 else self.largest / self.scale if self.scale else math.inf
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """One more part of both, 1-D."""
+        """Add the same part of both tensors, 1-D."""
         same = bits(a) == bits(b) if a.dtype == b.dtype else a.double() == b.double()
         equal = int(same.sum())
         self.count += a.numel()
@@ -132,13 +138,13 @@ class Difference:
         self.scale = max(self.scale, scale)
         if equal < a.numel():
             largest = float((a.double() - b.double()).abs().max())
-            if not math.isfinite(largest):  # of equal infinities too, which are no difference
+            if not math.isfinite(largest):  # also NaN from equal infinities, which do not differ
                 distance = (a[~same].double() - b[~same].double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
                 largest = float(distance.max())
             self.largest = max(self.largest, largest)
 
     def record(self) -> dict[str, float | int | None]:
-        """For JSON, which knows no infinity: None."""
+        """The difference as JSON values; null for infinity."""
         numbers = {"largest": self.largest, "relative": self.relative}
         return {
             "elements": self.count,
@@ -148,14 +154,14 @@ class Difference:
 
 
 def bits(values: Tensor) -> Tensor:
-    """The elements as integers, so that NaN equals itself and -0 is not 0."""
+    """The elements' bits as integers of the same width: NaN equals itself, and -0 differs from 0."""
     return values.contiguous().view(_INTEGERS[values.element_size()])
 
 
 def difference(a: Tensors, b: Tensors, name: str, column: str, elements: int = WINDOW) -> Difference:
-    """That of one column of a tensor that both hold in one shape, whatever layouts they were written in.
+    """Difference of one column of a tensor that both checkpoints hold in the same shape; their layouts may differ.
 
-    Memory: a few windows.
+    Memory: a few windows of `elements`. Raises Damaged.
     """
     assert a.shapes[name].shape == b.shapes[name].shape
     found = Difference()

@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is as it was written: all hashes, on several threads, with no values kept."""
+"""Verification of all bytes of a checkpoint against the recorded hashes, on several threads."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from megazero.checkpoint.blocks import BlockFile
 from megazero.checkpoint.format import Damaged, Manifest, key_of
 
 TASK_BLOCKS = 16
-"""Blocks that one task reads: a file of one writer has to keep several threads busy."""
+"""Blocks that one task reads. A file is several tasks, so that several threads work on it."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Some blocks of a file, as (key, number of the block)."""
+    """Some blocks of a file (an index into the manifest's files), each as (key, index of the block)."""
 
     file: int
     blocks: tuple[tuple[str, int], ...]
 
 
 def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[int], None]) -> list[str]:
-    """Read everything and compare with the recorded hashes; what is wrong, a sentence each, empty when all is well.
+    """Read everything, compare with the recorded hashes, and return one sentence for each problem.
 
-    Checked are, in this order: that fragments make up whole tensors; that every file is there, of its size, with its
-    header; that it holds the fragments that the manifest says, and nothing else; every block. advance is told the bytes
-    read since its last call. Memory: a few blocks per thread. What is `elsewhere` is passed over.
+    The checks, in this order: the fragments make up whole tensors; every file exists with its size and header; it holds
+    exactly the fragments that the manifest lists; every block has its hash. Files that are `elsewhere` are skipped.
+
+    advance: called with the number of bytes read since its last call. Memory: a few blocks for each thread.
     """
     gaps = manifest.missing_elements().items()
     problems = [
@@ -49,9 +50,7 @@ def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[in
 
 
 def elsewhere(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are not in this folder and need not be: of a checkpoint that was saved on nodes' own disks each node
-    has its own.
-    """
+    """Files of other nodes, by name: a checkpoint on the nodes' local disks has only a node's own files in a folder."""
     return (
         [stored.name for stored in manifest.files if not (folder / stored.name).exists()]
         if manifest.is_scattered
@@ -71,7 +70,7 @@ def _collect(
 
 
 def _expected_keys(manifest: Manifest) -> list[set[str]]:
-    """What each file must hold."""
+    """The keys that each file must hold."""
     expected: list[set[str]] = [set() for _ in manifest.files]
     for name, stored in manifest.tensors.items():
         for number, flat in stored.fragments:
@@ -80,7 +79,7 @@ def _expected_keys(manifest: Manifest) -> list[set[str]]:
 
 
 def _tasks(folder: Path, manifest: Manifest, number: int, expected: set[str], problems: list[str]) -> Iterator[_Task]:
-    """The blocks of a file in portions, if its header is the recorded one; else nothing, and a problem."""
+    """The blocks of a file as tasks. If its header is not the recorded one: no task, and an entry in `problems`."""
     stored = manifest.files[number]
     try:
         with BlockFile(folder / stored.name) as file:
@@ -91,7 +90,7 @@ def _tasks(folder: Path, manifest: Manifest, number: int, expected: set[str], pr
             held = set(file.keys())
             problems += [f"{stored.name} lacks {key}" for key in sorted(expected - held)]
             problems += [
-                f"{stored.name} holds {key}, of which the manifest does not know" for key in sorted(held - expected)
+                f"{stored.name} holds {key}, which the manifest does not list" for key in sorted(held - expected)
             ]
             blocks = [(key, block) for key in file.keys() for block in range(len(file.block_ranges(key)))]  # noqa: SIM118 - not a mapping
     except Damaged as error:
@@ -102,7 +101,7 @@ def _tasks(folder: Path, manifest: Manifest, number: int, expected: set[str], pr
 
 
 def _read(path: Path, task: _Task) -> tuple[int, list[str]]:
-    """(bytes read, what is wrong)."""
+    """(bytes read, problems)."""
     count, problems = 0, []
     try:
         with BlockFile(path) as file:

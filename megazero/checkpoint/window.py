@@ -1,6 +1,4 @@
-"""A checkpoint's tensors in flat windows: what looks at values without holding a model, or a whole
-tensor, in memory.
-"""
+"""A checkpoint's tensors read in flat windows, so that neither a model nor a whole tensor has to fit in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from megazero.checkpoint.reshard import FlatRange, overlaps
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A global tensor without its values: shape, without vocabulary padding, and the stored dtype of each column
+    """The metadata of a global tensor: its shape, without vocabulary padding, and the stored dtype of each column
     ("weight", "exp_avg", "exp_avg_sq").
     """
 
@@ -42,23 +40,22 @@ class TensorInfo:
 
 
 class Tensors(Protocol):
-    """Global tensors by name, whatever holds them."""
+    """Global tensors by name, from a checkpoint or another source."""
 
     @property
     def shapes(self) -> Mapping[str, TensorInfo]: ...
 
     def window(self, name: str, column: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor in row-major order, 1-D on the CPU, in the stored dtype.
-
-        Not to be written into.
+        """Elements [start, stop) of a tensor in row-major order: 1-D on the CPU in the stored dtype, read-only by
+        convention.
         """
 
 
 class StoredTensors:
-    """`Tensors` of a checkpoint of our own. A context manager that closes its files; every block that is read is
-    checked (Damaged).
+    """`Tensors` of a megazero checkpoint. A context manager that closes its files.
 
-    Memory: a window and a block. Windows that follow each other read a block again only at their edges.
+    `window` checks each block that it reads and raises Damaged. Memory: a window and a block. The last block is kept,
+    so that consecutive windows do not read the block between them twice.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -104,6 +101,6 @@ class StoredTensors:
 
 
 def windows(numel: int, elements: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most so many elements that make up a tensor."""
+    """Divide [0, numel) into consecutive ranges of at most `elements`."""
     for start in range(0, numel, elements):
         yield start, min(start + elements, numel)

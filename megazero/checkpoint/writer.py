@@ -1,4 +1,4 @@
-"""Writing: every rank its own file, rank 0 the manifest, from layout arithmetic and the files' headers."""
+"""Writing: each rank writes a file of its own; rank 0 makes the manifest from layout arithmetic and file headers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from megazero.system.durable import sync_folder
 def write_fragments(
     folder: Path, index: int, count: int, fragments: Iterable[Fragment], block_bytes: int = BLOCK_BYTES
 ) -> None:
-    """Write these fragments, none of which another writer has, as the file of writer `index` of `count`; no file for
-    none.
+    """Write these fragments as the file of writer `index` of `count`; without fragments no file is written.
 
-    Nothing is communicated. Memory: one block. Raises OSError.
+    No two writers may write the same element. Communicates nothing. Memory: one block. Raises OSError.
     """
     tensors = [
         (key_of(fragment.spec.name, column, range_of(fragment)), tensor)
@@ -44,7 +43,7 @@ def write_fragments(
 
 @dataclass(frozen=True)
 class Header:
-    """What the manifest says of a fragment file: its size, the sha256 of its header, the dtype of each of its keys."""
+    """The header of a fragment file: the file's size in bytes, the header's sha256, the dtype ("F32") of each key."""
 
     size: int
     sha256: str
@@ -52,7 +51,7 @@ class Header:
 
 
 def headers_of(folder: Path, names: Iterable[str]) -> dict[str, Header]:
-    """Of these files of a folder, by name. Raises Damaged where one is missing or no fragment file."""
+    """The headers of these files of a folder, by name. Raises Damaged if one is missing or is not a fragment file."""
 
     def header(name: str) -> Header:
         with BlockFile(folder / name) as file:
@@ -69,11 +68,10 @@ def make_manifest(
     progress: dict[str, Any],
     layout: dict[str, int],
 ) -> Manifest:
-    """The manifest of files that are all written.
+    """The manifest of fragment files that have all been written.
 
-    writers: what each writer was to write, by layout arithmetic: the tensors and fragments come from it. The headers
-    give hashes, dtypes and sizes, and must hold exactly what arithmetic says. Raises CheckpointError when the two
-    disagree or the fragments do not make up whole tensors.
+    Names, shapes and fragments come from `writers`: what each writer writes by layout arithmetic. Hashes, dtypes and
+    sizes come from `headers`. Raises CheckpointError if the two disagree or the fragments do not make up whole tensors.
     """
     manifest = Manifest({}, [], run, progress, layout)
     for index, held in enumerate(writers):
@@ -91,7 +89,7 @@ def make_manifest(
 
 
 def put_manifest(folder: Path, content: bytes) -> None:
-    """Write a manifest into a folder whose fragment files are all there, and sync both."""
+    """Write a manifest into a folder whose fragment files are complete; sync the file and the folder."""
     with open(folder / MANIFEST, "xb") as file:
         file.write(content)
         file.flush()
@@ -107,13 +105,13 @@ def write_manifest(
     progress: dict[str, Any],
     layout: dict[str, int],
 ) -> None:
-    """`make_manifest` of the files in this folder, and `put_manifest`. Raises as these do."""
+    """Make the manifest of the files in this folder and write it. Raises as `make_manifest` and `put_manifest` do."""
     headers = headers_of(folder, file_names(writers))
     put_manifest(folder, make_manifest(writers, headers, run=run, progress=progress, layout=layout).encode())
 
 
 def file_names(writers: Sequence[Sequence[FragmentSpec]]) -> list[str]:
-    """The files of these writers: one for each that has something to write."""
+    """The file names of these writers; a writer without fragments has none."""
     return [file_name(index, len(writers)) for index, held in enumerate(writers) if held]
 
 
@@ -137,4 +135,4 @@ def _add_file(manifest: Manifest, name: str, header: Header, fragments: Sequence
             )
         stored.fragments.append((number, flat))
     if found:
-        raise CheckpointError(f"{name} holds what the layout does not know of: {sorted(found)}")
+        raise CheckpointError(f"{name} holds tensors that are not in the layout: {sorted(found)}")

@@ -104,7 +104,7 @@ def test_a_manifest_of_wrong_types(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_run_of_wrong_types(record: dict[str, Any], message: str) -> None:
-    with pytest.raises(Damaged, match=f"manifest.json holds a run that none is: .*{message}"):
+    with pytest.raises(Damaged, match=f"manifest.json holds a run with impossible values: .*{message}"):
         run_from(record)
     assert run_from({}) == Run()
 
