@@ -1,10 +1,12 @@
-"""Collectives over a `Group`: no autograd, any device, any backend, counted.
+"""Collectives over a `Group`, without autograd, for any device and backend. Each adds its bytes to `Group.traffic`.
 
-Each returns a `CommunicationHandle`; `wait()` makes the result valid (on CUDA: for the current stream). In a group of
-one nothing travels. Where the backend cannot take a CUDA tensor (gloo), it goes through pinned host memory: the launch
-waits on the host until the current stream has come to it, the way back does not. NCCL runs on a stream of its own,
-which waits for the current one at the launch and keeps the tensors until `wait()`. Ranks of one host exchange host
-tensors through memory they share (`mpu.exchange`), the backend carries the rest.
+Each returns a `CommunicationHandle`, whose `wait()` makes the result valid (on CUDA: for the current stream). In a
+group of one nothing is communicated.
+
+gloo cannot read CUDA tensors, so they are copied through pinned host memory. The launch blocks the host until the copy
+to the host is done; the copy back to the device does not block it. NCCL runs on a stream of its own. That stream waits
+for the current one at the launch, and the tensors are kept until `wait()`. Ranks of one host exchange host tensors
+through shared memory (`mpu.exchange`). The backend carries everything else.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ def _staged(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _unstage(tensor: Tensor, host: Tensor) -> None:
-    """Back to the device, in the order of the current stream. torch keeps the pinned memory until the copy is over."""
+    """Copy back to the device on the current stream. torch keeps the pinned memory until the copy is over."""
     tensor.copy_(host, non_blocking=True)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> CommunicationHandle:
-    """Reduce a contiguous tensor over the group, in place. op: sum, max or min."""
+    """Reduce a contiguous tensor of any shape over the group, in place. op: "sum", "max" or "min"."""
     if group.handle is None:
         return CommunicationHandle()
     assert tensor.is_contiguous()
@@ -73,9 +75,9 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> CommunicationHa
 
 
 def all_gather(output: Tensor, piece: Tensor, group: Group) -> CommunicationHandle:
-    """Fill `output` (n*k elements) with every rank's `piece` (k elements, any shape), in order of group index.
+    """Fill `output` (n*k elements) with the `piece` (k elements, any shape) of each of the n ranks, by group index.
 
-    `piece` may be its own part of `output`.
+    Both are contiguous and of one dtype. `piece` may be a view of this rank's part of `output`.
     """
     if group.handle is None:
         if piece.data_ptr() != output.data_ptr():
@@ -88,17 +90,19 @@ def all_gather(output: Tensor, piece: Tensor, group: Group) -> CommunicationHand
     work: dist.Work | SharedMemoryWork | None
     if exchange := _exchange(source, group):
         work = exchange.all_gather(target, source)
-    else:  # flat: gloo gathers no stack of tensors that have more than one dimension
+    else:  # flat: gloo cannot gather tensors of more than one dimension into one output
         work = _all_gather_flat(target.view(-1), source.view(-1), group=group.handle, async_op=True)
     return CommunicationHandle(work, None if target is output else lambda: _unstage(output, target))
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> CommunicationHandle:
-    """Sum `whole` [n*k] over the group and keep part `index` in `output` [k], which may be that part of `whole`.
+    """Sum `whole` (n*k elements) over the n ranks and put this rank's part of the sum into `output` (k elements).
 
-    On NCCL the library's own, within a host through shared memory. On gloo, whose reduce-scatter is an all-reduce
-    inside, every part is sent to its owner once (all-to-all) and summed there in order of group index: half the bytes,
-    and the same bits at every run.
+    Both are contiguous and of one dtype. `output` may be a view of this rank's part of `whole`.
+
+    NCCL's own reduce-scatter is used on GPUs, and shared memory within a host. gloo implements a reduce-scatter as an
+    all-reduce. With gloo each part therefore goes to its owner by an all-to-all, and the owner sums in order of group
+    index: half the bytes, and the same bits in every run.
     """
     if group.handle is None:
         if output.data_ptr() != whole.data_ptr():
@@ -127,7 +131,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Communication
 
 
 def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> CommunicationHandle:
-    """Copy the tensor of the member with index `source_index` to all members, in place."""
+    """Copy the contiguous tensor of the member with group index `source_index` to all members, in place."""
     if group.handle is None:
         return CommunicationHandle()
     assert tensor.is_contiguous()

@@ -1,7 +1,7 @@
-"""Cross-entropy of logits whose vocabulary is shared out over tp, without a second copy of the logits.
+"""Cross-entropy of logits whose vocabulary is split over tp (Shoeybi et al. 2019, arXiv:1909.08053).
 
-N tokens, v padded vocabulary, t = tp size; rank r holds columns [r*v/t, (r+1)*v/t). Backward writes
-the gradient over the logits, whose producer (the head's product) does not need them.
+N tokens, v padded vocabulary, t = tp size; rank r holds columns [r*v/t, (r+1)*v/t). Backward writes the gradient over
+the logits, so that there is no second tensor of their size. The head's product does not need its own output.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from megazero.mpu.grid import Group
 
 
 class LossRows(NamedTuple):
-    """Some rows of logits: their losses [N], and what their gradient needs: label columns and log of the normalisers,
-    [N].
+    """The losses of N rows of logits, and what their gradient needs.
+
+    losses          [N], fp32 for 16-bit logits, else of the logits' dtype
+    target          int64 [N]: the label's column on this rank, -1 where another rank holds it
+    log_normaliser  [N]: log of the sum of exp over the whole vocabulary, of the dtype of `losses`
     """
 
     losses: Tensor
@@ -29,10 +32,11 @@ class LossRows(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabularyLoss:
-    """Cross-entropy over a vocabulary shared out over `group`, as rows of logits come by.
+    """Cross-entropy over a vocabulary that is split over `group`, computed for any number of rows at a time.
 
-    vocab: real size of the vocabulary; columns of the logits from there on are padding. Label smoothing e and z-loss z:
-    see `vocab_parallel_cross_entropy`.
+    vocab            number of real columns; all further columns of the logits are padding
+    label_smoothing  e of `vocab_parallel_cross_entropy`
+    z_loss           z of `vocab_parallel_cross_entropy`
     """
 
     group: Group
@@ -43,7 +47,7 @@ class VocabularyLoss:
     def of(self, logits: Tensor, labels: Tensor) -> LossRows:
         """Losses of rows of logits [N, v/t] with labels int64 [N], replicated.
 
-        Communicates: all-reduce of N maxima and of 2N (3N) sums.
+        Communicates: an all-reduce of N maxima and one of 2N sums (3N with label smoothing).
         """
         real, start = self._columns(logits)
         target = labels - start
@@ -63,7 +67,7 @@ class VocabularyLoss:
         return LossRows(losses, target, log_normaliser)
 
     def write_gradient(self, logits: Tensor, rows: LossRows, grad: Tensor) -> None:
-        """Write the gradient over the logits; grad [N]: that of the losses."""
+        """Overwrite the logits [N, v/t] with their gradient. grad [N]: the gradient of the losses."""
         real, _ = self._columns(logits)
         weight = grad * (1.0 + 2.0 * self.z_loss * rows.log_normaliser) if self.z_loss else grad
         hit = grad * (self.label_smoothing - 1.0)
@@ -71,7 +75,7 @@ class VocabularyLoss:
         write_gradient(logits, rows.target, real, rows.log_normaliser, weight, hit, smooth)
 
     def _columns(self, logits: Tensor) -> tuple[int, int]:
-        """How many of this rank's columns are real, and the number of the first."""
+        """(number of this rank's columns that are not padding, vocabulary id of its first column)."""
         width = logits.shape[1]
         start = self.group.index * width
         return min(max(self.vocab - start, 0), width), start
@@ -98,12 +102,13 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Loss of each token [N], replicated; fp32 for 16-bit logits, else of the logits' dtype.
 
-    logits [N, v/t], labels int64 [N] in [0, vocab). Columns from `vocab` on are padding: they take no part and get a
-    zero gradient. With e = label_smoothing, z = z_loss, Z = sum_V exp(x): loss = (1-e)(log Z - x_label) +
-    e * mean over the real vocabulary of (log Z - x) + z (log Z)^2  (z-loss: Chowdhery et al. 2022, arXiv:2204.02311).
+    logits [N, v/t], labels int64 [N] in [0, vocab). Columns from `vocab` on are padding: they are left out of the sums
+    and get a zero gradient. With e = label_smoothing, z = z_loss, Z = sum over the real vocabulary of exp(x):
+    loss = (1-e)(log Z - x_label) + e * mean over the real vocabulary of (log Z - x) + z (log Z)^2
+    (label smoothing: Szegedy et al. 2015, arXiv:1512.00567; z-loss: Chowdhery et al. 2022, arXiv:2204.02311).
 
-    Communication: all-reduce of N maxima, all-reduce of 2N (with label smoothing 3N) sums; backward none.
-    The logits are destroyed in backward: nothing may read them after, and a graph runs backward once.
+    Communicates in forward: an all-reduce of N maxima and one of 2N sums (3N with label smoothing). In backward:
+    nothing. Backward overwrites the logits. Nothing may read them afterwards, and backward runs once per graph.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1] and logits.shape[1] * group.size >= vocab
     result: Tensor = _CrossEntropy.apply(logits, labels, VocabularyLoss(group, vocab, label_smoothing, z_loss))

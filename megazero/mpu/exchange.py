@@ -1,17 +1,18 @@
 """Collectives among ranks of one host, through memory that they share.
 
-A tensor travels in chunks. Every rank puts its part of chunk c into slot c modulo SLOTS of its own area and says so;
-who needs it reads it there, and says when it has. All ranks launch the same collectives in the same order, so that they
-number the chunks alike and nothing but the counters has to be agreed on.
+A tensor is exchanged in chunks. For chunk c every rank copies its part into slot c modulo SLOTS of its own area and
+publishes this in a counter. The ranks that need the part read it there and publish that they have. All ranks launch the
+same collectives in the same order, so they give a chunk the same number and synchronise by the counters alone.
 
-A launch returns when everything is put: at once where there are slots for it, else when the others have taken what was
-in them. A `wait` therefore depends on no later deed of a rank that has launched, as with any other backend. The ends of
-a pipeline, which share the tied embedding, wait for it at different places, the one for the sake of the other. Only of
-a large sum over three ranks or more each rank makes a share when it waits itself or comes by again: such a sum, and
-what is launched after it, has to be waited for where all ranks do.
+A launch returns once all parts of this rank are in its slots. It blocks only while no slot is free, that is, until the
+other ranks have read older chunks. A rank that has launched a collective therefore does not hold up the `wait` of
+another rank, as with any backend. The first and the last pipeline stage rely on this: they share the tied
+embedding and wait for its collectives at different points of their schedules.
 
-Sums are made in the order of the members, in fp32 where the dtype has 16 bits, rounded once: the same bits on every
-rank.
+There is one exception. A large all-reduce over three ranks or more is folded: each rank sums one part, and it does so
+when it waits or launches again. Ranks must wait for a folded sum, and for later collectives, at the same point.
+
+Sums are made in the order of the group, in fp32 for 16-bit dtypes, and rounded once: all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ from megazero.mpu.transfers import SUFFIXES, AllGather, AllReduce, Broadcast, Me
 
 
 class SharedMemoryWork:
-    """A collective through shared memory that has been launched: what `torch.distributed.Work` is of a backend."""
+    """A collective through shared memory that has been launched; it replaces a backend's `torch.distributed.Work`."""
 
     def __init__(self, exchange: Exchange, until: int) -> None:
         self._exchange, self._until = exchange, until
 
     def wait(self) -> None:
-        """Until the result is there. Raises PeerError when another rank is gone."""
+        """Return once the result is there. Raises PeerError when another rank has ended or the timeout has passed."""
         self._exchange.advance(TAKEN, self._until)
 
 
 class Exchange:
-    """The collectives of one group. Tensors are contiguous, on the CPU; they may not be written to (a result: read)
-    before `wait`.
+    """The collectives of one group, for contiguous CPU tensors.
+
+    Before `wait` returns, inputs must not be written to and results must not be read.
     """
 
     def __init__(self, memory: SharedMemory, library: Library) -> None:
         self._memory, self._members = memory, Members(memory.index, memory.size, library)
         self._queues: tuple[deque[Transfer], ...] = (deque(), deque(), deque())
-        """What is to be put, folded, taken: each in the order of launching."""
+        """The chunks that are to be posted, folded and taken (one queue each), in order of launching."""
         self._done = [0, 0, 0]
         self._launched = 0
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether tensors like this one can be exchanged; alike on all ranks."""
+        """Whether tensors of this device and dtype can be exchanged. The answer is the same on all ranks."""
         return not tensor.is_cuda and tensor.dtype in SUFFIXES
 
     def all_reduce(self, tensor: Tensor, op: str) -> SharedMemoryWork:
@@ -81,7 +83,7 @@ class Exchange:
         self._launch([Transfer()]).wait()
 
     def _width(self, whole: Tensor) -> int:
-        """Columns of a chunk that has one row per member."""
+        """Columns of a chunk with one row per member: as many as fit into a slot."""
         return max(1, SLOT // whole.itemsize // self._memory.size)
 
     def _launch(self, transfers: Sequence[Transfer]) -> SharedMemoryWork:
@@ -93,22 +95,19 @@ class Exchange:
         return SharedMemoryWork(self, self._launched)
 
     def advance(self, stage: int, until: int) -> None:
-        """Do and wait for what is needed until the first `until` chunks are through a stage."""
+        """Work and wait until the first `until` chunks have passed a stage (POSTED, FOLDED or TAKEN)."""
         while self._done[stage] < until:
             if not self._step():
                 self._memory.wait(*self._missing(self._farthest()))
 
     def _farthest(self) -> int:
-        """The last stage in which a chunk is due.
-
-        There is one: what has been launched and not taken is in some queue.
-        """
+        """The last stage whose queue has a chunk. A chunk that was launched and not yet taken is in some queue."""
         return max(stage for stage in (POSTED, FOLDED, TAKEN) if self._queues[stage])
 
     def _step(self) -> bool:
-        """Do one thing that can be done without waiting; whether there was one.
+        """Move one chunk through one stage if that needs no waiting; return whether there was such a chunk.
 
-        Putting comes first: others may wait for it.
+        POSTED comes first, because other ranks may be waiting for it.
         """
         for stage in (POSTED, FOLDED, TAKEN):
             if self._queues[stage] and self._memory.reached(*self._missing(stage)):
@@ -117,9 +116,7 @@ class Exchange:
         return False
 
     def _missing(self, stage: int) -> tuple[int, int, Sequence[int] | None]:
-        """What the next chunk of a stage needs: the stage and count that members must have come to, and which (None:
-        all).
-        """
+        """What the next chunk of a stage has to wait for: (stage, count to be reached in it, members; None: all)."""
         chunk, transfer = self._done[stage], self._queues[stage][0]
         if stage == POSTED:  # the slot is free
             return TAKEN, chunk - SLOTS + 1, None
@@ -128,7 +125,7 @@ class Exchange:
         return (FOLDED, chunk + 1, None) if transfer.folds else (POSTED, chunk + 1, transfer.needs)
 
     def _do(self, stage: int) -> None:
-        """The next chunk's part of a stage. Should it fail, the others must not wait for this rank."""
+        """Move the next chunk through a stage. If that fails, this rank leaves: the others must not wait for it."""
         transfer, slot = self._queues[stage][0], self._done[stage] % SLOTS
         try:
             self._work(stage, transfer, slot)
@@ -137,7 +134,7 @@ class Exchange:
             raise
         self._queues[stage].popleft()
         self._done[stage] += 1
-        if stage != FOLDED or transfer.folds:  # nobody waits for what is not folded
+        if stage != FOLDED or transfer.folds:  # no rank waits for the FOLDED counter of a chunk that is not folded
             self._memory.publish(stage, self._done[stage])
         if stage != TAKEN:
             self._queues[stage + 1].append(transfer)

@@ -1,20 +1,20 @@
-"""Scales of FP8 products: where they come from, and what of a layer is kept from one micro-batch to the next.
+"""Scales of FP8 products: current and delayed scaling, and the state of a layer between micro-batches.
 
-A layer has three matrices: its input, its weight, the gradient of its output. One scale serves the whole of each, on
-every tp rank: with a shard's own scale, another layout would be another program.
+A layer has three matrices: its input, its weight and the gradient of its output. Each has one scale for the whole
+tensor, the same on every tp rank. With one scale per shard the result would depend on the layout.
 
-current  the scale is that of the matrix at hand. Where tp ranks hold parts of it, their largest values are reduced
-         first: one float32 (all-reduce over tp, max) per such matrix, per weight once a step.
-delayed  the scale is that of the largest value in the last steps, so that a matrix is read once, and nothing travels.
-         What exceeds it saturates. Largest values of a step, over its micro-batches and all ranks, are one entry of the
-         history: the result does not depend on how a batch is cut over dp and micro-batches. They travel once a step:
-         three float32 for every FP8 layer of the whole model, one all-reduce (max) over the world, so that every rank
-         can write the history into a checkpoint, and any layout can load it. Until there is a history, scaling is
-         current.
+current  The scale follows from the largest absolute value (amax) of the matrix itself. Where tp ranks hold parts of the
+         matrix, an all-reduce (max) over tp of one float32 comes first: per matrix, for weights once a step.
+delayed  The scale follows from the largest amax of the last steps (delayed scaling of NVIDIA's Transformer Engine). The
+         matrix is read once and nothing is communicated for it. Values beyond the scale saturate. The amax of a step,
+         over its micro-batches and all ranks, is one entry of the history, so the result does not depend on how a batch
+         is split over dp and micro-batches. Once a step there is one all-reduce (max) over the world, of three float32
+         for every FP8 layer of the whole model. Every rank therefore has the whole history for a checkpoint, and any
+         layout can load it. Until there is a history, scaling is current.
 
-A maximum may be taken twice and scales stand still within a step: a recomputed forward quantises as the first did and
-changes nothing. A skipped step leaves the history as it was. All state is updated in place on the device; the host
-reads nothing.
+Scales do not change within a step, and measuring an amax twice changes nothing: a recomputed forward quantises as the
+first one did. A skipped step leaves the history as it was. All state is updated in place on the device; the host never
+waits for it.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ DTYPES = {"input": E4M3, "weight": E4M3, "gradient": E5M2}
 class Fp8:
     """The FP8 state of a rank.
 
-    names    of the model's FP8 layers, those of other ranks included: the same on all ranks
-    history  steps that a delayed scale looks back on; 0: current scaling
-    tp       ranks that share a layer; world: all
+    names    global names of all FP8 layers of the model, in the same order on all ranks
+    history  number of steps whose amax a delayed scale uses; 0: current scaling
+    tp       the ranks that share a layer
+    world    all ranks
     """
 
     def __init__(self, names: Sequence[str], history: int, tp: Group, world: Group, device: torch.device) -> None:
         self.rows, self.tp, self.world = {name: row for row, name in enumerate(names)}, tp, world
         shape = len(names), len(ROLES)
         self.amax = torch.zeros(shape, dtype=torch.float32, device=device)
-        """Largest values of the step so far, on this rank."""
+        """float32 [layers, roles]: amax of the step so far, on this rank."""
         self.history = torch.zeros((history, *shape), dtype=torch.float32, device=device)
-        """Of all ranks, oldest first."""
+        """float32 [steps, layers, roles]: amax of the last steps over all ranks, oldest first."""
         self.scales = torch.ones(shape, dtype=torch.float32, device=device)
         self._largest = torch.tensor([LARGEST[DTYPES[role]] for role in ROLES], dtype=torch.int32, device=device)
         self.calibrated = False
         self.step: int | None = None
-        """Number of the step that is under way. Outside of one weights may change at any time, and are never kept."""
+        """Number of the current step; None between steps, when weights may change and their FP8 copies are not kept."""
         self._steps = 0
 
     @property
@@ -60,26 +61,28 @@ class Fp8:
 
     @property
     def knows_scales(self) -> bool:
-        """Whether scales come from the history; the host knows it without asking the device."""
+        """Whether scales come from the history. Does not read from the device."""
         return self.is_delayed and self.calibrated
 
     def layer(self, name: str, shared_out: frozenset[str]) -> Fp8Layer | None:
-        """The state of the layer with this global name; None where it does not run in FP8. shared_out: roles split over
-        tp.
+        """The state of the layer with this global name; None where it does not run in FP8.
+
+        shared_out: the roles ("input", "weight", "gradient") whose matrix is split over tp.
         """
         return Fp8Layer(self, self.rows[name], shared_out) if name in self.rows else None
 
     def begin(self) -> None:
-        """A step begins: until `end`, weights do not change and are cast once."""
+        """Begin a step. Until `end`, weights do not change and are cast once."""
         self._steps += 1
         self.step = self._steps
         self.amax.zero_()
 
     @torch.no_grad()
     def end(self, skip: Tensor) -> None:
-        """The step is over, and the optimizer has run or skipped it (0-dim bool). Communicates as above.
+        """End a step after the optimizer has run. All ranks call this.
 
-        Called by all ranks.
+        skip: 0-dim bool on the device, whether the optimizer skipped the step. Communicates under delayed scaling: an
+        all-reduce (max) over the world of float32 [layers, roles].
         """
         self.step = None
         if not self.is_delayed:
@@ -91,15 +94,15 @@ class Fp8:
         self.calibrated = True
 
     def _update_scales(self, otherwise: Tensor) -> None:
-        """otherwise: largest values where the history has none: those of a skipped step are better than nothing."""
+        """otherwise: the amax to use where the history has none, which is so after a first step that was skipped."""
         window = self.history.amax(0)
         known = torch.where(window > 0, window, otherwise)
         self.scales.copy_(torch.where(known > 0, scale_of(known, self._largest), 1.0))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Histories and scales by layer, for a checkpoint: the same on all ranks.
+        """Histories and scales by layer, for a checkpoint: the same on all ranks. Waits for the device.
 
-        None where there is nothing to keep.
+        None under current scaling, and before the end of the first step.
         """
         if not self.knows_scales:
             return None
@@ -110,9 +113,9 @@ class Fp8:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on with a checkpoint's; of a history of another length the newest entries.
+        """Continue with a checkpoint's state. Of a longer history it takes the newest entries.
 
-        If it lacks a layer, the next step's scaling is current.
+        If the checkpoint lacks a layer of this run, the next step scales by current values.
         """
         if state is None or not self.is_delayed:
             return
@@ -129,7 +132,7 @@ class Fp8:
 
 
 class Fp8Layer:
-    """One linear layer's part of the state."""
+    """The FP8 state of one linear layer."""
 
     def __init__(self, fp8: Fp8, row: int, shared_out: frozenset[str]) -> None:
         self.fp8, self.row, self.shared_out = fp8, row, shared_out
@@ -139,8 +142,10 @@ class Fp8Layer:
     def quantise(
         self, role: str, x: Tensor, *, transposed: bool, compiled: bool, into: Quantised | None = None
     ) -> Quantised:
-        """x [m, k] in FP8. Under current scaling one float32 is reduced over tp, if the role is shared out. into: where
-        to write it.
+        """Cast x [m, k] to the FP8 dtype of its role, with its transpose [k, m] if `transposed`.
+
+        into: an earlier result of this shape to overwrite. Communicates under current scaling, if the role is split
+        over tp: an all-reduce (max) over tp of one float32.
         """
         fp8, column = self.fp8, ROLES.index(role)
         made = into if into is not None else empty(x, DTYPES[role], transposed)
@@ -151,7 +156,7 @@ class Fp8Layer:
             whole = amax.clone()
             all_reduce(whole, fp8.tp, "max").wait()
             scale = scale_of(whole, LARGEST[DTYPES[role]])
-        # The step before there is a history is not compiled: it would need other bodies for itself.
+        # A delayed run's first step scales by current values. It is not compiled: other code would be compiled for it.
         found = fill(
             role, x, made, scale=scale, amax=amax, compiled=compiled and (fp8.knows_scales or not fp8.is_delayed)
         )
@@ -161,8 +166,9 @@ class Fp8Layer:
         return made
 
     def weight(self, weights: Tensor, *, compiled: bool) -> Quantised:
-        """The weight [n, k] in FP8 with its transpose: cast once a step, always into the same memory
-        (for CUDA graphs).
+        """The weight [n, k] in FP8 with its transpose [k, n], cast once a step.
+
+        Within steps it is always in the same memory, as CUDA graphs need. Communicates as `quantise`.
         """
         if self.fp8.step is None:
             return self.quantise("weight", weights, transposed=True, compiled=compiled)

@@ -1,7 +1,7 @@
 """Linear layers whose three products run in FP8, with the communication of `mpu.linear`.
 
-What is kept for backward is the input's FP8 copy, by columns: half the bytes of the 16-bit input. Under sequence
-parallelism it is this rank's part, by rows, and what is gathered, in forward and in backward, is FP8: half the traffic.
+For backward the layer keeps the transposed FP8 copy of its input, half the bytes of the 16-bit input. Under sequence
+parallelism it keeps the FP8 copy of this rank's part, not transposed, and both all-gathers send FP8: half the traffic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megazero.mpu.linear import adjacent, one_bias
 
 
 def _gather(rows: Tensor, group: Group) -> tuple[Tensor, CommunicationHandle]:
-    """[m/t, k] of each rank -> [m, k]; FP8 travels as bytes, which every backend carries."""
+    """All-gather [m/t, k] -> [m, k]. FP8 values are sent as uint8, since not every backend knows FP8 dtypes."""
     whole = rows.new_empty((group.size * rows.shape[0], rows.shape[1]))
     if rows.element_size() == 1:
         return whole, all_gather(whole.view(torch.uint8), rows.view(torch.uint8), group)
@@ -31,7 +31,7 @@ def _gather(rows: Tensor, group: Group) -> tuple[Tensor, CommunicationHandle]:
 
 
 def _bias_gradient(grad: Tensor) -> Write:
-    """Summed at once: a product that is put off would keep the 16-bit gradient for the bias alone."""
+    """The bias gradient, summed now: if it were deferred, it alone would keep the whole 16-bit gradient alive."""
     total = grad.new_empty(grad.shape[1], dtype=torch.float32)
     linear.add_bias_gradient(grad, total, False)
     return partial(linear.put, total)
@@ -55,7 +55,7 @@ class _Fp8Linear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         tokens = rows.shape[0] * (group.size if group is not None and gathers else 1)
         ctx.narrow = tokens % MULTIPLE == 0
-        """Whether the weight's gradient is an FP8 product too."""
+        """Whether the weight's gradient is an FP8 product too: the number of tokens must be a multiple of 16."""
         trained = any(ctx.needs_input_grad[6:])
         quantised = layer.quantise("input", rows, transposed=trained and ctx.narrow and not gathers, compiled=compiled)
         values = quantised.values
@@ -67,7 +67,7 @@ class _Fp8Linear(torch.autograd.Function):
         bias = one_bias(biases)
         y = fp8.product(values, weight.values, quantised.inverse, weight.inverse, x.dtype, bias, fast=True)
         kept = rows if not ctx.narrow else quantised.values if gathers else quantised.transposed
-        kept = kept if trained else None  # of a frozen layer nothing reads it again
+        kept = kept if trained else None  # a frozen layer's backward does not need its input
         ctx.layer, ctx.group, ctx.gathers, ctx.count, ctx.compiled, ctx.shape = (
             layer,
             group,
@@ -111,7 +111,7 @@ class _Fp8Linear(torch.autograd.Function):
 def _parameter_gradients(
     ctx: Any, grad: Tensor, quantised: fp8.Quantised, x: Tensor, x_inverse: Tensor, parameters: list[Tensor]
 ) -> list[Tensor | None]:
-    """As `mpu.linear`'s. x: FP8 [k, m] for a narrow product, else the layer's own input [m, k]."""
+    """As in `mpu.linear`. x: the input in FP8, transposed [k, m], if `ctx.narrow`; else the layer's input [m, k]."""
     sizes = [weight.shape[0] for weight in parameters[: ctx.count]]
     parts = grad.split(sizes, dim=-1)
     writes: list[Write] = []
@@ -136,10 +136,10 @@ def _narrow_gradient(grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse: T
 
 
 def runs_fp8() -> bool:
-    """Whether FP8 layers multiply in FP8 now: where gradients are recorded.
+    """Whether FP8 layers multiply in FP8 now: only while autograd records.
 
-    Evaluation, a checkpoint's probe and sampling multiply in the run's own precision: no history moves, and their
-    numbers do not depend on how the run that computes them was started.
+    Evaluation, a checkpoint's probe and generation multiply in the run's compute dtype. They do not change the history,
+    and their results do not depend on whether the run trains in FP8.
     """
     return torch.is_grad_enabled()
 
@@ -152,10 +152,10 @@ def fp8_linear(
     group: Group | None,
     sequence_parallel: bool,
 ) -> Tensor:
-    """x [s(/t), b, k], weights [n_i, k], biases [n_i] (one each, or none) -> [s, b, sum n_i], products in FP8.
+    """x [s(/t), b, k], weights [n_i, k], biases [n_i] (one each, or none) -> [s, b, sum n_i] of x's dtype, in FP8.
 
-    group: column parallel over it, as `mpu.linear.column_parallel_linear`; None: nothing but scales is communicated.
-    What of scales is, and when: `mpu.fp8`.
+    group: the tp group of a column-parallel layer, which communicates as `mpu.linear.column_parallel_linear` does.
+    None: only amax values are communicated (`mpu.fp8`).
     """
     gathers = group is not None and sequence_parallel and group.size > 1
     result: Tensor = _Fp8Linear.apply(x, layer, group, gathers, len(weights), runs_compiled(), *weights, *biases)

@@ -1,11 +1,12 @@
 """Autograd collectives of tensor parallelism, each beside its adjoint.
 
-The loss is counted once for the whole group. A replicated tensor (equal on all ranks) has a replicated gradient; a
-tensor whose ranks hold different parts has the gradient of its own part. Where a replicated tensor is used differently
-on each rank, each rank's gradient is a partial sum, which `copy_to_tp` and `gather_sequence` add up.
+The group has one loss, not one per rank. A replicated tensor (equal on all ranks) has a replicated gradient. A sharded
+tensor's gradient is sharded in the same way. Where each rank uses a replicated tensor differently, each rank's gradient
+is a partial sum; `copy_to_tp` and `gather_sequence` add these up.
 (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198.)
 
-s sequence, t = group size. Any dtype; what travels has the dtype of the tensor. In a group of one all are the identity.
+s sequence, t = group size. Tensors of any dtype are communicated in their own dtype. In a group of one every function
+returns its input.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Operation = Callable[[Tensor, Group], Tensor]
 
 
 class _Adjoined(torch.autograd.Function):
-    """`operation` forward and `adjoint` backward; the adjoint is differentiated by the operation again."""
+    """`operation` in forward and `adjoint` in backward. The backward of the adjoint is the operation again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, operation: Operation, adjoint: Operation) -> Tensor:
@@ -84,22 +85,22 @@ def _part(extent: int, group: Group) -> int:
 
 
 def copy_to_tp(x: Tensor, group: Group) -> Tensor:
-    """Hand a replicated tensor to ranks that use it differently. Forward: nothing travels. Backward: all-reduce."""
+    """The identity on a replicated tensor that each rank uses differently. Forward: nothing. Backward: all-reduce."""
     return _adjoined(x, group, _identity, _sum)
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """The sum of partial sums, replicated. Forward: all-reduce. Backward: nothing travels."""
+    """The sum of the ranks' partial sums, replicated. Forward: all-reduce. Backward: nothing is communicated."""
     return _adjoined(x, group, _sum, _identity)
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """[s/t, ...] -> [s, ...], used differently by each rank. Forward: all-gather. Backward: reduce-scatter."""
+    """[s/t, ...] -> [s, ...], which each rank uses differently. Forward: all-gather. Backward: reduce-scatter."""
     return _adjoined(x, group, _gather_first, _scatter_sum_first)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    """Partial sums [s, ...] -> own part of their sum [s/t, ...]. Forward: reduce-scatter. Backward: all-gather.
+    """Partial sums [s, ...] -> this rank's part of the sum [s/t, ...]. Forward: reduce-scatter. Backward: all-gather.
 
     Raises ValueError when t does not divide s.
     """
@@ -107,5 +108,5 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
-    """[..., k/t] -> replicated [..., k], used alike by all ranks. Forward: all-gather. Backward: nothing travels."""
+    """[..., k/t] -> [..., k], which all ranks use alike. Forward: all-gather. Backward: nothing is communicated."""
     return _adjoined(x, group, _gather_last, _split_last)

@@ -1,8 +1,8 @@
-"""Gradient targets: where a parameter's gradient is summed, for backward passes that write it there themselves.
+"""Gradient targets: buffers into which a layer's backward adds a parameter's gradient directly.
 
-A matrix product can add its result to the fp32 sum at once. Through autograd it would be made in the parameter's own
-dtype, rounded, kept whole beside the sum, and added in a pass of its own; and a weight used twice would have its two
-parts added in 16 bit.
+A weight-gradient GEMM can add its result to an fp32 buffer at once (Megatron-LM's gradient accumulation fusion).
+Autograd would make the gradient as a tensor of its own, round it to the parameter's dtype and add it in another pass.
+Of a weight that is used twice it would add both parts in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from torch import Tensor
 from megazero.mpu.parameter import Parameter
 
 Write = Callable[[Tensor, bool], None]
-"""write(into, add): put a gradient into a contiguous tensor of the parameter's shape and any dtype at least as wide,
-over what is there, or added to it.
+"""write(into, add): write a gradient into `into`, or add it to `into` if `add`.
+
+`into` is contiguous, has the parameter's shape, and a dtype at least as wide as the parameter's.
 """
 
 
 class GradientTarget(Protocol):
-    """What a parameter's `gradient_target` is once a model state has adopted it."""
+    """The type of a parameter's `gradient_target`, which a model state sets when it takes over the parameter."""
 
     def add(self, write: Write) -> None:
-        """Have `write` called now or later in this step, once; what it holds is kept until then.
+        """Call `write` once, now or later in this step. Its tensors are kept until then.
 
-        For an embedding or head now: the logits that their gradient is made of are soon overwritten.
+        For an embedding or a head it is called now: the logits that its gradient is made from are soon overwritten.
         """
 
 
 def hand_over(parameter: Tensor, target: GradientTarget | None, write: Write) -> Tensor | None:
-    """Give a gradient to the target, or where there is none make it and return it, as autograd expects it.
+    """Pass `write` to the target and return None; without a target return the gradient, as autograd expects it.
 
-    target: `target_of(parameter)`, read in forward: a backward sees saved tensors, not parameters.
+    target: `target_of(parameter)`, which forward must read: backward gets saved tensors, which are no `Parameter`.
     """
     if target is not None:
         target.add(write)

@@ -1,7 +1,7 @@
 """The process grid: rank = ((pp_i*DP + dp_i)*CP + cp_i)*TP + tp_i, tensor-parallel ranks adjacent.
 
-`Axes` is the arithmetic, pure and testable without processes. `Group` is one process group as a value that is
-passed around; `ProcessGrid` is what one rank knows of its groups.
+`Axes` is the arithmetic and needs no processes. `Group` is a process group as a value that is passed as an argument.
+`ProcessGrid` holds the groups of one rank.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class Axes:
         return tuple(self.rank(Coordinates(i, at.dp, at.cp, at.tp)) for i in range(self.pp))
 
     def data_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that share out the samples of a batch, at one place of their sequences: dp."""
+        """Ranks that split the samples of a batch: dp. They hold the same part of their sequences."""
         return tuple(self.rank(Coordinates(at.pp, i, at.cp, at.tp)) for i in range(self.dp))
 
     def context_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that share out the tokens of the same samples: cp."""
+        """Ranks that split the tokens of the same samples: cp."""
         return tuple(self.rank(Coordinates(at.pp, at.dp, i, at.tp)) for i in range(self.cp))
 
     def replica_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that hold the same parameters, and share out their state: dp x cp."""
+        """Ranks that hold the same parameters and shard their state: dp x cp."""
         return tuple(self.rank(Coordinates(at.pp, d, c, at.tp)) for d, c in product(range(self.dp), range(self.cp)))
 
     def tied_ranks(self, at: Coordinates) -> tuple[int, ...]:
@@ -81,31 +81,31 @@ class Axes:
         return tuple(rank for end in ends for rank in self.replica_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
 
     def state_ranks(self, group: StateGroup, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that hold the same parameters of this group, in the order in which they share out the state."""
+        """Ranks that hold the same parameters of this group, in the order of their shards."""
         ranks = {StateGroup.REPLICAS: self.replica_ranks, StateGroup.TIED: self.tied_ranks}
         return ranks[group](at)
 
 
 def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
-    """The grid's sizes; dp is what tp and pp leave of the world."""
+    """The grid's sizes: dp = world_size / (tp * pp), cp = 1."""
     return Axes(parallel.pp, world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
 
 
 _RanksOf = Callable[[Coordinates], tuple[int, ...]]
-"""The members of a rank's group."""
+"""From a rank's coordinates to the ranks of one of its groups."""
 
 
 @dataclass
 class Group:
     """A process group as a value.
 
-    ranks    global ranks of the members
-    index    this rank's place among them
-    handle   torch's process group; None in a group of one, whose collectives do nothing
-    exchange  the way through memory that all members share; None where they are on several hosts, or the backend takes
-    device tensors
-    traffic  bytes this rank handed to collectives, by (operation, dtype): a reduce-scatter's input, an all-gather's
-             output, twice an all-reduce's tensor
+    ranks     global ranks of the members
+    index     this rank's index among them
+    handle    torch's process group; None in a group of one, whose collectives do nothing
+    exchange  collectives through shared memory; None where the members are on several hosts, where the backend takes
+              device tensors, and where shared memory is off or cannot be had
+    traffic   bytes by (operation, dtype): a reduce-scatter's input, an all-gather's output, twice an all-reduce's
+              tensor, the tensor of a broadcast, a send or a receive
     """
 
     ranks: tuple[int, ...]
@@ -120,7 +120,7 @@ class Group:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the backend only takes host tensors."""
+        """Whether the backend (gloo, MPI) takes host tensors only."""
         return self.handle is not None and dist.get_backend(self.handle) in ("gloo", "mpi")
 
 
@@ -131,7 +131,7 @@ def solo(rank: int = 0) -> Group:
 
 @dataclass
 class ProcessGrid:
-    """What one rank knows of the grid: where it stands and its groups."""
+    """The grid from one rank's view: its coordinates, its device and its groups."""
 
     axes: Axes
     rank: int
@@ -141,20 +141,17 @@ class ProcessGrid:
     tp: Group
     pp: Group
     dp: Group
-    """Who shares out a batch's samples."""
+    """The ranks that split a batch's samples."""
     cp: Group
-    """Who shares out a sample's tokens."""
+    """The ranks that split a sample's tokens."""
     replicas: Group
-    """dp x cp: who holds the same parameters, reduces their gradients and shares out their state.
-
-    With cp 1 it is `dp` itself.
-    """
+    """dp x cp: the ranks that hold the same parameters, reduce gradients and shard the state. With cp 1: `dp`."""
     tied: Group | None
-    """{first, last stage} x replicas; None on ranks of other stages. With pp 1 it is `replicas` itself."""
+    """{first, last stage} x replicas; None on ranks of other stages. With pp 1: `replicas`."""
     timeout: timedelta | None = None
     """How long a collective may take; None: torch's default."""
     made: list[dist.ProcessGroup] = field(default_factory=list)
-    """Groups that were made beside a default group of the caller's, which they do not go with."""
+    """Groups made next to a caller's default group. They have to be destroyed one by one."""
 
     def state_group(self, group: StateGroup) -> Group:
         """The group over which parameters of this kind are reduced and sharded. This rank must be in it."""
@@ -164,7 +161,7 @@ class ProcessGrid:
 
 
 def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
-    """The grid of a program that is one process: every group is of size 1."""
+    """The grid of a single process: every group is of size 1."""
     dp = solo()
     return ProcessGrid(
         Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, solo(), dp, dp
@@ -179,13 +176,16 @@ def build_grid(
     shared_memory: bool = True,
     guest_backend: str | None = None,
 ) -> ProcessGrid:
-    """The grid of this rank, over an initialised `torch.distributed` (or none, when the world is one process).
+    """The grid of this rank. `torch.distributed` must be initialised, unless the world is one process.
 
-    Each rank creates only the groups it is a member of, in the same order everywhere, so start-up does not grow
-    with the number of groups. timeout: of their collectives (torch does not take it from the world's group).
-    shared_memory: groups within a host exchange tensors through memory where the backend is the host's (gloo).
-    guest_backend: torch's default group is the caller's and stays as it is; all groups, the world's included, are made
-    of this backend and listed in `made`. Raises ValueError when the axes do not multiply to the world size.
+    timeout        of the groups' collectives (torch does not take it from the world's group)
+    shared_memory  groups within a host exchange CPU tensors through shared memory where the backend is gloo or MPI
+    guest_backend  the caller owns torch's default group, and it stays as it is. All groups, the world's included, are
+                   new ones of this backend, listed in `made`
+
+    All ranks call this. A rank creates only the groups that it is a member of, in the same order everywhere, so
+    start-up does not grow with the number of groups (with `guest_backend` it does). Raises ValueError when the product
+    of the axes is not the world size.
     """
     if axes.world_size == 1 and not dist.is_initialized():
         return single_process_grid(device)
@@ -231,10 +231,11 @@ def _made_by_all(
     backend: str,
     listed: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup | None:
-    """The group that this rank is in, of all such groups of the grid; None for a group of one. It is added to `listed`.
+    """Create all groups of this kind in the grid. Return this rank's and add it to `listed`; None for one member.
 
-    Every rank of the world asks for all groups in one order, whether it is in them or not. Only so does torch give
-    them names that no group has had before: the store of a default group that outlives them still knows the old ones.
+    Every rank of the world creates all groups in the same order, also those that it is not in. Only then does torch
+    give each a name that was never used before. The caller's default group outlives them, and its store keeps old
+    names.
     """
     mine: dist.ProcessGroup | None = None
     options = stream_options(backend, timeout)
@@ -250,8 +251,10 @@ def _made_by_all(
 
 
 def stream_options(backend: str, timeout: timedelta | None) -> Any:
-    """What a new group of this backend is told. NCCL's kernels go before those that wait to compute: they are few, and
-    others wait for them; at equal priority they would start once a product that fills the card is over.
+    """Options of a new group: for NCCL a stream of high priority, else None.
+
+    NCCL's kernels are small and other ranks wait for them. At equal priority they would wait for the end of a GEMM that
+    fills the GPU.
     """
     if backend != "nccl":
         return None
@@ -263,8 +266,9 @@ def stream_options(backend: str, timeout: timedelta | None) -> Any:
 
 
 def join_group(ranks: Sequence[int], timeout: timedelta | None, like: Group | None = None) -> dist.ProcessGroup:
-    """A group of the backend of `like`, else of torch's default group, made by its members alone: each of them calls
-    this, nobody else waits.
+    """A new group of these global ranks. Each of its members calls this; other ranks do not.
+
+    Its backend is that of `like`, or by default that of torch's default group.
     """
     backend = dist.get_backend(None if like is None else like.handle)
     options = stream_options(backend, timeout)
@@ -276,10 +280,10 @@ def join_group(ranks: Sequence[int], timeout: timedelta | None, like: Group | No
 
 
 def background_group(grid: ProcessGrid, timeout: timedelta = timedelta(days=1)) -> Group:
-    """The world once more, over the host's sockets: for a thread beside the run, whose messages would meet the run's.
-    All ranks call this.
+    """A second group of all ranks, over gloo, for a background thread. All ranks call this.
 
-    timeout: how long one rank may be behind the others, which is as long as a disk may take.
+    On the run's own groups the thread's messages would mix with those of training. timeout: how long one rank may be
+    behind the others; a slow disk decides this.
     """
     world = grid.world
     if world.handle is None:

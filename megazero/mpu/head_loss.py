@@ -1,9 +1,10 @@
-"""The head's product and the loss together, in blocks of rows: whole logits never exist.
+"""The head's product and the loss together, in blocks of rows, so that the whole logits never exist.
 
-N tokens, h hidden, v padded vocabulary, t = tp size. The gradient of a block's logits is written over them as soon as
-their losses are known, and goes into the gradients of the input and the weight at once; nothing waits for backward but
-the input's gradient [N, h]. It needs to know what the loss will be multiplied by (16-bit gradients would underflow
-without the loss scale): where the caller does not say, the weight's gradient waits in a buffer of its own.
+N tokens, h hidden, v padded vocabulary, t = tp size. Forward also computes the gradients: it overwrites a block's
+logits with their gradient as soon as the block's losses are known, and adds this to the gradients of the input and the
+weight. Only the input's gradient [N, h] is kept for backward. Forward must know the factor by which the loss will be
+multiplied (without the loss scale 16-bit gradients would underflow). If the caller does not give it, the weight's
+gradient is kept for backward too.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.gradient import hand_over, target_of
 
 BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""Logits that exist at once: on the CPU few enough blocks that packing the weight for each costs little, on a GPU
-enough for its products to fill it.
+"""Bytes of logits that exist at once. On the CPU blocks are large enough that packing the weight for each costs little;
+on a GPU each block's GEMM fills the device.
 """
 
 LEAST_ROWS = {"cpu": 1, "cuda": 4096}
-"""Rows of a block, whatever its bytes. Every block adds a product to the weight's whole fp32 gradient, which moves 8
-bytes an element beside 6 FLOPs an element and row: on an H100 (700 TFLOP/s, 3 TB/s) 311 / rows of the time of the
-products.
+"""Least rows of a block, also where they exceed BLOCK_BYTES. Every block reads and writes the weight's whole fp32
+gradient: 8 bytes per element, against 6 FLOPs per element and row. On an H100 (700 TFLOP/s, 3 TB/s) this costs
+311 / rows of the GEMMs' time.
 """
 
 
 class LogitsMemory:
-    """Where a block of logits lies: on the CPU the same memory in every step.
+    """Memory for a block of logits: on the CPU it is kept from step to step.
 
-    Freed, the largest tensor of a step leaves a hole in the heap that fills with small ones, and the next step's has to
-    lie elsewhere. A GPU's allocator keeps large blocks apart, and can lend them to others.
+    Logits are the largest tensor of a step. If it were freed, small tensors would fragment its memory, and the next
+    step would need new memory. The caching allocator of a GPU keeps large blocks and can reuse them for other tensors.
     """
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
 
     def take(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x weight^T, [m, v/t], valid until the next call."""
+        """x [m, h] times weight^T, weight [v/t, h]: [m, v/t], valid until the next call."""
         if x.device.type != "cpu":
             return linear(x, weight, None)
         numel = x.shape[0] * weight.shape[0]
         if self._kept is None or self._kept.numel() < numel or self._kept.dtype != x.dtype:
             self._kept = None
-            with torch.inference_mode(False):  # or no later pass with gradients could write there
+            with torch.inference_mode(False):  # autograd could not write into an inference tensor later
                 self._kept = x.new_empty(numel)
         return torch.mm(x, weight.t(), out=self._kept[:numel].view(x.shape[0], weight.shape[0]))
 
 
 class _HeadLoss(torch.autograd.Function):
-    """(x, weight, labels, counted, loss, factor, memory, with gradients) -> 0-dim sum of the losses that count."""
+    """(x, weight, labels, counted, loss, factor, memory, with_gradients) -> 0-dim sum of the counted losses."""
 
     @staticmethod
     def forward(
@@ -78,7 +79,7 @@ class _HeadLoss(torch.autograd.Function):
         buffer = torch.empty(weight.shape, dtype=dtype, device=x.device) if weight_too and target is None else None
 
         def add_block(row: slice) -> None:
-            """A function of its own: a block's logits are gone before the next are made."""
+            """A function, so that its local names free a block's logits before the next block is made."""
             nonlocal total
             logits = memory.take(x[row], weight)
             rows = loss.of(logits, labels[row])
@@ -119,7 +120,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _blocks(x: Tensor, weight: Tensor) -> list[slice]:
-    """Rows of x whose logits exist together: blocks of nearly equal size."""
+    """The rows of x in blocks of nearly equal size."""
     kind = x.device.type if x.device.type in BLOCK_BYTES else "cuda"
     most = max(LEAST_ROWS[kind], BLOCK_BYTES[kind] // (weight.shape[0] * x.element_size()))
     count = max(1, -(-x.shape[0] // most))
@@ -136,16 +137,19 @@ def head_loss(
     factor: Tensor | None,
     memory: LogitsMemory | None = None,
 ) -> Tensor:
-    """Sum of the losses of the tokens that count, 0-dim, replicated; fp32 for 16-bit x, else of x's dtype.
+    """Sum of the losses of the counted tokens, 0-dim, replicated; fp32 for 16-bit x, else of x's dtype.
 
-    x        [N, h], replicated, whose gradient is a partial sum of each tp rank (`copy_to_tp`, `gather_sequence`)
+    x        [N, h], replicated. Its gradient is a partial sum on each tp rank (`copy_to_tp` or `gather_sequence` adds
+             these up)
     weight   [v/t, h], this rank's rows of the vocabulary
-    labels   int64 [N]; counted: bool [N], or None for all
-    factor   0-dim: what the loss's backward will start from, if that is known; the weight's gradient then goes to its
-             target during forward. A backward from anything else fails
-    memory   for the logits, kept by the caller from step to step; default: memory of this call
+    labels   int64 [N]
+    counted  bool [N], the tokens whose loss counts; None: all
+    loss     the cross-entropy and its tp group
+    factor   0-dim: the gradient with which backward will start, if it is known. The weight's gradient then goes to its
+             target during forward. A backward from another value fails an assertion (on a GPU: is not noticed)
+    memory   memory for the logits that the caller keeps from step to step; default: new memory
 
-    Communication: per block of rows that of `VocabularyLoss.of`; backward none.
+    Communicates in forward, per block of rows, what `VocabularyLoss.of` does; in backward nothing.
     """
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     result: Tensor = _HeadLoss.apply(x, weight, labels, counted, loss, factor, memory or LogitsMemory(), with_gradients)

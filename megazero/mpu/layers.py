@@ -1,8 +1,9 @@
 """Tensor-parallel linear layers and the vocabulary-parallel embedding.
 
-s sequence, b micro-batch, t = tp size. Activations are sequence first; under sequence parallelism (sp) a layer takes
-or returns [s/t, b, ...]. Construction communicates nothing and leaves parameters unset (`mpu.random.initialise`).
-In a group of one every layer is torch's own function.
+s sequence, b micro-batch, t = tp size. The first dimension of activations is the sequence. Under sequence parallelism
+(sp) a layer takes or returns [s/t, b, ...]. Construction communicates nothing and leaves parameters uninitialised
+(`mpu.random.initialise` sets them). In a group of one nothing is communicated.
+(Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198.)
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ Device = torch.device | str
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W and b shared out over tp: [s(/t), b, in] -> [s, b, out/t].
+    """y = x W^T + b with the rows of W and b split over tp: [s(/t), b, in] -> [s, b, out/t].
 
-    Rank r holds rows [r*out/t, (r+1)*out/t). Communication: forward nothing (sp: all-gather of x along s); backward
-    all-reduce of the input gradient (sp: all-gather of x, reduce-scatter of the input gradient), each overlapped with a
-    GEMM. Raises ValueError when t does not divide out. fp8: the run's state, where the layer may be one of its
-    (`mpu.fp8`).
-    lora: the run's adapters, where the layer may have one (`mpu.lora`); their dropout is keyed by `samples`, int64 [b].
+    Rank r holds rows [r*out/t, (r+1)*out/t). std: standard deviation of the initial weight; biases start at 0.
+    fp8: the run's FP8 state (`mpu.fp8`), which knows whether this layer is one of its layers.
+    lora: the run's adapters (`mpu.lora`), which know whether this layer has one. Their dropout is keyed by `samples`,
+    int64 [b].
+
+    Communicates in forward: nothing (sp: all-gather of x along s). In backward: all-reduce of the input gradient (sp:
+    all-gather of x, reduce-scatter of the input gradient), each overlapped with a GEMM. Raises ValueError when t does
+    not divide out.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class ColumnParallelLinear(nn.Module):
         return self.adapted(x, self._product(x), samples)
 
     def adapted(self, x: Tensor, y: Tensor, samples: Tensor | None) -> Tensor:
-        """The layer's product y with the adapter's added, if it has one."""
+        """The layer's product y plus the adapter's output, if the layer has an adapter."""
         return y if self.adapter is None else self.adapter(x, y, samples)
 
     def _product(self, x: Tensor) -> Tensor:
@@ -87,9 +91,10 @@ class ColumnParallelLinear(nn.Module):
 def column_parallel_pair(
     gate: ColumnParallelLinear, up: ColumnParallelLinear, x: Tensor, samples: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(gate(x), up(x)), [s, b, out/t] each, sharing one gather of x and one reduction of its gradient.
+    """(gate(x), up(x)), [s, b, out/t] each, with one gather of x and one reduction of its gradient for both.
 
-    One GEMM when both weights lie one behind the other in the same storage (as ZeRO packs them), else two.
+    It is one GEMM when the two weights are adjacent in one storage (ZeRO's buckets pack them so), else two.
+    Communicates as one `ColumnParallelLinear`.
     """
     assert gate.group is up.group and gate.sequence_parallel == up.sequence_parallel
     if gate.fp8 is not None and runs_fp8():
@@ -103,11 +108,13 @@ def column_parallel_pair(
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W shared out over tp: [s, b, in/t] -> [s(/t), b, out].
+    """y = x W^T + b with the columns of W split over tp: [s, b, in/t] -> [s(/t), b, out].
 
     The bias is replicated and added once, after the reduction; under sp its gradient is a partial sum (`tp_partial`).
-    Communication: forward all-reduce (sp: reduce-scatter along s) of the output; backward nothing (sp: all-gather of
-    the output gradient). Raises ValueError when t does not divide in, or s under sp. fp8, lora: as above.
+    std, fp8 and lora as in `ColumnParallelLinear`.
+
+    Communicates in forward: all-reduce (sp: reduce-scatter along s) of the output. In backward: nothing (sp: all-gather
+    of the output gradient). Raises ValueError when t does not divide in, or under sp s.
     """
 
     def __init__(
@@ -168,8 +175,9 @@ class RowParallelLinear(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table whose gradient target takes their gradients one by one: no gradient of the
-    table's size is made.
+    """An embedding lookup whose backward adds each row's gradient to the table's gradient target.
+
+    No gradient of the table's size is made.
     """
 
     @staticmethod
@@ -186,7 +194,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[ids]: [...] -> [..., h]."""
+    """weight[ids]: ids [...], weight [v/t, h] -> [..., h]."""
     if target_of(weight) is None:
         return embedding(ids, weight)
     rows: Tensor = _Lookup.apply(ids, weight)
@@ -194,11 +202,13 @@ def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the token table shared out over tp: tokens int64 [b, s] -> [s(/t), b, h].
+    """A token embedding with the rows of its table split over tp: tokens int64 [b, s] in [0, vocab) -> [s(/t), b, h].
 
-    A token's row is looked up by the rank that holds it; the others add zeros. Rows from `vocab` on are padding and
-    exist only in memory. Communication: forward all-reduce (sp: reduce-scatter along s); backward nothing (sp:
-    all-gather). `weight` also serves as the tied head's. state_group: see `ParameterSpec`. Tokens lie in [0, vocab).
+    The rank that holds a token's row looks it up; the others add zeros. Rows from `vocab` on are padding and exist only
+    in memory. A tied head uses the same `weight` [padded_vocab/t, h]. state_group: see `ParameterSpec`.
+
+    Communicates in forward: all-reduce (sp: reduce-scatter along s). In backward: nothing (sp: all-gather). Raises
+    ValueError when t does not divide padded_vocab, or under sp s.
     """
 
     def __init__(
@@ -236,7 +246,7 @@ class VocabParallelEmbedding(nn.Module):
             return _lookup(tokens, self.weight)
         start, stop = spec_of(self.weight).box[0]
         elsewhere = (tokens < start) | (tokens >= stop)
-        # Tokens of other ranks look up any row; not all the same one, whose gradient would be added up token by token.
+        # Tokens of other ranks look up some row, spread by modulo: gradients of one row are summed token by token.
         rows = _lookup((tokens - start) % self.weight.shape[0], self.weight)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(rows, self.group)

@@ -1,9 +1,9 @@
-"""The products of linear layers; column-parallel ones with their backward's communication overlapped with the GEMMs.
+"""The products of linear layers. The backward of column-parallel ones overlaps communication with the GEMMs.
 
-Backward, tensor parallel: the all-reduce of the input gradient travels while the weight gradient is computed.
-Under sequence parallelism: x is gathered again while the input gradient is computed, and the reduce-scatter of the
-input gradient travels while the weight gradient is computed; only this rank's part of x is kept between.
-Weight and bias gradients go to the parameters' gradient targets.
+Tensor parallel: the all-reduce of the input gradient runs while the weight gradient is computed.
+Sequence parallel: x is gathered again while the input gradient is computed, and the reduce-scatter of the input
+gradient runs while the weight gradient is computed. Between forward and backward a rank keeps only its own part of x.
+Weight and bias gradients go to the parameters' gradient targets (`mpu.gradient`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megazero.mpu.grid import Group
 
 
 def adjacent(weights: tuple[Tensor, ...]) -> Tensor | None:
-    """All weights [n_i, k] as one view [sum n_i, k], if they lie one behind the other in one storage, else None."""
+    """All weights [n_i, k] as one view [sum n_i, k], if they are adjacent in one storage; else None."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -39,12 +39,12 @@ def adjacent(weights: tuple[Tensor, ...]) -> Tensor | None:
 
 
 def given(bias: Tensor | None) -> tuple[Tensor, ...]:
-    """The bias as one of a layer's parameters, if it has one."""
+    """The bias as a tuple of one; an empty tuple for None."""
     return () if bias is None else (bias,)
 
 
 def one_bias(biases: tuple[Tensor, ...]) -> Tensor | None:
-    """Those of several weights that are multiplied as one."""
+    """The biases [n_i] as one [sum n_i]; None if there are none."""
     return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
@@ -58,7 +58,7 @@ def _product(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...])
 
 
 def _input_gradient(grad: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-    """grad [..., sum n_i] -> [..., k], contiguous and of its own storage."""
+    """grad [..., sum n_i] -> [..., k], contiguous, in a storage of its own."""
     merged = adjacent(weights)
     if merged is not None:
         return input_gradient(grad, merged)
@@ -72,9 +72,7 @@ def _input_gradient(grad: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
 def _parameter_gradients(
     ctx: Any, grad: Tensor, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """What autograd gets for the weights and biases: None for those whose target takes the gradient,
-    or that need none.
-    """
+    """Gradients of the weights and biases for autograd: None where a target takes the gradient or none is needed."""
     flat, rows = grad.view(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     needed = ctx.needs_input_grad[-len(ctx.targets) :]
     parts = flat.split([weight.shape[0] for weight in weights], dim=-1)
@@ -98,7 +96,7 @@ class _Linear(torch.autograd.Function):
         ctx.group, ctx.count = group, count
         ctx.gathers = group is not None and sequence_parallel and group.size > 1
         ctx.targets = [target_of(parameter) for parameter in parameters]
-        # Of a frozen layer nothing reads x again.
+        # A frozen layer's backward does not need x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, *parameters)
         if group is not None and ctx.gathers:
             part, x = x, x.new_empty(group.size * x.shape[0], *x.shape[1:])
@@ -125,7 +123,7 @@ class _Linear(torch.autograd.Function):
                 reducing = reduce_scatter(grad_x, whole, group)
             elif group is not None:
                 reducing = all_reduce(whole, group)
-        # The gather was posted before the reduction, so waiting here for it alone keeps the reduction in flight.
+        # The gather was launched before the reduction, so that this wait leaves the reduction running.
         gathering.wait()
         parameter_grads = (
             _parameter_gradients(ctx, grad, x, weights, biases) if needs_weights else [None] * len(parameters)
@@ -135,7 +133,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _BiasBehind(torch.autograd.Function):
-    """(y, bias) -> y + bias, for a product whose parts have been summed over tp in between."""
+    """(y, bias) -> y + bias, for a row-parallel layer, which adds its bias after the sum over tp."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ class _BiasBehind(torch.autograd.Function):
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """y [..., n] + bias [n], whose gradient is summed as wide as its target; nothing is communicated."""
+    """y [..., n] + bias [n] (None: y). The bias gradient goes to its target. Nothing is communicated."""
     if bias is None:
         return y
     result: Tensor = applied(_BiasBehind, y, bias)
@@ -161,7 +159,7 @@ def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., k], weight [n, k], bias [n] -> [..., n]; nothing is communicated."""
+    """x [..., k], weight [n, k], bias [n] or None -> [..., n]. Nothing is communicated."""
     result: Tensor = applied(_Linear, x, None, False, 1, weight, *given(bias))
     return result
 
@@ -169,7 +167,10 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
 ) -> Tensor:
-    """x [s(/t), b, k], weight [n/t, k], bias [n/t] -> [s, b, n/t]. Communication as above."""
+    """x [s(/t), b, k], weight [n/t, k], bias [n/t] or None -> [s, b, n/t].
+
+    Communicates over `group` as `mpu.layers.ColumnParallelLinear` does.
+    """
     result: Tensor = applied(_Linear, x, group, sequence_parallel, 1, weight, *given(bias))
     return result
 
@@ -181,8 +182,9 @@ def column_parallel_linear_pair(
     group: Group,
     sequence_parallel: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Two column-parallel products of one x, with one gather, one reduction, and one GEMM where
-    weights are adjacent.
+    """Two column-parallel products of one x: x [s(/t), b, k], weights [n_i/t, k] -> ([s, b, n_0/t], [s, b, n_1/t]).
+
+    Both have a bias or none has. There is one gather, one reduction, and one GEMM where the weights are adjacent.
     """
     given = tuple(bias for bias in biases if bias is not None)
     assert len(given) in (0, 2), "both have a bias, or none"

@@ -1,12 +1,11 @@
-"""Low-rank adapters beside tensor-parallel linear layers (LoRA: Hu et al. 2021, arXiv:2106.09685).
+"""Low-rank adapters of tensor-parallel linear layers (LoRA: Hu et al. 2021, arXiv:2106.09685).
 
-y = W x + scale B A x, W frozen; A [r, in], B [out, r]. One of the two is split over tp as W is, the other is
-replicated. What an adapter communicates is r wide, never the width of the layer: a column-parallel layer's input is not
-gathered for A (under sequence parallelism each rank multiplies its own positions), a row-parallel layer's B multiplies
-what is summed already.
+y = W x + scale B A x with W frozen, A [r, in], B [out, r]. One of A and B is split over tp as W is, the other is
+replicated. All that an adapter communicates is r wide: a column-parallel layer's input is not gathered for A (under
+sequence parallelism each rank multiplies its own positions), and a row-parallel layer sums A x over tp before B.
 
-B starts at 0, so that nothing changes at first. A starts from a normal distribution of the standard deviation 1 /
-sqrt(3 in) that PEFT's uniform start has; drawn by global index, as all weights are.
+B starts at 0, so an adapter changes nothing at first. A starts from a normal distribution with the standard deviation
+of PEFT's uniform one, 1 / sqrt(3 in). It is drawn by global index, as all weights are.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class LowRank:
     """Which linear layers are adapted, and how.
 
     rank     r
-    scale    what the adapter's output is multiplied by
-    targets  last parts of the names of the layers that get an adapter
-    dropout  on what A multiplies, in training
-    seed     keys dropout
-    slices   equal parts of a row-parallel layer's inputs whose dropout has keys of its own; any tp that the model
-    allows divides it
+    scale    factor of the adapter's output
+    targets  the layers that get an adapter, by the last part of their names
+    dropout  probability with which A's input is dropped in training
+    seed     the run's seed, which keys the dropout
+    slices   number of equal parts of a row-parallel layer's input features, each with dropout keys of its own, so that
+             masks do not depend on tp. Every tp that the model allows divides it
     """
 
     rank: int
@@ -56,7 +55,7 @@ class LowRank:
 
 
 def low_rank(lora: LoraConfig, model: ModelConfig, seed: int = 0) -> LowRank | None:
-    """The adapters that --lora-rank asks for. seed: the run's."""
+    """The adapters of a run; None without --lora-rank. seed: the run's."""
     if lora.lora_rank is None:
         return None
     slices = math.gcd(query_groups(model), ffn_width(model))
@@ -64,15 +63,13 @@ def low_rank(lora: LoraConfig, model: ModelConfig, seed: int = 0) -> LowRank | N
 
 
 class Adapter(nn.Module):
-    """The parameters of an adapter; `forward(x, y, samples)` returns y + scale B A dropout(x) for a layer's input x and
-    output y.
+    """An adapter: `forward(x, y, samples)` returns y + scale B A dropout(x) for a layer's input x and output y.
 
-    Shapes are the layer's. samples: int64 [b], numbers of the samples in the run's order; may be None where there is no
-    dropout.
+    x and y have the shapes of the layer. samples: int64 [b], the run's numbers of the samples; None without dropout.
     """
 
     splits_rows: ClassVar[bool]
-    """Whether tp shares out the rows of B; else the columns of A."""
+    """Whether tp splits the rows of B; else it splits the columns of A."""
 
     def __init__(
         self,
@@ -91,8 +88,7 @@ class Adapter(nn.Module):
         self.p, self.slices = low_rank.dropout, low_rank.slices
         self.key = DropoutKey(low_rank.seed, 0, name)
         split: dict[str, Any] = {"rank": group.index, "size": group.size}
-        # The replicated factor sees its own positions only under sequence parallelism; else its gradient is whole on
-        # every rank.
+        # Under sequence parallelism each rank multiplies its own positions by the replicated matrix: partial gradients.
         whole: dict[str, Any] = {"tp_partial": sequence_parallel and group.size > 1}
         to_a, to_b = (whole, {"dim": 0, **split}) if self.splits_rows else ({"dim": 1, **split}, whole)
         rank, std = low_rank.rank, 1 / math.sqrt(3 * in_features)
@@ -104,7 +100,7 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     def dropped(self, x: Tensor, samples: Tensor | None) -> Tensor:
-        """What A multiplies."""
+        """A's input: x, in training with dropout."""
         if self.p == 0.0 or not self.training:
             return x
         assert samples is not None, "dropout is keyed by samples"
@@ -115,10 +111,10 @@ class Adapter(nn.Module):
 
 
 class ColumnAdapter(Adapter):
-    """Of a column-parallel layer: A replicated, B's rows split. x [s(/t), b, in], y [s, b, out/t].
+    """Adapter of a column-parallel layer: A replicated, B's rows split. x [s(/t), b, in], y [s, b, out/t].
 
-    Communication: forward nothing (sp: all-gather of A x along s); backward all-reduce of its gradient (sp: the same
-    gather, reduce-scatter).
+    Communicates in forward: nothing (sp: all-gather of A x along s). In backward: all-reduce of the gradient of A x
+    (sp: all-gather of A x, reduce-scatter of its gradient).
     """
 
     splits_rows = True
@@ -134,11 +130,10 @@ class ColumnAdapter(Adapter):
 
 
 class RowAdapter(Adapter):
-    """Of a row-parallel layer: A's columns split, B replicated. x [s, b, in/t], y [s(/t), b, out], summed over tp
-    already.
+    """Adapter of a row-parallel layer: A's columns split, B replicated. x [s, b, in/t], y [s(/t), b, out] (summed).
 
-    Communication: forward all-reduce of A x (sp: reduce-scatter along s); backward nothing (sp: all-gather of its
-    gradient).
+    Communicates in forward: all-reduce of A x (sp: reduce-scatter along s). In backward: nothing (sp: all-gather of the
+    gradient of A x).
     """
 
     splits_rows = False
@@ -154,7 +149,7 @@ class RowAdapter(Adapter):
 
 
 def freeze_all_but_adapters(module: nn.Module) -> None:
-    """Only adapters have gradients from now on."""
+    """Freeze all parameters of the module but those of adapters."""
     module.requires_grad_(False)
     for part in module.modules():
         if isinstance(part, Adapter):

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as modules whose parameters carry their spec."""
+"""LayerNorm and RMSNorm as modules whose parameters have a spec."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, shar
 
 
 def _spec(name: str, hidden: int, group: Group, sequence_parallel: bool, fill: float) -> ParameterSpec:
-    # Under sequence parallelism a rank sees its own positions only: its gradient is a partial sum over tp.
+    # Under sequence parallelism a rank normalises its own positions only: its gradient is a partial sum over tp.
     return shard(name, (hidden,), ParameterKind.NORM, fill=fill, tp_partial=sequence_parallel and group.size > 1)
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, [..., h] -> [..., h].
 
-    16-bit inputs are computed in fp32 and rounded once; fp32 and fp64 in their own dtype. Nothing is communicated.
+    (Ba et al. 2016, arXiv:1607.06450.) 16-bit inputs are computed in fp32 and rounded once, fp32 and fp64 in their own
+    dtype. Nothing is communicated.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [..., h] -> [..., h]; dtypes as LayerNorm's."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [..., h] -> [..., h].
+
+    (Zhang and Sennrich 2019, arXiv:1910.07467.) Dtypes as in `LayerNorm`. Nothing is communicated.
+    """
 
     def __init__(
         self,

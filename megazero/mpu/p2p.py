@@ -1,15 +1,16 @@
 """Messages between pipeline stages: asynchronous sends and receives of tensors whose shape both ends know.
 
 Every directed pair of neighbouring stages has a channel for hidden states (forward) and one for their gradients
-(backward), as far as the layout of the chunks needs them, so that no message waits behind one that goes the other way.
+(backward), as far as the layout of the chunks needs them. So no message waits behind one in the other direction.
 
-NCCL runs the operations of a communicator in the order of issue, so each channel has a two-rank group of its own, and
-messages are matched by order, which `megazero.pipeline.simulate` proves equal at both ends. Other backends match by
-tag, on the pipeline's group. Where the backend cannot read a CUDA tensor (gloo) it passes through pinned host memory.
+NCCL runs the operations of a communicator in order of issue. With NCCL each channel therefore is a two-rank group, and
+messages are matched by order; `megazero.pipeline.simulate` checks that the order is the same at both ends. Other
+backends match messages by tag, on the pipeline's group. gloo cannot read CUDA tensors; they go through pinned host
+memory.
 
-A send keeps its tensor until the receiver has it and no longer. NCCL and MPI can be asked; gloo can only be waited for,
-which a thread per channel does, because a stage that waited itself could deadlock: its peer may be waiting for the
-stage's next message, not for this one.
+A sent tensor is kept until its send is complete. NCCL and MPI can be polled for that; with gloo one can only wait. A
+thread per channel does this wait, because a stage that waited itself could deadlock: its peer may be waiting for the
+stage's next message and not for this one.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from megazero.mpu.grid import ProcessGrid, join_group
 from megazero.mpu.shared_memory import PeerError
 
 Channel = tuple[int, int, bool]
-"""Sending stage, receiving stage, whether it carries gradients."""
+"""(sending stage, receiving stage, whether it carries gradients)."""
 
 
 class Tag(NamedTuple):
-    """What a message is: `boundary` k lies between model chunks k and k + 1, seen alike from both ends."""
+    """The identity of a message, the same at both ends. `boundary` k lies between model chunks k and k + 1."""
 
     backward: bool
     boundary: int
@@ -44,7 +45,7 @@ class Tag(NamedTuple):
 
     @property
     def number(self) -> int:
-        """For backends that match by tag: below 2^31."""
+        """An integer below 2^31 for backends that match by tag."""
         assert self.boundary < 1 << 14 and self.micro_batch < 1 << 16
         return self.micro_batch << 15 | self.boundary << 1 | self.backward
 
@@ -54,12 +55,13 @@ class Tag(NamedTuple):
 
 
 class Channels:
-    """The messages of this rank's stage with its neighbours.
+    """Sends and receives between this rank's stage and its neighbours.
 
-    and_back  hidden states go there and back between neighbours (`mpu.chunks`), instead of around a ring of stages
+    and_back  hidden states go there and back between neighbours (`mpu.chunks`) instead of around a ring of stages
 
-    Creating it is collective over the pipeline group. A message may take as long as the grid's timeout. Raises
-    PeerError out of any method once a message has failed.
+    All ranks of the pipeline group create it together. With NCCL that connects each channel by a message of one
+    element. A message may take as long as the grid's timeout. Any method may raise PeerError after a message has
+    failed.
     """
 
     def __init__(self, grid: ProcessGrid, and_back: bool = False) -> None:
@@ -72,7 +74,7 @@ class Channels:
             self._create_groups(stages, and_back)
 
     def send(self, tensor: Tensor, stage: int, tag: Tag) -> None:
-        """Start to send a contiguous tensor to a stage; it must not be written to any more."""
+        """Start to send a contiguous tensor of any shape to a stage. The tensor must not be written to afterwards."""
         assert tensor.is_contiguous() and stage != self._stage
         channel = (self._stage, stage, tag.backward)
         if channel not in self._sent:
@@ -81,7 +83,7 @@ class Channels:
         sent = self._sent[channel]
         what = f"sending {tag} from stage {self._stage} to stage {stage} (rank {self.grid.pp.ranks[stage]})"
         self.grid.pp.traffic["send", tensor.dtype] += tensor.nbytes
-        # On CUDA with gloo: the copy waits for the tensor's computation, on the host.
+        # On CUDA with gloo this copy blocks the host until the tensor is computed.
         buffer = _pinned_like(tensor).copy_(tensor) if self._is_staged(tensor) else tensor
         with _blaming(what):
             work = dist.isend(
@@ -107,7 +109,7 @@ class Channels:
         return _ReceiveHandle(message, (lambda: buffer.copy_(target, non_blocking=True)) if staged else None)
 
     def flush(self) -> None:
-        """Return once every send is done (on CUDA with NCCL: the current stream waits, not the host)."""
+        """Return once every send is complete (with NCCL: the current stream waits instead of the host)."""
         for sent in self._sent.values():
             sent.flush()
 
@@ -120,13 +122,13 @@ class Channels:
         return tensor.is_cuda and self._by_tag
 
     def _create_groups(self, stages: int, and_back: bool) -> None:
-        """One two-rank group per channel of this rank, each with a first message now: that is when NCCL connects.
+        """Create a two-rank group for each channel of this rank and send a first message, upon which NCCL connects.
 
-        The ring of stages is made in rounds (edges from even stages, from odd ones, and the wrap of an odd ring), in
-        which a stage has one neighbour, so that the pairwise rendezvous wait neither in a circle nor in a row.
+        This is done in rounds: edges from even stages, edges from odd stages, and the wrap of an odd ring. In a round
+        each stage meets one neighbour only, so that stages do not wait for each other in a circle or one after another.
         """
         if self.grid.tied is None:
-            self._placeholder()  # for the tied group that the first and last stage have made
+            self._placeholder()  # the first and last stage have created one more group: the tied one
         for turn in range(2 + stages % 2):
             edges = [
                 (i, (i + 1) % stages) for i in range(stages) if (2 if stages % 2 and i == stages - 1 else i % 2) == turn
@@ -149,8 +151,10 @@ class Channels:
             dist.recv(greeting, source, group=group)
 
     def _placeholder(self) -> None:
-        """Keep step with the neighbours: torch names a group after its ranks and the number of groups this rank has, so
-        two ranks that have made different numbers of them wait for each other under different names, until the timeout.
+        """Create a group of one, so that all ranks have created the same number of groups.
+
+        torch names a group after its ranks and the number of groups that the rank has created. Two ranks with different
+        numbers would wait for each other under different names until the timeout.
         """
         dist.new_group([self.grid.rank], backend="gloo", use_local_synchronization=True)
 
@@ -169,7 +173,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 
 class _Message:
-    """A send or receive under way."""
+    """A send or receive that has been started."""
 
     def __init__(self, work: dist.Work, what: str, timeout: timedelta | None) -> None:
         self.work, self.what, self.timeout = work, what, timeout
@@ -207,7 +211,7 @@ class _PendingSends:
 
 
 class _PolledSends(_PendingSends):
-    """Of a backend that can be asked whether a send is done."""
+    """For a backend that can be polled for the end of a send."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Tensor, _Message]] = deque()
@@ -223,7 +227,7 @@ class _PolledSends(_PendingSends):
 
 
 class _ThreadedSends(_PendingSends):
-    """Of a backend that can only be waited for: a daemon thread does, in order, and drops what is done."""
+    """For a backend that can only be waited for: a daemon thread waits for sends in order and frees their tensors."""
 
     def __init__(self) -> None:
         self._queue: _Queue = queue.SimpleQueue()
@@ -252,7 +256,7 @@ _Queue = queue.SimpleQueue[tuple[Tensor, _Message] | threading.Event | None]
 
 
 def _wait_for_each(items: _Queue, errors: list[PeerError]) -> None:
-    """Wait for sends until None comes; set events as they are reached. After an error the rest is dropped unwaited."""
+    """Wait for the queue's sends and set its events until None comes. After an error the rest is dropped unwaited."""
     while (item := items.get()) is not None:
         if isinstance(item, threading.Event):
             item.set()

@@ -1,7 +1,7 @@
-"""A parameter knows which part of which global tensor it is.
+"""Parameters and their specs: which part of which global tensor a rank holds.
 
-Initialisation, gradient norm, ZeRO, checkpoints and conversion read a parameter's `ParameterSpec` and nothing else: no
-name patterns, no attributes patched on from outside.
+Initialisation, gradient norm, ZeRO, checkpoints and conversion read a parameter's `ParameterSpec` only. They do not
+match patterns of names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class ParameterKind(Enum):
-    """What a parameter is; decides weight decay."""
+    """The kind of a parameter. Matrices and embeddings have weight decay, biases and norms have none."""
 
     MATRIX = "matrix"
     EMBEDDING = "embedding"
@@ -32,36 +32,37 @@ class ParameterKind(Enum):
 
 
 class StateGroup(Enum):
-    """The ranks that hold the same parameter: its gradient is summed over them, and its state shared out to them.
+    """The ranks that hold the same parameter: they sum its gradient and shard its state.
 
-    `Axes.state_ranks` and `ProcessGrid.state_group` say which ranks these are.
+    `Axes.state_ranks` and `ProcessGrid.state_group` give these ranks.
     """
 
     REPLICAS = "replicas"
-    """dp x cp: what one stage holds alone."""
+    """dp x cp: for parameters that are on one stage."""
     TIED = "tied"
-    """{first, last stage} x replicas: a tied embedding that lies on two stages."""
+    """{first, last stage} x replicas: for a tied embedding that is on two stages."""
 
     @property
     def spans_stages(self) -> bool:
-        """Whether its members reach a reduction at different points of their schedules."""
+        """Whether its members are on several stages, and so reduce at different points of their schedules."""
         return self is StateGroup.TIED
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a rank holds of one parameter: which part of the global tensor, and how it begins.
+    """What a rank holds of one parameter: which part of the global tensor, and its initial values.
 
     name         global name, the same on every layout: "blocks.3.attention.qkv.weight"
     shape        global shape, without vocabulary padding
-    box          what this rank holds, one contiguous range per dimension; the whole shape when replicated over tp
-    local_shape  shape in memory; larger than the box only in dim 0, by vocabulary padding, which comes last
+    box          what this rank holds: one half-open range per dimension; the whole shape when replicated over tp
+    local_shape  shape in memory; larger than the box only in dim 0, by the rows of vocabulary padding at its end
     kind         decides weight decay
-    std          standard deviation at the start; 0.0 means `fill` everywhere
-    fill         the constant at the start where std is 0.0
-    tp_sharded   tp ranks hold different boxes; False: each holds a replica
-    tp_partial   a replica whose gradient is a partial sum on each tp rank (sequence parallelism): to be summed over tp
-    state_group  the ranks that hold the same parameter; its gradient is the sum over them
+    std          standard deviation of the initial values; 0.0: all are `fill`
+    fill         the initial value where std is 0.0
+    tp_sharded   whether tp ranks hold different boxes; False: each holds a replica
+    tp_partial   whether each tp rank's gradient of a replica is a partial sum, which must be summed over tp (sequence
+                 parallelism)
+    state_group  the ranks that hold the same parameter and sum its gradient
     """
 
     name: str
@@ -77,7 +78,7 @@ class ParameterSpec:
 
     @property
     def stored_numel(self) -> int:
-        """Elements of the box: the leading ones of the local tensor, the rest is padding."""
+        """Elements of the box. They come first in the local tensor; the rest is padding."""
         return math.prod(stop - start for start, stop in self.box)
 
     @property
@@ -96,10 +97,10 @@ def shard(
     padded: int | None = None,
     **rest: Any,
 ) -> ParameterSpec:
-    """The spec of tp rank `rank` of `size`, split along `dim` (None: replicated).
+    """The spec of tp rank `rank` of `size` for a parameter that is split along `dim` (None: replicated).
 
-    padded: rows in memory of dim 0 over all ranks, where that is more than are stored (vocabulary).
-    Raises ValueError when dim is not divisible by size.
+    padded: rows of dim 0 over all ranks, where padding makes them more than shape[0] (vocabulary). rest: further fields
+    of `ParameterSpec`. Raises ValueError when size does not divide the dimension.
     """
     whole = tuple((0, n) for n in shape)
     if dim is None or size == 1:
@@ -116,8 +117,9 @@ def shard(
 
 
 class Parameter(nn.Parameter):
-    """An `nn.Parameter` with a `spec`; whoever sums its gradients sets `gradient_target`
-    (`mpu.gradient.GradientTarget`).
+    """An uninitialised `nn.Parameter` of shape spec.local_shape with its `spec`.
+
+    gradient_target: a `mpu.gradient.GradientTarget`, set by the gradient reducer; None without one.
     """
 
     spec: ParameterSpec

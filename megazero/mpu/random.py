@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of what they are for: no generator state, the same on every layout.
+"""Counter-based random numbers: each is a pure function of its key, without generator state, the same on every layout.
 
-The bits are those of `fused_ops.counter_hash`. Initial weights are keyed by (seed, parameter name, global row, global
-column); dropout masks by (seed, sample number, layer, site, global element). Blocks of rows bound the memory.
+`fused_ops.counter_hash` makes the bits. Initial weights are keyed by (seed, parameter name, global row, global column),
+dropout masks by (seed, sample number, layer, site, global element).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megazero.mpu.parameter import ParameterSpec
 
 
 def _key(*words: object) -> int:
-    """64 bits of a strong hash of the words."""
+    """64 bits of a BLAKE2b hash of the words."""
     text = "\0".join(str(word) for word in words)
     return signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
 def _normals(keys: Tensor, first: int, stop: int) -> Tensor:
-    """float64 [R, stop - first], N(0, 1): Box and Muller's pair for columns 2j and 2j + 1."""
+    """Keys [R] -> float64 [R, stop - first] from N(0, 1); columns 2j and 2j + 1 are a pair of Box and Muller (1958)."""
     bits, offset = halves(keys, first, stop)
     pairs = bits.view(keys.numel(), -1, 2)
     uniform = torch.empty(pairs.shape[:2], dtype=torch.float64, device=keys.device).copy_(pairs[..., 0])
@@ -41,10 +41,11 @@ def _normals(keys: Tensor, first: int, stop: int) -> Tensor:
 
 @torch.no_grad()
 def initialise(out: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Fill `out` (a parameter, or a master of it; spec.local_shape, any floating dtype) with its initial values.
+    """Fill `out` (a parameter or its master weight: spec.local_shape, any floating dtype) with its initial values.
 
-    N(0, spec.std) keyed by (seed, name, global row, global column), drawn in float64 and rounded once to out's dtype;
-    the constant spec.fill where std is 0; zero in padding rows.
+    Values are from N(0, spec.std^2), keyed by (seed, name, global row, global column), drawn in float64 and rounded
+    once to out's dtype. Where std is 0 they are spec.fill. Padding rows are zero. Nothing is communicated. Rows are
+    drawn in blocks, which bounds the memory.
     """
     assert out.shape == torch.Size(spec.local_shape), f"{spec.name}: {tuple(out.shape)} != {spec.local_shape}"
     if spec.std == 0.0:
@@ -65,8 +66,9 @@ def initialise(out: Tensor, spec: ParameterSpec, seed: int) -> None:
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What a dropout is: the run's seed, the global number of the layer, and which of the layer's dropouts (an
-    adapter's: by name).
+    """The key of a dropout: the run's seed, the global number of the layer, and which of the layer's dropouts it is.
+
+    site: a number, or the name of an adapter's layer.
     """
 
     seed: int
@@ -74,7 +76,7 @@ class DropoutKey:
     site: int | str
 
     def sample_keys(self, samples: Tensor, device: torch.device) -> Tensor:
-        """int64 keys of the shape of `samples`."""
+        """int64 keys on `device`, one for each of `samples` (int64, any shape)."""
         keys = samples.to(device=device, dtype=torch.int64, non_blocking=True) * GOLDEN
         return mix(keys.add_(_key("dropout", self.seed, self.layer, self.site)))
 
@@ -85,10 +87,11 @@ def _check(p: float) -> None:
 
 
 def hidden_dropout(x: Tensor, p: float, key: DropoutKey, samples: Tensor, sequence_offset: int = 0) -> Tensor:
-    """Zero each element of x [s_local, b, h] with probability p, scale the rest by 1/(1-p).
+    """Zero each element of x [s_local, b, h] with probability p and scale the others by 1/(1-p).
 
-    samples int64 [b]: the run's number of each sample. sequence_offset: global position of x's first row, so that a
-    rank's part under sequence parallelism gets exactly its slice of the whole mask. Only a key per row is saved.
+    samples: int64 [b], the run's number of each sample. sequence_offset: global position of x's first row, so that
+    under sequence parallelism a rank gets its slice of the whole mask. Only one key per row is saved for backward.
+    Raises ValueError unless 0 <= p < 1.
     """
     _check(p)
     return x if p == 0.0 else dropout(x, _hidden_keys(x, key, samples, sequence_offset), p)
@@ -103,7 +106,10 @@ def add_hidden_dropout(
     samples: Tensor,
     sequence_offset: int = 0,
 ) -> Tensor:
-    """residual + hidden_dropout(x + bias) in one pass; x and residual [s_local, b, h], bias [h] or None."""
+    """residual + hidden_dropout(x + bias) in one pass: x and residual [s_local, b, h], bias [h] or None.
+
+    Raises ValueError unless 0 <= p < 1.
+    """
     _check(p)
     keys = None if p == 0.0 else _hidden_keys(x, key, samples, sequence_offset)
     return bias_dropout_residual(x, bias, residual, keys, p)
@@ -116,15 +122,16 @@ def _hidden_keys(x: Tensor, key: DropoutKey, samples: Tensor, sequence_offset: i
 
 
 def sliced_dropout(x: Tensor, p: float, key: DropoutKey, samples: Tensor, slices: int, first: int) -> Tensor:
-    """Dropout of x [s, b, k] whose last dimension is `slices` of a global one's equal parts, from number `first` on.
+    """Dropout of x [s, b, k], this rank's features of a row-parallel layer's input.
 
-    A rank that holds some of the parts gets exactly their part of the whole mask.
+    The global feature dimension has equal slices with keys of their own. x holds `slices` of them, from number `first`
+    on. So a rank gets its part of the whole mask whatever tp is. Raises ValueError unless 0 <= p < 1.
     """
     _check(p)
     if p == 0.0:
         return x
     numbers = torch.arange(first, first + slices, device=x.device)
-    # From 1 on, so that no part's rows are those of a hidden dropout.
+    # Numbers begin at 1, so that no slice has the row numbers of a hidden dropout.
     rows = ((numbers + 1) << 32) + torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     keys = mix(rows.mul_(GOLDEN).unsqueeze(1) + key.sample_keys(samples, x.device).unsqueeze(1))
     return dropout(x.unflatten(-1, (slices, -1)), keys, p).flatten(-2)
@@ -133,13 +140,17 @@ def sliced_dropout(x: Tensor, p: float, key: DropoutKey, samples: Tensor, slices
 def attention_dropout(
     probs: Tensor, p: float, key: DropoutKey, samples: Tensor, head_offset: int = 0, query_offset: int = 0
 ) -> Tensor:
-    """Dropout of attention probabilities [b, n_local, sq, sk]; head_offset: global number of this rank's first head."""
+    """Dropout of attention probabilities [b, n_local, sq, sk].
+
+    head_offset: global number of this rank's first head. query_offset: global position of the first query. Raises
+    ValueError unless 0 <= p < 1.
+    """
     _check(p)
     if p == 0.0:
         return probs
     heads = torch.arange(head_offset, head_offset + probs.shape[1], device=probs.device)
     queries = torch.arange(query_offset, query_offset + probs.shape[2], device=probs.device)
-    # From 1 on, so that no head's rows are those of a hidden dropout.
+    # Numbers begin at 1, so that no head has the row numbers of a hidden dropout.
     rows = ((heads + 1) << 32).unsqueeze(1) + queries
     keys = mix(rows.mul_(GOLDEN) + key.sample_keys(samples, probs.device).view(-1, 1, 1))
     return dropout(probs, keys, p)

@@ -1,10 +1,11 @@
-"""Memory that the ranks of one host share: an area of slots for each rank, and counters that say how far each rank is.
+"""Memory that the ranks of one host share: an area of slots for each rank, and counters of each rank's progress.
 
-An anonymous file of the first rank (memfd), which the others open through /proc: nothing is left behind however a
-process ends, and the size of /dev/shm does not limit it. Only pages that are used take memory. The file is sealed: were
-another process to shrink it, a rank that touches what is gone would die of SIGBUS. It begins with a random number, by
-which a rank knows that the file it has opened is the first rank's: virtual machines that are clones of one have the
-same boot id, and may have the same process ids.
+The memory is an anonymous file (memfd) of the first rank, which the others open through /proc. It disappears with the
+processes however they end, and the size of /dev/shm does not limit it. Only pages that are used take memory. The file
+is sealed: if a process could shrink it, a rank that reads beyond its end would die of SIGBUS.
+
+The file begins with a random number. By it a rank checks that it has opened the first rank's file: cloned virtual
+machines have the same boot id and may have the same process ids.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ from torch import Tensor
 from fused_ops.native.library import Library
 
 SLOT = 1 << 20
-"""Bytes of a slot: small enough to stay in a cache on its way through, large enough to be worth a message."""
+"""Bytes of a slot: small enough to stay in a cache, large enough to outweigh the cost of synchronisation."""
 SLOTS = 16
-"""Slots of a rank's area, used in turn: how far a rank may be ahead of the slowest."""
+"""Slots of a rank's area, used in turn. A rank may be this many chunks ahead of the slowest rank."""
 POSTED, FOLDED, TAKEN, _LEFT = range(4)
-"""What a rank counts: chunks that it has put into its slots, folded (its part of a sum), taken what it wanted of; and
-whether it has left.
+"""The counters of a rank: chunks that it has posted (written into its slots), folded (summed its part of) and taken
+(read the results of), and whether it has left.
 """
 _LINE = 64
 _KEY = 16
-"""Bytes of the random number."""
+"""Bytes of the file's random number."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_ADD_SEALS") else 0
-"""What nobody may do to the file any more, which includes taking seals off. The attributes are Linux's."""
+"""Seals: no process may shrink or grow the file, or change its seals. Linux only."""
 _SPINS = 2000
-"""Looks before a rank sleeps: some 20 microseconds, less than to sleep and be woken costs."""
+"""Reads of a counter before a rank sleeps: about 20 microseconds, less than it costs to sleep and wake up."""
 _SLICE_MS = 200
-"""A rank that waits looks this often whether the others are still there."""
+"""A waiting rank checks this often (milliseconds) whether the other processes still run."""
 
 
 class PeerError(RuntimeError):
-    """Another rank of a group has failed, died, or not answered within the timeout."""
+    """Another rank of a group has failed, has ended, or has not answered within the timeout."""
 
 
 @dataclass(frozen=True)
 class _Host:
-    """Where a process runs, as far as sharing memory goes."""
+    """Where a process runs: processes of one boot and one PID namespace can share memory."""
 
     boot: str
     namespace: str
@@ -71,18 +72,20 @@ class _Host:
 
 @dataclass(frozen=True)
 class _File:
-    """The file as the first member knows it: its descriptor there, and the random number that it begins with."""
+    """The shared file: its descriptor in the first member's process, and the random number at its beginning."""
 
     descriptor: int
     key: bytes
 
 
 class SharedMemory:
-    """One rank's view of the memory: the random number, counters [4, size], each in a cache line of its own, labels
-    [size, SLOTS], slots.
+    """One rank's view of the shared memory.
 
-    index, size  this rank's place among the members
-    slots        [size, SLOTS, SLOT] bytes
+    The file holds: the random number, counters [4, size] in a cache line each, labels int64 [size, SLOTS], the slots.
+
+    index  this rank's index among the members
+    size   number of members
+    slots  uint8 [size, SLOTS, SLOT]
     """
 
     def __init__(self, file: int, hosts: Sequence[_Host], index: int, library: Library, timeout: timedelta) -> None:
@@ -103,11 +106,11 @@ class SharedMemory:
                 self._alive[member] = os.pidfd_open(host.pid)
 
     def label(self, slot: int, label: int) -> None:
-        """Say what this rank puts into its slot, before it is published."""
+        """Write how many bytes this rank puts into its slot. Called before the slot is published."""
         self._labels[self.index * SLOTS + slot] = label
 
     def check_labels(self, slot: int, label: int, members: Sequence[int] | None) -> None:
-        """Raises RuntimeError unless the members (None: all) have put what this rank expects."""
+        """Raise RuntimeError unless the members (None: all) have put `label` bytes into this slot."""
         found = {
             member: self._labels[member * SLOTS + slot] for member in (range(self.size) if members is None else members)
         }
@@ -118,29 +121,31 @@ class SharedMemory:
             )
 
     def leave(self) -> None:
-        """Let nobody wait for this rank any more."""
+        """Publish that this rank has left: ranks that wait for it raise PeerError."""
         self.publish(_LEFT, 1)
 
     def publish(self, stage: int, count: int) -> None:
-        """Say that this rank has come to `count` chunks in a stage; what it wrote before can be read by whoever sees
-        that.
+        """Publish that this rank has reached `count` chunks in a stage.
+
+        A rank that reads this count also sees what this rank wrote before (release and acquire).
         """
         self._library.call("publish", self._counter(stage, self.index), count)
 
     def reached(self, stage: int, count: int, members: Sequence[int] | None = None) -> bool:
-        """Whether all members (default: all) have come to `count`."""
+        """Whether the members (None: all) have reached `count` chunks in a stage."""
         return self._laggard(stage, count, members, 0) is None
 
     def wait(self, stage: int, count: int, members: Sequence[int] | None = None) -> None:
-        """Until they have. Raises PeerError when one of them has died or left its group, or the timeout has passed; or
-        this one has left.
+        """Return once the members (None: all) have reached `count` chunks in a stage.
+
+        Raises PeerError when one of them has ended or left, when the timeout has passed, or when this rank has left.
         """
         if self.reached(_LEFT, 1, [self.index]):
             raise PeerError(f"rank {self._hosts[self.index].rank} has left this group after an error")
         deadline = time.monotonic() + self._timeout.total_seconds()
         while (late := self._laggard(stage, count, members, _SLICE_MS)) is not None:
             gone = self._is_gone(late)
-            if gone and self._laggard(stage, count, [late], 0) is None:  # it went after its part was done
+            if gone and self._laggard(stage, count, [late], 0) is None:  # it ended after it had done its part
                 continue
             if gone or time.monotonic() > deadline:
                 why = "has ended" if gone else f"has not answered for {self._timeout.total_seconds():.0f} s"
@@ -150,7 +155,7 @@ class SharedMemory:
                 )
 
     def _laggard(self, stage: int, count: int, members: Sequence[int] | None, milliseconds: int) -> int | None:
-        """The first member that has not come to `count` in time."""
+        """The first member that has not reached `count` within so many milliseconds; None if all have."""
         ranges = [(0, self.size)] if members is None else [(member, 1) for member in members]
         for first, number in ranges:
             answer = ctypes.addressof(self._answer)
@@ -161,7 +166,7 @@ class SharedMemory:
         return None
 
     def _counter(self, stage: int, member: int) -> int:
-        """Address of a member's counter, in a cache line of its own."""
+        """Address of a member's counter. Each counter has a cache line of its own."""
         return self._start + (stage * self.size + member) * _LINE
 
     def _is_gone(self, member: int) -> bool:
@@ -173,8 +178,8 @@ class SharedMemory:
 
 
 def _close(leave: Callable[[], None], memory: Tensor, alive: dict[int, int], process: int) -> None:
-    """What is left to do for a view that is gone. memory: kept until here, for `leave` writes to it."""
-    if os.getpid() == process:  # and not a child that was forked off it
+    """Clean up after a view was garbage-collected. memory: is kept alive by this argument, for `leave` to write to."""
+    if os.getpid() == process:  # not in a forked child
         leave()
     for file in alive.values():
         os.close(file)
@@ -190,7 +195,7 @@ def _total_bytes(size: int) -> int:
 
 
 def lacking() -> str:
-    """What this system lacks or refuses for sharing memory; empty where nothing."""
+    """What keeps this system from sharing memory (an error message); empty if it can."""
     try:
         _Host.here(0)
         os.close(_created(1).descriptor)
@@ -203,11 +208,10 @@ def lacking() -> str:
 def share_memory(
     handle: dist.ProcessGroup, index: int, size: int, library: Library | None, timeout: timedelta
 ) -> SharedMemory | None:
-    """The memory of a group whose ranks are all on this host; None, on all of them, where that is not so or cannot be
-    had.
+    """The shared memory of a group. All its ranks call this and all get memory, or all get None.
 
-    library: the compiled kernels, which some rank may lack. Communicates three small gathers of Python objects over
-    `handle`.
+    None: the ranks are on several hosts, or one of them lacks the compiled kernels (`library`) or cannot share memory.
+    timeout: how long `wait` waits. Communicates up to three all-gathers of small Python objects over `handle`.
     """
     found = _gathered(handle, size, _Host.here(dist.get_rank()) if library is not None and not lacking() else None)
     hosts = [host for host in found if host is not None]
@@ -236,7 +240,7 @@ def _gathered(handle: dist.ProcessGroup, size: int, own: T) -> list[T]:
 
 
 def _created(size: int) -> _File:
-    """A file for so many members, with a number of its own, whose size is final. Raises OSError."""
+    """Create the sealed file for `size` members, with a new random number. Raises OSError."""
     key = secrets.token_bytes(_KEY)
     file = os.memfd_create("megazero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -250,9 +254,7 @@ def _created(size: int) -> _File:
 
 
 def _opened(first: _File, hosts: Sequence[_Host], index: int, library: Library, timeout: timedelta) -> SharedMemory:
-    """Raises OSError or ValueError where the first member's file cannot be had here, or what has its name is another
-    file.
-    """
+    """Open the first member's file. Raises OSError if that fails, ValueError if it is another file of that name."""
     file = os.open(f"/proc/{hosts[0].pid}/fd/{first.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(file, _KEY, 0) != first.key:

@@ -1,4 +1,4 @@
-"""What a chunk of each collective is: what a rank puts into its slot of shared memory, and makes of the others'."""
+"""The steps of each collective on one chunk: what a rank writes into its slot and how it uses the others' slots."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from fused_ops.native import library
 from fused_ops.native.library import Library
 
 SUFFIXES = library.SUFFIXES | {torch.float64: "f64", torch.int64: "i64"}
-"""The end of the name of a dtype's sums: those of the other kernels, and two more."""
+"""The suffix of the combining kernels by dtype: the other kernels' dtypes, float64 and int64."""
 FOLD_FROM = 16384
-"""Bytes of a chunk from which three or more ranks sum a part each, instead of everything each."""
+"""From this many bytes of a chunk on, three or more ranks sum one part each. Below, each rank sums the whole chunk."""
 
 
 class Transfer:
-    """One chunk of a collective, as this rank sees it: what it puts, folds and takes, and whose slots it needs for
-    that.
+    """One chunk of a collective on this rank.
 
-    bytes  of what a member puts: alike on all ranks, or they have not launched the same collective
+    bytes  bytes that each member puts into its slot. They must be equal on all ranks: the ranks compare them to notice
+           that they have launched different collectives
     """
 
     bytes = 0
     needs: Sequence[int] | None = None
-    """Members whose part must be there before this one takes; None: all."""
+    """Members whose part must be posted before this rank takes; None: all."""
     folds = False
-    """Whether the parts are folded first, each rank its own share, and taken when all have."""
+    """Whether each rank first sums its own part of the chunk, and all take when all have done so."""
 
     def put(self, slots: Tensor) -> None:
-        """slots: [members, SLOT] bytes, those of this chunk."""
+        """Write this rank's part. slots: uint8 [members, SLOT], the slots of this chunk (also in `fold` and `take`)."""
 
     def fold(self, slots: Tensor) -> None:
-        """All parts are there."""
+        """Sum this rank's part of the chunk. All members have posted."""
 
     def take(self, slots: Tensor) -> None:
-        """All that is needed is there."""
+        """Read the result. The members in `needs` have posted, or, if the chunk folds, all have folded."""
 
 
 def _as(slot: Tensor, like: Tensor) -> Tensor:
-    """The beginning of a slot as a tensor like another one."""
+    """The beginning of a slot as a view of the shape and dtype of `like`."""
     return slot[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True)
 class Members:
-    """How many there are, which this rank is, and what adds their numbers up."""
+    """The number of members, this rank's index among them, and the kernels that combine their tensors."""
 
     index: int
     size: int
     library: Library
 
     def combine(self, op: str, parts: Iterable[Tensor], out: Tensor) -> None:
-        """out = op over the parts in order; all contiguous, of one dtype and length."""
+        """out = op ("sum", "max" or "min") over the parts in order. All are contiguous and of one dtype and length."""
         addresses = [part.data_ptr() for part in parts]
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self.library.call(
@@ -64,9 +64,10 @@ class Members:
 
 
 class AllReduce(Transfer):
-    """Two ranks, or few bytes: everybody sums everything.
+    """Reduce one chunk, in place.
 
-    Else everybody sums a share in its own slot, where the others find it.
+    With two ranks or few bytes each rank sums the whole chunk. Else each rank sums one part in its own slot, from which
+    the others copy it.
     """
 
     def __init__(self, piece: Tensor, op: str, members: Members) -> None:
@@ -93,7 +94,10 @@ class AllReduce(Transfer):
 
 
 class ReduceScatter(Transfer):
-    """The same columns of every part; `output` is the sum of those of this rank's part and may lie in it."""
+    """Sum one chunk. columns [members, n]: the same n columns of each member's part. output [n]: this rank's sum.
+
+    `output` may be a view of this rank's row of `columns`.
+    """
 
     def __init__(self, output: Tensor, columns: Tensor, members: Members) -> None:
         self.output, self.columns, self.members, self.bytes = output, columns, members, columns.nbytes
@@ -112,7 +116,7 @@ class ReduceScatter(Transfer):
 
 
 class AllGather(Transfer):
-    """The same columns of every piece."""
+    """Gather one chunk. columns [members, n]: where the members' pieces go. piece [n]: this rank's."""
 
     def __init__(self, columns: Tensor, piece: Tensor, index: int) -> None:
         self.columns, self.piece, self.index, self.bytes = columns, piece, index, piece.nbytes
