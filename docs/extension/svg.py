@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -64,6 +65,12 @@ class Picture:
         head = ' marker-end="url(#head)"' if arrow else ""
         self.shapes.append(
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{FAINT}" stroke-width="1.2"{dash}{head}/>'
+        )
+
+    def curve(self, points: Sequence[tuple[float, float]], line: str, *, width: float) -> None:
+        path = " ".join(f"{x:.4g},{y:.4g}" for x, y in points)
+        self.shapes.append(
+            f'<polyline points="{path}" fill="none" stroke="{line}" stroke-width="{width:g}" stroke-linejoin="round"/>'
         )
 
     def svg(self) -> str:

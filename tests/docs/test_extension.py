@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from xml.etree import ElementTree
 
@@ -10,9 +11,14 @@ import pytest
 from docs.extension.docstrings import restructured
 from docs.extension.drawings import DRAWINGS, argument
 from docs.extension.drawings.batch import batch
+from docs.extension.drawings.curves import learning_rates, loss
 from docs.extension.drawings.grid import grid
+from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule
+from docs.extension.drawings.shards import boxes, parts_by_rank
 from docs.extension.options import about, all_options, anchor, options_in, takes
+from docs.extension.svg import COLOURS
+from megazero.optim.lr_schedule import STYLES
 from tests.docs.pages import ROOT, text_of
 
 PICTURE = ROOT / "docs" / "pictures" / "schedules.svg"
@@ -77,6 +83,10 @@ def test_drawings_are_pictures(name: str) -> None:
         assert x >= 0 and y >= 0 and x + w <= width + 1 and y + h <= height, "a shape is outside"
 
 
+def shapes(picture: str, kind: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}" + kind))
+
+
 def words_in(picture: str) -> list[str]:
     """The words of a drawing, in order."""
     return [text.text or "" for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
@@ -96,6 +106,47 @@ def test_the_batch_has_every_sample_twice() -> None:
 def test_a_schedule_has_each_micro_batch_forwards_and_backwards_on_every_stage() -> None:
     words = words_in(schedule("zb-h1", pp=3, micro_batches=5))
     assert [words.count(str(number)) for number in range(5)] == [9] * 5
+
+
+def test_the_curve_is_that_of_the_recorded_run() -> None:
+    """240 losses as two curves, and the loss on held-out text; the curve ends lower than it begins."""
+    curves = [line.attrib["points"].split() for line in shapes(loss(), "polyline")]
+    heights = [float(point.split(",")[1]) for point in curves[0]]
+    assert [len(points) for points in curves] == [240, 240] and heights[-1] - heights[0] > 100
+    assert any("held out" in word for word in words_in(loss()))
+
+
+def test_every_style_of_learning_rate_has_a_curve() -> None:
+    assert len(shapes(learning_rates(), "polyline")) == 1 + len(STYLES)
+    assert {"constant", *STYLES} <= set(words_in(learning_rates()))
+
+
+def test_a_block_has_its_matrices_cut_by_rows_and_by_columns() -> None:
+    """Of twelve parameters six are cut; the two parts of qkv lie below each other, those of output side by side."""
+    drawn = [[float(box.attrib[key]) for key in ("x", "y")] for box in shapes(boxes(tp=2), "rect")]
+    assert len(drawn) == 12 + 6 + 3
+    (qkv, qkv_below), (output, output_beside) = drawn[2:4], drawn[6:8]
+    assert qkv[0] == qkv_below[0] and qkv[1] < qkv_below[1]
+    assert output[1] == output_beside[1] and output[0] < output_beside[0]
+
+
+def test_the_files_of_all_ranks_have_every_element_once() -> None:
+    written = parts_by_rank(tp=2, dp=2)
+    assert len(written) == 4
+    whole = {part.spec.name: math.prod(part.spec.shape) for parts in written.values() for part in parts}
+    assert sum(part.numel for parts in written.values() for part in parts) == sum(whole.values())
+
+
+def test_every_conversation_is_in_one_sample() -> None:
+    packed = words_in(packing(conversations=9, length=64))
+    assert sorted(int(word) for word in packed if word.isdigit()) == list(range(9))
+
+
+def test_every_token_but_the_first_counts_in_one_window() -> None:
+    """A box that counts is darker than one that is only read."""
+    picture = windows(tokens=17, context=6, stride=4)
+    *counted, _legend = [box.attrib["x"] for box in shapes(picture, "rect") if box.attrib["fill"] == COLOURS[0]]
+    assert len(counted) == len(set(counted)) == 16
 
 
 def test_what_a_page_writes_behind_a_drawing() -> None:

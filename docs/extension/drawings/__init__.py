@@ -7,11 +7,26 @@ from types import MappingProxyType
 
 from docs.extension.drawings.batch import batch
 from docs.extension.drawings.buckets import buckets
+from docs.extension.drawings.curves import learning_rates, loss
 from docs.extension.drawings.grid import grid
+from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule, schedules
+from docs.extension.drawings.shards import boxes, files
 
 DRAWINGS: Mapping[str, Callable[..., str]] = MappingProxyType(
-    {"grid": grid, "schedule": schedule, "schedules": schedules, "buckets": buckets, "batch": batch}
+    {
+        "grid": grid,
+        "schedule": schedule,
+        "schedules": schedules,
+        "boxes": boxes,
+        "buckets": buckets,
+        "batch": batch,
+        "packing": packing,
+        "files": files,
+        "windows": windows,
+        "learning-rates": learning_rates,
+        "loss": loss,
+    }
 )
 
 
