@@ -15,7 +15,7 @@ from megazero.mpu.grid import Group
 _KINDS: tuple[type[Exception], ...] = (CheckpointError, Damaged, FenceLost, ValueError)
 
 
-def agree(world: Group, device: torch.device, error: Exception | None) -> None:
+def raise_on_all_ranks(world: Group, device: torch.device, error: Exception | None) -> None:
     """Return when no rank has an error; otherwise raise the error of the lowest failing rank on all ranks.
 
     A collective of the world: an all-reduce of one int64 (the lowest rank with an error), and a broadcast of the
@@ -30,7 +30,7 @@ def agree(world: Group, device: torch.device, error: Exception | None) -> None:
         return
     mine = error if index == world.index else None
     kind = _KINDS.index(type(mine)) if type(mine) in _KINDS else 0
-    told = share(world, device, f"{kind} {_describe(mine)}" if mine else None, index)
+    told = broadcast_text(world, device, f"{kind} {_describe(mine)}" if mine else None, index)
     assert told is not None
     if mine is not None:
         raise mine
@@ -38,18 +38,19 @@ def agree(world: Group, device: torch.device, error: Exception | None) -> None:
     raise _KINDS[int(number)](text) from error
 
 
-def together(world: Group, device: torch.device, action: Callable[[], Any] | None) -> None:
-    """Run this rank's action, if it has one, then `agree`: return only when no rank has failed. A collective."""
+def attempt_on_all_ranks(world: Group, device: torch.device, action: Callable[[], Any] | None) -> None:
+    """Run this rank's action, if it has one, then `raise_on_all_ranks`: return only when no rank has failed. A
+    collective."""
     failure: Exception | None = None
     try:
         if action is not None:
             action()
     except Exception as error:
         failure = error
-    agree(world, device, failure)
+    raise_on_all_ranks(world, device, failure)
 
 
-def share(world: Group, device: torch.device, text: str | None, index: int = 0) -> str | None:
+def broadcast_text(world: Group, device: torch.device, text: str | None, index: int = 0) -> str | None:
     """Return the text (or None) of member `index` on all ranks.
 
     A collective of the world: a broadcast of the length (one int64), then a broadcast of the UTF-8 bytes.

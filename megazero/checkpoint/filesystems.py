@@ -66,13 +66,13 @@ def _gathered(world: Group, device: torch.device, numbers: list[int]) -> list[li
 
 
 def find_filesystems(
-    root: Path, token: str, world: Group, device: torch.device, together: Callable[[Callable[[], None] | None], None]
+    root: Path, token: str, world: Group, device: torch.device, attempt: Callable[[Callable[[], None] | None], None]
 ) -> Filesystems:
     """Create the folder if it is missing, and find out which ranks see the same one.
 
     A collective of the world: two all-gathers of 24 bytes per rank in all.
 
-    together: runs a function on this rank, and returns when all ranks have run theirs (or raises on all).
+    attempt: runs a function on this rank, and returns when all ranks have run theirs (or raises on all).
     """
     identity: list[int] = []
 
@@ -80,7 +80,7 @@ def find_filesystems(
         root.mkdir(parents=True, exist_ok=True)
         identity.extend(_identity(root))
 
-    together(arrive)
+    attempt(arrive)
     first = _first_of_each(_gathered(world, device, identity))
     mark = root / _MARK.format(token=token, rank=world.index)
     is_first, leader = first[world.index] == world.index, [world.index]
@@ -91,9 +91,9 @@ def find_filesystems(
     def look() -> None:
         leader[0] = _lowest_mark(root, token)
 
-    together(leave_mark if is_first else None)
-    together(look if is_first else None)
-    together((lambda: mark.unlink(missing_ok=True)) if is_first else None)
+    attempt(leave_mark if is_first else None)
+    attempt(look if is_first else None)
+    attempt((lambda: mark.unlink(missing_ok=True)) if is_first else None)
     leaders = [found[0] for found in _gathered(world, device, leader)]
     return Filesystems(tuple(leaders[rank] for rank in first), world.index)
 

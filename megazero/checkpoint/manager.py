@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.agreement import agree, share
+from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.background import Background, Outcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
@@ -146,20 +146,20 @@ class Checkpoints:
         """Claim the save folder: delete what an earlier run left unfinished, and stop ranks of it that still run.
 
         Finds out which ranks share the folder; the leader of each file system claims it there. A collective of the
-        world; does nothing without --save. A failure of one rank is raised on all (`agreement.agree`).
+        world; does nothing without --save. A failure of one rank is raised on all (`agreement.raise_on_all_ranks`).
         """
         if self.fence is None or self._root is None:
             return
         root, fence, grid = self._root, self.fence, self._grid
         assert fence.token is not None
         token = fence.token
-        filesystems = find_filesystems(root, token, grid.world, grid.device, self._together)
+        filesystems = find_filesystems(root, token, grid.world, grid.device, self._attempt_on_all_ranks)
 
         def take_over() -> None:
             fence.claim(token)
             folders.sweep(root, fence)
 
-        self._together(take_over if filesystems.leads else None)
+        self._attempt_on_all_ranks(take_over if filesystems.leads else None)
         cfg = self._cfg
         kept = cfg.keep_last, cfg.save_retain_interval
         self._saving = SavePhases(
@@ -222,16 +222,16 @@ class Checkpoints:
             if newest is not None:
                 mine.extend([newest, *(folders.before(newest) if newest.parent == Path(load) else ())])
 
-        self._together(look if grid.rank == 0 else None)
-        names = share(grid.world, grid.device, json.dumps([str(path) for path in mine]))
+        self._attempt_on_all_ranks(look if grid.rank == 0 else None)
+        names = broadcast_text(grid.world, grid.device, json.dumps([str(path) for path in mine]))
         assert names is not None
         paths = [Path(name) for name in json.loads(names)]
         if not paths:
-            self._together(lambda: _nothing_here(Path(load)))
+            self._attempt_on_all_ranks(lambda: _nothing_here(Path(load)))
             return None
         path = next((path for path in paths if self._all_have(path)), paths[0])
         found: list[FoundCheckpoint] = []
-        self._together(lambda: found.append(open_checkpoint(path)))
+        self._attempt_on_all_ranks(lambda: found.append(open_checkpoint(path)))
         return found[0]
 
     def load(self, found: FoundCheckpoint) -> LoadStatistics:
@@ -258,8 +258,8 @@ class Checkpoints:
             with OpenFiles(found.path, found.manifest) as files:
                 amount.fill_(read_fragments(files, fragments, columns))
 
-        self._together(check if self._grid.rank == 0 else None, found.path)
-        self._together(read, found.path)
+        self._attempt_on_all_ranks(check if self._grid.rank == 0 else None, found.path)
+        self._attempt_on_all_ranks(read, found.path)
         self._state.after_load()
         all_reduce(amount, self._grid.world).wait()
         return LoadStatistics(int(amount.item()), time.perf_counter() - began)
@@ -286,8 +286,9 @@ class Checkpoints:
         all_reduce(there, self._grid.world, "min").wait()
         return bool(there.item())
 
-    def _together(self, action: Callable[[], Any] | None, path: Path | None = None) -> None:
-        """As `agreement.together`; an error Damaged gets the checkpoint's path and an earlier checkpoint."""
+    def _attempt_on_all_ranks(self, action: Callable[[], Any] | None, path: Path | None = None) -> None:
+        """As `agreement.attempt_on_all_ranks`; an error Damaged gets the checkpoint's path and an earlier
+        checkpoint."""
         failure: Exception | None = None
         try:
             if action is not None:
@@ -296,4 +297,4 @@ class Checkpoints:
             failure = _with_offer(error, path) if path else error
         except Exception as error:
             failure = error
-        agree(self._grid.world, self._grid.device, failure)
+        raise_on_all_ranks(self._grid.world, self._grid.device, failure)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.agreement import share, together
+from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import Filesystems
 from megazero.checkpoint.format import CheckpointError, Fragment, FragmentSpec, file_name
@@ -102,7 +102,7 @@ class SavePhases:
         """Run the phases; return the bytes of all files on rank 0, and 0 elsewhere."""
         token, leads, rank = self.fence.token, self.filesystems.leads, world.index
         assert token is not None
-        done = partial(together, world, device)
+        done = partial(attempt_on_all_ranks, world, device)
 
         def begin() -> None:
             folders.discard(temporary, token)
@@ -156,15 +156,15 @@ class SavePhases:
             manifest = make_manifest(self.writers(), headers, run=self.run, progress=progress, layout=self._layout())
             content.append(manifest.encode())
 
-        together(world, device, self.fence.guarding(read) if self.filesystems.leads else None)
+        attempt_on_all_ranks(world, device, self.fence.guarding(read) if self.filesystems.leads else None)
         for leader in leaders[1:]:
             text = json.dumps({name: asdict(header) for name, header in headers.items()}) if rank == leader else None
-            told = share(world, device, text, leader)
+            told = broadcast_text(world, device, text, leader)
             if rank == 0 and told is not None:
                 headers.update({name: Header(**header) for name, header in json.loads(told).items()})
-        together(world, device, make if rank == 0 else None)
+        attempt_on_all_ranks(world, device, make if rank == 0 else None)
         if len(leaders) > 1:
-            whole = share(world, device, content[0].decode() if rank == 0 else None)
+            whole = broadcast_text(world, device, content[0].decode() if rank == 0 else None)
             assert whole is not None
             content = [whole.encode()]
         return content[0] if content else b"", sum(header.size for header in headers.values()) if rank == 0 else 0

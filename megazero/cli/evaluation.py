@@ -13,7 +13,7 @@ from typing import IO, NoReturn
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named
 from megazero.config.source import ConfigError
-from megazero.convert.loading import Opened, open_model
+from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import ReaderOptions
@@ -40,9 +40,9 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         raise ConfigError(wrong)
 
 
-def windowing_for(args: argparse.Namespace, opened: Opened, eod: int | None) -> Windowing:
+def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None) -> Windowing:
     """How documents become windows. Raises ConfigError."""
-    model, most = opened.run.model, longest_context(opened.run.model)
+    model, most = loaded.run.model, longest_context(loaded.run.model)
     context = args.context or min(model.seq_length, most or model.seq_length)
     stride = args.stride or context
     prefix = None if args.no_prefix else eod if args.prefix_id is None else args.prefix_id
@@ -76,11 +76,11 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
 
 def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """On every rank; rank 0 prints and writes."""
-    opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
-    tokenizer = tokenizer_named(args, opened)
-    eod = opened.end_of_document(tokenizer)
-    windowing = windowing_for(args, opened, eod)
-    scorer = Scorer(opened.run, opened.stages, grid, args.micro_batch_size)
+    loaded = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
+    tokenizer = tokenizer_named(args, loaded)
+    eod = loaded.end_of_document(tokenizer)
+    windowing = windowing_for(args, loaded, eod)
+    scorer = Scorer(loaded.run, loaded.stages, grid, args.micro_batch_size)
     totals, began = Totals(), time.perf_counter()
     progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
     unfinished = None if args.output is None or grid.rank else args.output.with_name(f"{args.output.name}.unfinished")

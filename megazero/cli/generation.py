@@ -14,7 +14,7 @@ from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.ending import INTERRUPTED, reader_left
 from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named
 from megazero.config.source import ConfigError
-from megazero.convert.loading import Opened, open_model
+from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
@@ -77,12 +77,12 @@ def note(grid: ProcessGrid, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def tokenizer_for(args: argparse.Namespace, opened: Opened) -> Tokenizer:
+def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
     """Raises DataError."""
-    assert opened.run.model.vocab_size is not None
+    assert loaded.run.model.vocab_size is not None
     if args.ids:
-        return IdTokenizer(opened.run.model.vocab_size)
-    found = tokenizer_named(args, opened)
+        return IdTokenizer(loaded.run.model.vocab_size)
+    found = tokenizer_named(args, loaded)
     if found is None:
         raise DataError(
             f"{checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on "
@@ -96,16 +96,16 @@ def tokenizer_for(args: argparse.Namespace, opened: Opened) -> Tokenizer:
         raise DataError(f"--chat: {error}") from error
 
 
-def options_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) -> GenerationOptions:
+def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises DataError for ids that the model has not."""
-    vocabulary = opened.run.model.vocab_size or 0
+    vocabulary = loaded.run.model.vocab_size or 0
     for flag, ids in (("--stop-id", args.stop_id), ("--prefix-id", [] if args.prefix_id is None else [args.prefix_id])):
         for wrong in ids:
             if not 0 <= wrong < vocabulary:
                 raise DataError(f"{flag} {wrong}: the model's vocabulary has {vocabulary} tokens")
-    eod = opened.end_of_document(tokenizer)
-    ends = opened.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
-    settings = applicable_defaults(generation_defaults(opened.generation), given(args)) | given(args)
+    eod = loaded.end_of_document(tokenizer)
+    ends = loaded.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
+    settings = applicable_defaults(generation_defaults(loaded.generation), given(args)) | given(args)
     return GenerationOptions(
         sampling_of(settings, args.seed),
         int(settings.get("max_new_tokens", MOST_TOKENS)),
@@ -122,11 +122,11 @@ def options_of(args: argparse.Namespace, opened: Opened, tokenizer: Tokenizer) -
 def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """On every rank."""
     began = time.perf_counter()
-    opened = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
-    tokenizer = tokenizer_for(args, opened)
-    pipeline = Pipeline.of(opened.stages, grid, opened.chunk_map)
-    options = options_of(args, opened, tokenizer)
-    generator = TextGenerator(opened.run.model, pipeline, tokenizer, options, grid.rank == 0, partial(note, grid))
+    loaded = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
+    tokenizer = tokenizer_for(args, loaded)
+    pipeline = Pipeline.of(loaded.stages, grid, loaded.chunk_map)
+    options = options_of(args, loaded, tokenizer)
+    generator = TextGenerator(loaded.run.model, pipeline, tokenizer, options, grid.rank == 0, partial(note, grid))
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.begins) == 1 and args.prefix_id is None:
         begins = tokenizer.begins[0]
         generator.note(
@@ -134,10 +134,10 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
             f"{begins} does"
         )
     generator.note(
-        f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {opened.run.optimizer.precision} on "
+        f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {loaded.run.optimizer.precision} on "
         f"{grid.device}"
     )
-    if advice := applicable_defaults(generation_defaults(opened.generation), given(args)):
+    if advice := applicable_defaults(generation_defaults(loaded.generation), given(args)):
         words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
         generator.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
     if args.interactive:

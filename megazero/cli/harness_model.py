@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megazero.config.schema import ParallelConfig
 from megazero.convert.hf.config import read_json
-from megazero.convert.loading import open_on
+from megazero.convert.loading import open_on_grid
 from megazero.convert.registry import open_source
 from megazero.convert.source import Source
 from megazero.data.indexed import DataError
@@ -76,19 +76,19 @@ class MegazeroLM(HarnessModel):
         if grid is None:
             grid = self._closing.enter_context(launch(ParallelConfig(tp=tp, pp=pp, device=device), environment))
         with open_source(Path(path).expanduser(), format) as source:
-            opened = open_on(source, grid, precision)
-            built = build_tokenizer(tokenizer, tokenizer_path) if tokenizer else opened.tokenizer
+            loaded = open_on_grid(source, grid, precision)
+            built = build_tokenizer(tokenizer, tokenizer_path) if tokenizer else loaded.tokenizer
             if built is None:
                 raise DataError(f"{path} leads to no tokenizer; name one: tokenizer=hf, tokenizer_path=...")
             begin = begin_token(source, built)
-        end = opened.end_of_document(built)
+        end = loaded.end_of_document(built)
         if end is None:
             raise DataError(f"neither {path} nor its tokenizer says which token ends a text")
         prefix = prefix_token_id if prefix_token_id is not None else begin if begin is not None else end
-        tokens = Tokens(built, end, prefix, _begins(built, begin, add_bos_token), opened.ends)
-        model = opened.run.model
+        tokens = Tokens(built, end, prefix, _begins(built, begin, add_bos_token), loaded.ends)
+        model = loaded.run.model
         super().__init__(
-            Scorer(opened.run, opened.stages, grid, int(batch_size)),
+            Scorer(loaded.run, loaded.stages, grid, int(batch_size)),
             tokens,
             max_length or longest_context(model) or model.seq_length,
         )

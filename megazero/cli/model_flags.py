@@ -14,7 +14,7 @@ from megazero.config.schema import ParallelConfig
 from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
-    from megazero.convert.loading import Opened
+    from megazero.convert.loading import LoadedModel
 
 PRECISIONS = run_options()["precision"].choices
 MOST_TOKENS = 128
@@ -66,6 +66,6 @@ def not_positive(args: argparse.Namespace, *names: str) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {value}: must be at least 1"
 
 
-def tokenizer_named(args: argparse.Namespace, opened: Opened) -> Tokenizer | None:
+def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer | None:
     """The one that the flags name, else the checkpoint's own, if it has one. Raises DataError."""
-    return build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else opened.tokenizer
+    return build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else loaded.tokenizer

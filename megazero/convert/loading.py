@@ -37,7 +37,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """This rank's part of a model, in evaluation mode.
 
     run        what wrote it, with the layout of this grid
@@ -69,7 +69,7 @@ def open_model(
     *,
     precision: str | None = None,
     format: str | None = None,
-) -> Opened:
+) -> LoadedModel:
     """Load this rank's part of the model of a checkpoint of any known format. All dp replicas load the same.
 
     precision: of the weights and of the computation; None: the precision of the training. Communicates nothing: every
@@ -77,10 +77,10 @@ def open_model(
     grid.
     """
     with open_source(Path(path).expanduser(), format) as source:
-        return open_on(source, grid, precision)
+        return open_on_grid(source, grid, precision)
 
 
-def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> Opened:
+def open_on_grid(source: Source, grid: ProcessGrid, precision: str | None = None) -> LoadedModel:
     """As `open_model`, for a source that is open."""
     run = for_inference(source.run, grid, precision)
     stages = build_stages(run, grid)
@@ -90,14 +90,14 @@ def open_on(source: Source, grid: ProcessGrid, precision: str | None = None) -> 
     assert run.model.vocab_size is not None
     known = () if run.data.eod_id is None else (run.data.eod_id,)
     ends = ends_of_generation(source.companions, run.model.vocab_size).union(known)
-    return Opened(
+    return LoadedModel(
         run, stages, chunks_of(run), tokenizer_of(source), source.report, ends, generation_file(source.companions)
     )
 
 
 def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:
     """As `load`, for a source that is open."""
-    return Model(open_on(source, single_process_grid(device), precision))
+    return Model(open_on_grid(source, single_process_grid(device), precision))
 
 
 def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> Run:
@@ -124,10 +124,10 @@ class Model(nn.Module):
     ends       tokens at which `generate` ends
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__()
-        (self.stage,) = opened.stages
-        self.run, self.tokenizer, self.report, self.ends = opened.run, opened.tokenizer, opened.report, opened.ends
+        (self.stage,) = loaded.stages
+        self.run, self.tokenizer, self.report, self.ends = loaded.run, loaded.tokenizer, loaded.report, loaded.ends
         self.eval()
 
     @property

@@ -37,10 +37,11 @@ AT_ONCE = 512
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """ids: its tokens. learned: which of them the loss is taken on; the first token follows nothing, so it never is."""
+    """ids: its tokens. loss_mask: which of them the loss is taken on; the first token follows nothing, so it never
+    is."""
 
     ids: NDArray[np.int32]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
 
 
 @dataclass
@@ -66,7 +67,7 @@ class ConversationEncoder:
             )
             written = self._written(raws, [each.text for each in rendered])
             for number, raw, text, encoded in zip(chats, raws, rendered, written, strict=True):
-                found[number] = self._learned_spans(raw, text, encoded)
+                found[number] = self._mask_assistant(raw, text, encoded)
         return [conversation for conversation in found if conversation is not None]
 
     def _in_one_shape(self, raw: RawDocument, record: dict[str, Any]) -> dict[str, Any]:
@@ -133,25 +134,23 @@ class ConversationEncoder:
                     self.tokenizer.encode_written([text])
             raise
 
-    def _learned_spans(self, raw: RawDocument, rendered: Rendered, encoded: Encoded) -> TokenizedConversation:
-        """A token is learned when a character of it was written by an assistant, and when it lies
-        between such tokens.
-        """
+    def _mask_assistant(self, raw: RawDocument, rendered: Rendered, encoded: Encoded) -> TokenizedConversation:
+        """The loss is taken on a token that has a character which an assistant wrote, and on those between such."""
         starts, stops = (np.array([token[part] for token in encoded], dtype=np.int64) for part in (1, 2))
-        learned = np.zeros(len(encoded), dtype=np.bool_)
+        loss_mask = np.zeros(len(encoded), dtype=np.bool_)
         for start, stop in rendered.spans:
             inside = np.flatnonzero((starts < stop) & (stops > start))
             if len(inside):
-                learned[inside[0] : inside[-1] + 1] = True
-        if rendered.text and any(start < stop for start, stop in rendered.spans) and not learned.any():
+                loss_mask[inside[0] : inside[-1] + 1] = True
+        if rendered.text and any(start < stop for start, stop in rendered.spans) and not loss_mask.any():
             raise _wrong(
                 raw,
                 f"the tokenizer gives no token for what an assistant wrote ({len(encoded):,} tokens for all of the "
                 "chat)",
             )
-        return self._conversation(raw, [token[0] for token in encoded], learned)
+        return self._conversation(raw, [token[0] for token in encoded], loss_mask)
 
-    def _conversation(self, raw: RawDocument, ids: list[int], learned: Any) -> TokenizedConversation:
+    def _conversation(self, raw: RawDocument, ids: list[int], loss_mask: Any) -> TokenizedConversation:
         wrong = [number for number in ids if not 0 <= number < self.vocab_size]
         if wrong:
             raise _wrong(
@@ -160,7 +159,7 @@ class ConversationEncoder:
                 "tokens to a model: "
                 "--vocab-size and --extend-vocabulary",
             )
-        marks = np.array(learned, dtype=np.bool_)
+        marks = np.array(loss_mask, dtype=np.bool_)
         marks[:1] = False
         if not marks.any():
             raise _wrong(raw, "no token of it is learned: the chat template says of none that an assistant wrote it")

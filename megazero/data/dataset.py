@@ -30,12 +30,12 @@ class PackedSample:
     """A sample that knows which of its predictions count, and whose documents were put together.
 
     tokens     int64 [S+1]: inputs are [:-1], labels [1:]
-    counts     bool [S]: whether the prediction of the label counts
+    loss_mask  bool [S]: whether the prediction of the label counts
     documents  int64 [S]: number of each input's document within the sample; what fills it up is a document of its own
     """
 
     tokens: NDArray[np.int64]
-    counts: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int64]
 
 

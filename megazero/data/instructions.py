@@ -39,7 +39,7 @@ class Conversations:
 
     facts: dict[str, Any]
     tokens: ArrayRows
-    learned: ArrayRows
+    loss_mask: ArrayRows
     starts: NDArray[np.int64]
 
 
@@ -91,14 +91,14 @@ def _tokenized(
     }
 
     def build(say: Report) -> dict[str, NDArray]:
-        tokens, learned, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.bool_)], [0]
+        tokens, loss_mask, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.bool_)], [0]
         for conversation in read_conversations(paths, encoder, say):
             tokens.append(conversation.ids)
-            learned.append(conversation.learned)
+            loss_mask.append(conversation.loss_mask)
             lengths.append(len(conversation.ids))
         return {
             "tokens": np.concatenate(tokens),
-            "learned": np.concatenate(learned),
+            "learned": np.concatenate(loss_mask),  # the name that files in caches have
             "starts": np.cumsum(lengths, dtype=np.int64),
         }
 
@@ -126,7 +126,7 @@ def _packed(
     padding = 0 if cfg.eod_id is None else cfg.eod_id
     dataset = PackedDataset(
         read.tokens,
-        read.learned,
+        read.loss_mask,
         read.starts,
         packs,
         seq_length=seq_length,
@@ -134,11 +134,13 @@ def _packed(
         seed=cfg.seed,
         requested=requested,
     )
-    learned = sum(np.count_nonzero(read.learned[start : start + BLOCK]) for start in range(0, len(read.learned), BLOCK))
+    trained = sum(
+        np.count_nonzero(read.loss_mask[start : start + BLOCK]) for start in range(0, len(read.loss_mask), BLOCK)
+    )
     held = int(np.minimum(lengths, capacity).sum())
     text = (
         f"{np.count_nonzero(lengths):,} conversations of {held:,} tokens in {dataset.epoch_samples:,} samples, "
-        f"{held / (dataset.epoch_samples * capacity):.0%} full; {learned / len(read.learned):.0%} of the tokens are "
+        f"{held / (dataset.epoch_samples * capacity):.0%} full; {trained / len(read.loss_mask):.0%} of the tokens are "
         "learned"
     )
     return dataset, "; ".join([text, *told])
@@ -166,7 +168,7 @@ def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[N
         told = f"{many} are longer than a sample and left out"
     else:
         begins = read.starts[over].tolist()
-        out = over[[not read.learned[begin : begin + capacity].any() for begin in begins]]
+        out = over[[not read.loss_mask[begin : begin + capacity].any() for begin in begins]]
         told = (
             f"{many} are cut off at a sample's end, {len(out):,} of them left out, since nothing that is learned "
             "would be left"

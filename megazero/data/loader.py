@@ -142,7 +142,7 @@ class TrainLoader:
     def _packed(self, samples: Sequence[PackedSample]) -> _Marks:
         documents = np.stack([sample.documents for sample in samples])
         positions = within_documents(documents) if self.restart_positions else None
-        return np.stack([sample.counts for sample in samples]), documents, positions
+        return np.stack([sample.loss_mask for sample in samples]), documents, positions
 
     def _separated(self, inputs: NDArray[np.int64]) -> _Marks:
         ends = inputs == self.eod_id

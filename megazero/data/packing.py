@@ -69,10 +69,10 @@ def pack(lengths: NDArray[np.int64], capacity: int, seed: int) -> Packs:
 class PackedDataset:
     """Samples of packed conversations, every epoch in an order of its own.
 
-    tokens, learned  of all conversations one after the other: int32 [T], bool [T]
-    starts           where each begins, and the end: int64 [conversations + 1]
-    padding          the token that fills a sample up; no prediction of it counts
-    requested        samples that the run takes; there are as many epochs as that needs
+    tokens, loss_mask  of all conversations one after the other: int32 [T], bool [T]
+    starts             where each begins, and the end: int64 [conversations + 1]
+    padding            the token that fills a sample up; no prediction of it counts
+    requested          samples that the run takes; there are as many epochs as that needs
 
     Raises IndexError past its end.
     """
@@ -85,7 +85,7 @@ class PackedDataset:
     def __init__(
         self,
         tokens: ArrayRows,
-        learned: ArrayRows,
+        loss_mask: ArrayRows,
         starts: NDArray[np.int64],
         packs: Packs,
         *,
@@ -94,7 +94,7 @@ class PackedDataset:
         seed: int,
         requested: int | None,
     ) -> None:
-        self.tokens, self.learned, self.starts, self.packs = tokens, learned, starts, packs
+        self.tokens, self.loss_mask, self.starts, self.packs = tokens, loss_mask, starts, packs
         self.seq_length, self.padding, self.seed = seq_length, padding, seed
         self.epoch_samples = len(packs.bounds) - 1
         self.epochs = max(1, -(-(requested or 0) // self.epoch_samples)) if self.epoch_samples else 0
@@ -114,17 +114,17 @@ class PackedDataset:
         """Sample `number` of an epoch before it is shuffled."""
         first, last = self.packs.bounds[number : number + 2].tolist()
         tokens = np.full(self.seq_length + 1, self.padding, dtype=np.int64)
-        learned = np.zeros(self.seq_length + 1, dtype=np.bool_)
+        loss_mask = np.zeros(self.seq_length + 1, dtype=np.bool_)
         documents = np.full(self.seq_length + 1, last - first, dtype=np.int64)
         place = 0
         for document, member in enumerate(self.packs.members[first:last].tolist()):
             start, stop = self.starts[member : member + 2].tolist()
             length = min(stop - start, self.seq_length + 1)
             tokens[place : place + length] = self.tokens[start : start + length]
-            learned[place : place + length] = self.learned[start : start + length]
+            loss_mask[place : place + length] = self.loss_mask[start : start + length]
             documents[place : place + length] = document
             place += length
-        return PackedSample(tokens, learned[1:], documents[:-1])
+        return PackedSample(tokens, loss_mask[1:], documents[:-1])
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         return np.random.RandomState([self.seed, epoch]).permutation(self.epoch_samples)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megazero.checkpoint.agreement import agree
+from megazero.checkpoint.agreement import raise_on_all_ranks
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.reader import read_manifest
 from megazero.config.schema import Run
@@ -108,5 +108,5 @@ def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
                 fill(parameter.data, spec, source.read(spec.name))
     except Exception as error:
         failure = error
-    agree(grid.world, grid.device, failure)
+    raise_on_all_ranks(grid.world, grid.device, failure)
     return name

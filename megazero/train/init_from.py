@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.agreement import agree, share, together
+from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.format import range_of
 from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
@@ -82,12 +82,12 @@ def opened_alike(path: str, grid: ProcessGrid) -> Source:
 
     Each rank looks for itself, and in a folder of checkpoints another may become the newest meanwhile. Then it is that
     of rank 0's name for all who have one of this name beside their own. Travels: the name, and whether all could open
-    it. Raises as `agree` does.
+    it. Raises as `raise_on_all_ranks` does.
     """
     found: list[Source] = []
-    together(grid.world, grid.device, lambda: found.append(open_source(Path(path).expanduser())))
+    attempt_on_all_ranks(grid.world, grid.device, lambda: found.append(open_source(Path(path).expanduser())))
     mine = found[0].path
-    name = share(grid.world, grid.device, mine.name)
+    name = broadcast_text(grid.world, grid.device, mine.name)
     assert name is not None
     other = mine.with_name(name) if name and mine.name else mine
 
@@ -96,7 +96,7 @@ def opened_alike(path: str, grid: ProcessGrid) -> Source:
             found[0].closing.close()
             found[0] = open_source(other)
 
-    together(grid.world, grid.device, reopen)
+    attempt_on_all_ranks(grid.world, grid.device, reopen)
     return found[0]
 
 
@@ -117,7 +117,7 @@ def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> s
             told = "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
     except Exception as error:
         failure = error
-    agree(grid.world, grid.device, failure)
+    raise_on_all_ranks(grid.world, grid.device, failure)
     optimizer.after_load()
     return told
 

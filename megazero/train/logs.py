@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megazero.checkpoint.agreement import together
+from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.format import CheckpointError
 from megazero.config.dtypes import compute_dtype
@@ -57,7 +57,7 @@ def sinks_of(run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fen
     if places:
         with refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
             work = (lambda: opened.extend(open_sinks(opening))) if grid.rank == 0 else None
-            together(grid.world, grid.device, work)
+            attempt_on_all_ranks(grid.world, grid.device, work)
     # Lines for people last: where their terminal is lost, programs still have their numbers.
     return [*opened, lines] if grid.rank == 0 else []
 

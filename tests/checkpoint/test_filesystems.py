@@ -175,7 +175,7 @@ def across_hosts(rank: int, root: str, identities: list[int], seen: list[list[in
     filesystems._lowest_mark = visible
     checkpoints, _ = open_run(Path(root), "t", Layout(dp=len(identities)), grid)
     try:
-        return find_filesystems(Path(root), "t", grid.world, grid.device, checkpoints._together).leaders
+        return find_filesystems(Path(root), "t", grid.world, grid.device, checkpoints._attempt_on_all_ranks).leaders
     finally:
         filesystems._identity, filesystems._lowest_mark = identity, lowest
 

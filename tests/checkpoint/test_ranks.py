@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint.agreement import agree
+from megazero.checkpoint.agreement import raise_on_all_ranks
 from megazero.checkpoint.fence import FenceLost, new_token
 from megazero.checkpoint.format import CheckpointError, Damaged
 from megazero.mpu.grid import build_grid
@@ -138,9 +138,9 @@ def test_a_rank_that_cannot_write_fails_the_save_for_all(tmp_path):
 
 def disagree(rank: int) -> str:
     grid = build_grid(Layout(dp=3).axes)
-    agree(grid.world, grid.device, None)
+    raise_on_all_ranks(grid.world, grid.device, None)
     try:
-        agree(
+        raise_on_all_ranks(
             grid.world, grid.device, Damaged("ß from 1") if rank == 1 else (ValueError("from 2") if rank == 2 else None)
         )
     except Exception as error:

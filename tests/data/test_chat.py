@@ -52,8 +52,8 @@ def test_generation_blocks_give_the_tokens_and_masks_of_transformers(marked: Pat
     for conversation, record in zip(ours, CHATS, strict=True):
         wanted = theirs.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=True)
         assert conversation.ids.tolist() == wanted["input_ids"]
-        assert conversation.learned.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
-        assert conversation.learned.any()
+        assert conversation.loss_mask.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
+        assert conversation.loss_mask.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +71,7 @@ def test_every_kind_of_tokenizer_and_template_gives_the_tokens_of_transformers(k
             )
             assert conversation.ids.tolist() == wanted["input_ids"]
             if template is CHATML:
-                assert conversation.learned.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
+                assert conversation.loss_mask.tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
 
 
 TOOLS = """{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}{% for message in messages %}
@@ -234,9 +234,9 @@ def test_turns_are_found_without_generation_blocks(plain: Path, marked: Path, tm
         assert (
             conversation.ids.tolist() == theirs.apply_chat_template(record["messages"], return_dict=True)["input_ids"]
         )
-        runs = np.split(np.arange(len(conversation.ids)), np.flatnonzero(np.diff(conversation.learned)) + 1)
-        learned = [tokenizer.decode(conversation.ids[run].tolist()) for run in runs if conversation.learned[run[0]]]
-        assert learned == [
+        runs = np.split(np.arange(len(conversation.ids)), np.flatnonzero(np.diff(conversation.loss_mask)) + 1)
+        trained = [tokenizer.decode(conversation.ids[run].tolist()) for run in runs if conversation.loss_mask[run[0]]]
+        assert trained == [
             message["content"] + "<|im_end|>" for message in record["messages"] if message["role"] == "assistant"
         ]
 
@@ -265,7 +265,7 @@ def test_text_forges_no_special_token(text: str, marked: Path, plain: Path, tmp_
         )
         assert skeleton(forged) == skeleton(harmless)
         assert tokenizer.decode(forged.ids.tolist()).count(text) == 2
-        answer = tokenizer.decode(forged.ids[forged.learned].tolist())
+        answer = tokenizer.decode(forged.ids[forged.loss_mask].tolist())
         assert answer == text + "<|im_end|>"
 
 
@@ -287,8 +287,8 @@ def test_prompt_and_completion(marked: Path, tmp_path: Path) -> None:
     first, second = read(write_lines(tmp_path / "x.jsonl", records), marked)
     prompt, completion = tokenizer.encode("two and two? "), tokenizer.encode("four<|im_end|>")
     assert first.ids.tolist() == [*prompt, *completion, 0]
-    assert first.learned.tolist() == [False] * len(prompt) + [True] * (len(completion) + 1)
-    assert second.learned.tolist() == [False, *[True] * len(tokenizer.encode("dog"))]
+    assert first.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(completion) + 1)
+    assert second.loss_mask.tolist() == [False, *[True] * len(tokenizer.encode("dog"))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,10 +310,10 @@ def test_a_completion_reads_as_it_stands_behind_its_prompt(kind: str, tmp_path: 
     found = read(write_lines(tmp_path / "x.jsonl", records), folder, vocab_size=400)
     for (prompt, completion), conversation in zip(pairs, found, strict=True):
         *ids, end = conversation.ids.tolist()
-        assert end == 0 and conversation.learned[-1]
+        assert end == 0 and conversation.loss_mask[-1]
         assert tokenizer.decode(ids) == tokenizer.decode(tokenizer.encode(prompt + completion))
-        first = int(np.argmax(conversation.learned)) if prompt else 0
-        assert conversation.learned[max(first, 1) :].all()
+        first = int(np.argmax(conversation.loss_mask)) if prompt else 0
+        assert conversation.loss_mask[max(first, 1) :].all()
         before = tokenizer.encode(prompt)
         assert ids[:first] == before[:first] and len(before) - first <= (prompt.endswith(" ") and kind != "bytes")
 

@@ -76,35 +76,37 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parts(sample: PackedSample) -> list[tuple[list[int], list[bool]]]:
     """The conversations in a sample, as a naive reader sees them: tokens, and which of them are learned as labels."""
-    learned = [False, *sample.counts.tolist()]
+    loss_mask = [False, *sample.loss_mask.tolist()]
     found = []
     for number in range(int(sample.documents.max()) + 1):
         (places,) = np.where(sample.documents == number)
         # The last token is no input: it belongs to a conversation that has not ended before it.
         last = places[-1] + int(places[-1] + 1 == SEQUENCE and sample.tokens[places[-1]] != 256)
-        found.append((sample.tokens[places[0] : last + 1].tolist(), learned[places[0] : last + 1]))
+        found.append((sample.tokens[places[0] : last + 1].tolist(), loss_mask[places[0] : last + 1]))
     return found
 
 
 def test_every_conversation_is_in_every_epoch_once_and_whole(path: Path, tmp_path: Path) -> None:
     dataset, text = built(config(path, tmp_path))
     encoder = ConversationEncoder(build_tokenizer("byte", None), 256, 257)
-    wanted = sorted((c.ids.tolist(), c.learned.tolist()) for c in read_conversations([path], encoder, silent))
+    wanted = sorted((c.ids.tolist(), c.loss_mask.tolist()) for c in read_conversations([path], encoder, silent))
     orders = []
     for epoch in range(2):
         numbers = range(epoch * dataset.epoch_samples, (epoch + 1) * dataset.epoch_samples)
         samples = [dataset[number] for number in numbers]
-        assert all(sample.tokens.shape == (SEQUENCE + 1,) and sample.counts.shape == (SEQUENCE,) for sample in samples)
+        assert all(
+            sample.tokens.shape == (SEQUENCE + 1,) and sample.loss_mask.shape == (SEQUENCE,) for sample in samples
+        )
         found = []
         for sample in samples:
-            for ids, learned in parts(sample):
+            for ids, loss_mask in parts(sample):
                 if set(ids) != {256}:  # what fills the sample up
-                    learned[0] = False
-                    found.append((ids, learned))
+                    loss_mask[0] = False
+                    found.append((ids, loss_mask))
                 else:
-                    assert not any(learned[1:])
+                    assert not any(loss_mask[1:])
         assert sorted(found) == wanted
-        assert sum(int(sample.counts.sum()) for sample in samples) == sum(sum(learned) for _, learned in wanted)
+        assert sum(int(sample.loss_mask.sum()) for sample in samples) == sum(sum(loss_mask) for _, loss_mask in wanted)
         orders.append([sample.tokens.tobytes() for sample in samples])
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
     assert f"40 conversations of {sum(len(ids) for ids, _ in wanted)} tokens in {dataset.epoch_samples} samples" in text
@@ -112,13 +114,13 @@ def test_every_conversation_is_in_every_epoch_once_and_whole(path: Path, tmp_pat
 
 def test_the_first_token_of_a_conversation_is_no_label() -> None:
     """It follows the last token of another one."""
-    starts, learned = np.array([0, 3, 6, 8]), np.array([0, 1, 1, 0, 1, 1, 0, 1], dtype=np.bool_)
+    starts, loss_mask = np.array([0, 3, 6, 8]), np.array([0, 1, 1, 0, 1, 1, 0, 1], dtype=np.bool_)
     packs = Packs(np.array([2, 0, 1]), np.array([0, 3]))
     sample = PackedDataset(
-        np.arange(8, dtype=np.int32), learned, starts, packs, seq_length=9, padding=77, seed=1, requested=1
+        np.arange(8, dtype=np.int32), loss_mask, starts, packs, seq_length=9, padding=77, seed=1, requested=1
     )[0]
     assert sample.tokens.tolist() == [6, 7, 0, 1, 2, 3, 4, 5, 77, 77]
-    assert sample.counts.tolist() == [True, False, True, True, False, True, True, False, False]
+    assert sample.loss_mask.tolist() == [True, False, True, True, False, True, True, False, False]
     assert sample.documents.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert within_documents(sample.documents[None])[0].tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 0]
 
@@ -151,7 +153,7 @@ def test_conversations_longer_than_a_sample(path: Path, tmp_path: Path) -> None:
     dataset, text = built(config(path, tmp_path, long_conversations="truncate"), seq_length=7)
     assert f"{over} of 40 conversations are cut off at a sample's end, {gone} of them left out" in text
     assert len(dataset.packs.members) == 40 - gone
-    assert all(dataset[number].counts.any() for number in range(dataset.epoch_samples))
+    assert all(dataset[number].loss_mask.any() for number in range(dataset.epoch_samples))
     with pytest.raises(DataError, match="none is left"):
         built(config(path, tmp_path, long_conversations="drop"), seq_length=1)
 
@@ -185,7 +187,7 @@ def test_the_loader_gives_masks_documents_and_places(path: Path, tmp_path: Path)
                 and batch.labels[row].tolist() == sample.tokens[1:].tolist()
             )
             assert (
-                batch.loss_mask[row].tolist() == sample.counts.tolist()
+                batch.loss_mask[row].tolist() == sample.loss_mask.tolist()
                 and batch.documents[row].tolist() == sample.documents.tolist()
             )
             assert batch.positions[row].tolist() == within_documents(sample.documents[None])[0].tolist()

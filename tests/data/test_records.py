@@ -30,8 +30,8 @@ def _read(path: Path, tokenizer: Any) -> list[TokenizedConversation]:
 
 def _plain(conversation: TokenizedConversation) -> tuple[str, str]:
     """Text, and the part of it that is learned, of bytes."""
-    ids, learned = conversation.ids, conversation.learned
-    return BYTES.decode(ids[~learned].tolist()), BYTES.decode(ids[learned].tolist())
+    ids, loss_mask = conversation.ids, conversation.loss_mask
+    return BYTES.decode(ids[~loss_mask].tolist()), BYTES.decode(ids[loss_mask].tolist())
 
 
 ALPACA: dict[str, Any] = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
@@ -68,8 +68,8 @@ def test_they_are_the_chats_that_they_mean(folder: Path, tmp_path: Path) -> None
         for name, records in (("given", given), ("meant", meant))
     )
     assert [each.ids.tolist() for each in ours] == [each.ids.tolist() for each in theirs]
-    assert [each.learned.tolist() for each in ours] == [each.learned.tolist() for each in theirs]
-    assert all(each.learned.any() and not each.learned.all() for each in ours)
+    assert [each.loss_mask.tolist() for each in ours] == [each.loss_mask.tolist() for each in theirs]
+    assert all(each.loss_mask.any() and not each.loss_mask.all() for each in ours)
 
 
 def test_without_a_template_headings_part_question_and_answer(tmp_path: Path) -> None:

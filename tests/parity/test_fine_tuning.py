@@ -188,7 +188,7 @@ class Muted:
 
     def __getitem__(self, index: int) -> Any:
         sample = self.samples[index]
-        return replace(sample, counts=sample.counts & (index % 2 == 0))
+        return replace(sample, loss_mask=sample.loss_mask & (index % 2 == 0))
 
 
 def muted_on_rank(rank: int, size: int, flags: list[str]) -> list[tuple[float, float]]:
