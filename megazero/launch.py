@@ -23,9 +23,9 @@ from megazero.mpu.grid import Axes, ProcessGrid, axes_of, build_grid, stream_opt
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
 from megazero.system import threads
+from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN
 from megazero.telemetry.watchdog import die_with_parent
 
-EXIT_FAILURE, EXIT_CONFIG = 1, 2
 WAIT_FOR_OTHERS = 60.0
 """Seconds within which all ranks that a launcher stops have said that they were told: each imports torch first, on a
 host where all do so.
@@ -128,23 +128,23 @@ def _backend_for(device: torch.device, environment: Environment) -> str:
 
 
 def exit_status(main: Callable[[], None], environment: Environment) -> int:
-    """Run `main` and turn how it ends into the status of the process: 0, 2 for a wrong configuration,
-    1 for the rest.
+    """Run `main` and turn how it ends into the status of the process: 0, 2 for a wrong configuration, 130 for Ctrl-C
+    where nothing else hears it, 1 for the rest.
     """
     try:
         main()
     except ConfigError as error:
         _report_once(str(error), environment)
-        return EXIT_CONFIG
+        return MISTAKEN
     except PeerError as error:  # a consequence; who failed first says why, if it still can
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
-        return EXIT_FAILURE
+        return FAILED
     except KeyboardInterrupt:  # of a program that saves nothing
         print("interrupted", file=sys.stderr, flush=True)
-        return EXIT_FAILURE
+        return INTERRUPTED
     except Exception:
         _report_failure(traceback.format_exc(), environment)
-        return EXIT_FAILURE
+        return FAILED
     return 0
 
 
@@ -175,7 +175,7 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
             if store.check([WRONG]):
                 if environment.rank:
                     _record(RANK_0_SAYS, first=False)
-                leave(EXIT_CONFIG)
+                leave(MISTAKEN)
             told = store.add("megazero/told to stop", 1)
             while told < world and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -186,7 +186,7 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
             "only",
             first=True,
         )
-        leave(EXIT_FAILURE)
+        leave(FAILED)
     if environment.rank == 0:
         print(f"stopped by {signal} before the first step: there is nothing to save", flush=True)
     leave(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
-from megazero.cli.ending import FAILED
 from megazero.config.dtypes import compute_dtype
 from megazero.convert.changed import Trimmed
 from megazero.convert.convert import convert
@@ -14,6 +13,7 @@ from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
 from megazero.data.progress import to_stderr
+from megazero.system.status import FAILED
 
 MISTAKES = ConversionError, OSError
 

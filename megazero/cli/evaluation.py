@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import IO, NoReturn
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
+from megazero.cli.ending import end_rank
 from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
@@ -22,7 +23,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.documents import Document, indexed_documents, text_documents
 from megazero.evaluation.perplexity import Totals, Windowing, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
-from megazero.launch import Environment, exit_status, launch, leave
+from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
 
 
@@ -137,14 +138,10 @@ def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, secon
 
 def run(args: argparse.Namespace) -> NoReturn:
     """Evaluate as this rank, and end its process."""
-    environment = Environment.read()
 
-    def work() -> None:
-        check(args, environment.world_size)
-        try:
-            with launch(parallel_of(args), environment) as grid:
-                evaluate(args, grid)
-        except (ConversionError, DataError) as error:
-            raise ConfigError([str(error)]) from error
+    def work(here: Environment) -> None:
+        check(args, here.world_size)
+        with launch(parallel_of(args), here) as grid:
+            evaluate(args, grid)
 
-    leave(exit_status(work, environment))
+    end_rank(work, (ConversionError, DataError))

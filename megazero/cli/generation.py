@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
-from megazero.cli.ending import INTERRUPTED, reader_left
+from megazero.cli.ending import end_rank
 from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
@@ -27,7 +27,7 @@ from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import STANDARD_INPUT, read_prompts
 from megazero.inference.text import IdTokenizer
 from megazero.inference.text_generator import GenerationOptions, Prompt, TextGenerator
-from megazero.launch import Environment, exit_status, launch, leave
+from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
 
 A_WEEK = 7 * 24 * 60.0
@@ -161,25 +161,13 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
 
 def run(args: argparse.Namespace) -> NoReturn:
     """Generate as this rank, and end its process."""
-    environment = Environment.read()
 
-    def work() -> None:
-        check(args, environment.world_size)
+    def work(here: Environment) -> None:
+        check(args, here.world_size)
         parallel = parallel_of(args)
         if args.interactive:
             parallel = replace(parallel, distributed_timeout_minutes=A_WEEK)
-        try:
-            with launch(parallel, environment) as grid:
-                generate_on(args, grid)
-        except (ConversionError, DataError, FloatingPointError) as error:
-            raise ConfigError([str(error)]) from error
-        except BrokenPipeError:
-            raise SystemExit(reader_left()) from None
+        with launch(parallel, here) as grid:
+            generate_on(args, grid)
 
-    try:
-        status = exit_status(work, environment)
-    except SystemExit as leaving:
-        status = int(str(leaving.code))
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    leave(status)
+    end_rank(work, (ConversionError, DataError, FloatingPointError))

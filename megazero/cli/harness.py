@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from inspect import cleandoc
 from pathlib import Path
 
+from megazero.cli.ending import say, status_of
 from megazero.cli.parser import command_parser
 
 DESCRIPTION = """
@@ -38,12 +40,15 @@ def main(argv: Sequence[str]) -> int:
     """lm_eval's command line; its help has ours in front."""
     sys.argv = ["megazero harness", *argv]  # where lm_eval looks
     if not argv or {"-h", "--help"} & {*argv[:1]}:
-        print(command_parser("harness", DESCRIPTION, EXAMPLES).format_help())
-        print(f"What --model_args may name:\n\n{model_arguments()}\n\nAll else is lm_eval's:\n", flush=True)
+        ours = command_parser("harness", DESCRIPTION, EXAMPLES).format_help()
+        say(f"{ours}\nWhat --model_args may name:\n\n{model_arguments()}\n\nAll else is lm_eval's:\n")
         from lm_eval.__main__ import cli_evaluate
 
-        cli_evaluate()
-        return 0
+        def theirs() -> None:
+            with suppress(SystemExit):  # 0, behind a help
+                cli_evaluate()
+
+        return status_of(theirs)
     from megazero.cli.harness_run import run
 
     return run()

@@ -7,10 +7,10 @@ from contextlib import ExitStack, redirect_stdout
 from typing import NoReturn
 
 import megazero.cli.harness_model  # noqa: F401
-from megazero.config.source import ConfigError
+from megazero.cli.ending import end_rank
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
-from megazero.launch import Environment, exit_status, leave
+from megazero.launch import Environment
 
 # Behind the adapter, whose import says what to install where lm_eval is missing, and which tells lm_eval its name.
 from lm_eval.__main__ import cli_evaluate  # isort: skip
@@ -20,15 +20,11 @@ def run() -> NoReturn:
     """lm_eval's command line as this rank, whose process it ends. Rank 0 prints and writes; the other ranks compute the
     same and keep it for themselves.
     """
-    environment = Environment.read()
 
-    def work() -> None:
-        try:
-            with ExitStack() as stack:
-                if environment.rank:
-                    stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-                cli_evaluate()
-        except (ConversionError, DataError) as error:
-            raise ConfigError([str(error)]) from error
+    def work(here: Environment) -> None:
+        with ExitStack() as stack:
+            if here.rank:
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            cli_evaluate()
 
-    leave(exit_status(work, environment))
+    end_rank(work, (ConversionError, DataError))

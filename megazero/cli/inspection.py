@@ -11,8 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megazero.checkpoint.format import CheckpointError
-from megazero.cli.ending import reader_left
+from megazero.cli.ending import status_of
 from megazero.cli.inspection_text import shown, shown_difference
+from megazero.config.options import did_you_mean
 from megazero.convert.inspection import (
     Inspected,
     Record,
@@ -27,9 +28,12 @@ from megazero.convert.inspection import (
     tensor_statistics,
 )
 from megazero.convert.names import not_there
+from megazero.convert.source import NoCheckpoint
 from megazero.data.progress import Progress, to_stderr
+from megazero.system.status import FAILED
 
-DAMAGED, WRONG_ARGUMENTS = 1, 2
+NEAREST = 3
+"""Names that are offered for one that is not there."""
 
 
 class Mistake(Exception):
@@ -76,8 +80,10 @@ def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
         if args.tensor:
             names = [name for name in inspected.tensors.shapes if name == args.tensor or fnmatchcase(name, args.tensor)]
             if not names:
+                hint = did_you_mean(args.tensor, inspected.tensors.shapes, NEAREST)
                 raise Mistake(
-                    f"--tensor {args.tensor}: no tensor is called so; there are {', '.join(inspected.tensors.shapes)}"
+                    f"--tensor {args.tensor}: none of the {len(inspected.tensors.shapes)} tensors is called so{hint} "
+                    f"(megazero inspect {args.path} lists them)"
                 )
             record["statistics"] = {name: tensor_statistics(inspected, name) for name in names}
         if args.verify:
@@ -100,7 +106,7 @@ def told(args: argparse.Namespace) -> int:
             print(shown(record, args.all))
         for problem in problems:
             print(f"damaged: {problem}", file=sys.stderr)
-        return DAMAGED if problems else 0
+        return FAILED if problems else 0
     with ExitStack() as stack:
         first, second = (stack.enter_context(opened(path, args.format)) for path in (args.path, args.other))
         if holds_adapters(first) != holds_adapters(second):
@@ -109,20 +115,9 @@ def told(args: argparse.Namespace) -> int:
             )
         record = compare(first, second, counting("comparing", compared_bytes(first, second)))
     print(json.dumps(record) if args.json else shown_difference(record, args.all))
-    return DAMAGED if args.exit_code and not record["identical"] else 0
+    return FAILED if args.exit_code and not record["identical"] else 0
 
 
 def run(args: argparse.Namespace) -> int:
     """The same, with a line for what is wrong."""
-    try:
-        status = told(args)
-        sys.stdout.flush()
-        return status
-    except Mistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        return WRONG_ARGUMENTS
-    except BrokenPipeError:
-        return reader_left()
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return DAMAGED
+    return status_of(lambda: told(args), (Mistake, NoCheckpoint), failures=(CheckpointError, ValueError))

@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero import __version__
+from megazero.cli.ending import say, status_of
 from megazero.config.options import did_you_mean
+from megazero.system.status import MISTAKEN
 
 
 class Subcommand(NamedTuple):
@@ -50,7 +52,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
 )
 """By the word that calls it. Modules are those of this room."""
 
-UNKNOWN = 2
+HELP = "-h", "--help", "help"
 USAGE = "usage: megazero COMMAND [flags]\n       megazero COMMAND --help\n       megazero --version"
 EXAMPLES = """examples:
   megazero pretrain --ranks 2 --tp 2 --train-iters 20
@@ -84,13 +86,15 @@ def unknown(name: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The status of the command that the first word names; 2 where it names none."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name == "help" and rest and rest[0] not in HELP:
+        name, *rest = rest[0], "--help", *rest[1:]
     if name in SUBCOMMANDS:
-        return program(name)(rest)
-    if name in ("-h", "--help", "help"):
-        print(help_text())
+        return status_of(lambda: program(name)(rest))
+    if name in HELP:
+        say(help_text())
         return 0
     if name == "--version":
-        print(f"megazero {__version__}")
+        say(f"megazero {__version__}")
         return 0
     print(unknown(name) if name else f"{USAGE}\n\nmegazero: name a command", file=sys.stderr)
-    return UNKNOWN
+    return MISTAKEN

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
+
+from megazero.cli.ending import say
 
 
-def command_parser(name: str, description: str, examples: Sequence[str], epilog: str = "") -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """argparse's own is silent where its help does not arrive."""
+
+    def print_help(self, file: Any = None) -> None:
+        """Ends the program with a status where nobody reads on, or the output cannot be written."""
+        say(self.format_help().rstrip("\n"))
+
+
+def command_parser(name: str, description: str, examples: Sequence[str], epilog: str = "") -> Parser:
     """A parser without flags. description and epilog are shown as they are written."""
     shown = "\n".join(f"  {example}" for example in examples)
-    return argparse.ArgumentParser(
+    return Parser(
         f"megazero {name}",
         description=f"{description.strip()}\n\nexamples:\n{shown}",
         epilog=epilog,

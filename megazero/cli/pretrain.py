@@ -6,8 +6,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from megazero.cli.ending import say
 from megazero.cli.parser import taken_out
 from megazero.config.flags import read_command_line
+from megazero.config.help import requested_help
 from megazero.train.start import start_process
 
 RANKS = "--ranks"
@@ -15,7 +17,12 @@ BY_A_LAUNCHER = frozenset({"RANK", "WORLD_SIZE"})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns where ranks were started; the process of a rank ends with its status."""
+    """Returns where help was asked for or ranks were started; the process of a rank ends with its status."""
+    told = requested_help(argv)
+    if told is not None:
+        if os.environ.get("RANK", "0") == "0":  # one rank tells it
+            say(told.rstrip("\n"))
+        return 0
     count = ranks_to_start(argv, os.environ)
     if count is not None:
         argv, given = taken_out(argv, RANKS)[1], argv
@@ -36,7 +43,7 @@ def ranks_to_start(argv: Sequence[str], environment: Mapping[str, str]) -> int |
     command = read_command_line(argv).command
     if command.ranks is None or command.ranks < 1 or BY_A_LAUNCHER & environment.keys():
         return None
-    return None if command.help or command.help_all or command.starts_nothing else command.ranks
+    return None if command.starts_nothing else command.ranks
 
 
 def this_command(started: Sequence[str], argv: Sequence[str]) -> list[str]:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megazero.system.status import FAILED, MISTAKEN
 from megazero.telemetry.watchdog import STOPPING
 
-FAILURE, CONFIGURATION = 1, 2
 AGAIN = 1.0
 """Seconds until ranks are told once more: a signal may come before there are any. Being told twice changes nothing."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "900"
@@ -71,10 +71,10 @@ def _launched(count: int, command: Sequence[str]) -> int:
             for rank, failure in sorted(error.failures.items()):
                 if failure.exitcode < 0:  # it could say nothing itself
                     print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr, flush=True)
-            return CONFIGURATION if error.get_first_failure()[1].exitcode == CONFIGURATION else FAILURE
+            return MISTAKEN if error.get_first_failure()[1].exitcode == MISTAKEN else FAILED
         except SignalException as error:
             print(f"ended by {error.sigval.name}: nothing was saved", file=sys.stderr, flush=True)
-            return FAILURE
+            return FAILED
     return 0
 
 

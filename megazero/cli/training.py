@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megazero.cli.ending import say
 from megazero.config.parse import parse_arguments
 from megazero.data.progress import silent, to_stderr
 from megazero.launch import Environment, exit_status, launch, leave
@@ -22,7 +23,7 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
     if parsed.command.starts_nothing:
         told = answer(parsed, environment.world_size)
         if environment.rank == 0:
-            print(told)
+            say(told)
         return
     prepared = prepare(parsed.run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
     with launch(prepared.run.parallel, environment) as grid:

@@ -164,11 +164,11 @@ def did_you_mean_key(key: str, known: Iterable[str]) -> str:
     return f"; here it is {elsewhere}" if elsewhere else did_you_mean(key.replace("-", "_"), known)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing where nothing is near."""
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+    """`; did you mean X?`, with the nearest names, or nothing where nothing is near."""
     bare = {name.lstrip("-"): name for name in sorted(set(known))}  # dashes that all have in common are no likeness
-    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.66)
-    return f"; did you mean {bare[near[0]]}?" if near else ""
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=most, cutoff=0.66)
+    return f"; did you mean {' or '.join(bare[name] for name in near)}?" if near else ""
 
 
 def sentences(cls: type) -> dict[str, str]:

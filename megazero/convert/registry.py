@@ -15,7 +15,7 @@ from megazero.convert.lora.registered import FORMAT as PEFT
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DEEPSPEED
 from megazero.convert.names import not_there
-from megazero.convert.source import ConversionError, Source
+from megazero.convert.source import ConversionError, NoCheckpoint, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
 from megazero.system.reading import BOUNDS, Unreadable
 
@@ -27,14 +27,14 @@ def format_table() -> Mapping[str, Format]:
 
 
 def recognise(path: Path) -> str:
-    """The name of a checkpoint's format. Raises ConversionError that says what was looked for."""
+    """The name of a checkpoint's format. Raises NoCheckpoint that says what was looked for, ConversionError."""
     for name, known in format_table().items():
         with _readable(path, name):
             if known.recognises(path):
                 return name
     if not path.exists():
-        raise ConversionError(not_there(path))
-    raise ConversionError(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
+        raise NoCheckpoint(not_there(path))
+    raise NoCheckpoint(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
 
 
 _MISSHAPEN = (

@@ -34,6 +34,10 @@ class ConversionError(ValueError):
     """A checkpoint cannot be read or written as asked. The message says what is wrong, where, and what would help."""
 
 
+class NoCheckpoint(ConversionError):
+    """There is nothing at this path, or nothing of a known format."""
+
+
 @dataclass(frozen=True)
 class SourcePosition:
     """How far the training was when the checkpoint was written; zeros where the format does not say.

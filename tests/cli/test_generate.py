@@ -110,7 +110,7 @@ def test_nobody_reads(model: Path) -> None:
         "--prompt",
         "a",
         "--num-samples",
-        "40",
+        "100",
         "--json",
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -118,6 +118,7 @@ def test_nobody_reads(model: Path) -> None:
         [*command, "--max-new-tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     ) as process:
         assert process.stdout is not None and process.stderr is not None
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # so that it cannot have written all by then
         assert process.stdout.readline().startswith(b'{"prompt"')
         process.stdout.close()
         complaints = process.stderr.read().decode()

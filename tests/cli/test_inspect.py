@@ -211,10 +211,16 @@ def test_home_folders(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_mistakes_have_status_2(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "folder" / "deeper").mkdir(parents=True)
+    (tmp_path / "text.txt").write_text("no checkpoint\n")
     for words, told in (
         ((tmp_path / "nowhere",), "nowhere: there is no such checkpoint"),
         ((tmp_path / "empty",), "is empty"),
-        ((root, "--tensor", "blocks.9.*"), "no tensor is called so"),
+        ((root, "--tensor", "blocks.9.*"), "--tensor blocks.9.*: none of the 23 tensors is called so"),
+        ((root, "--tensor", "blocks.1.dwon.weight"), "is called so; did you mean blocks.1.down.weight or blocks."),
+        ((tmp_path / "text.txt",), "text.txt holds no checkpoint of a known format"),
+        ((tmp_path / "text.txt", root), "text.txt holds no checkpoint of a known format"),
+        ((root, tmp_path / "folder"), "folder holds no checkpoint of a known format"),
         ((root, "--exit-code"), "give OTHER too"),
         ((root, root, "--verify"), "leave OTHER out"),
         ((root, "--threads", "0"), "at least 1"),

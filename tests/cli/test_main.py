@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ sys.argv = ["gpu_test.py", "--help"]
 helps["gpu_test"] = said(runpy.run_module, "tools.gpu_test", None, "__main__")
 print(json.dumps([helps, [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules]]))
 """
+
+
+def ended(words: list[str]) -> int:
+    """The status of the command in this process."""
+    try:
+        return main(words)
+    except SystemExit as end:  # argparse's way
+        return int(end.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +102,51 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"megazero {megazero.__version__}\n"
 
 
-def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
-    """As with `| head`: 141, which is what a shell says of SIGPIPE."""
-    command = [sys.executable, "-m", "megazero", "draw-schedule"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+@pytest.mark.parametrize("words", ["draw-schedule", "prepare-data --help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_ends_a_command_quietly(words: str, unbuffered: str) -> None:
+    """As with `| head`: 141, which is what a shell says of SIGPIPE. Python itself fails at its exit, with 120."""
+    command = [sys.executable, "-m", "megazero", *words.split()]
+    pipe, environment = subprocess.PIPE, os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (141, b"")
+
+
+TELLING = ("--help", "--version", "help pretrain", "pretrain --help-all", "generate --help", "plan-schedule -h")
+
+
+@pytest.mark.parametrize("words", TELLING)
+def test_help_that_nobody_gets_has_a_status(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reader of a pipe has left; the disk under a file is full."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    for place, status in ((writes, 141), ("/dev/full", 1)):
+        with open(place, "w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            assert ended(words.split()) == status
+        told = capsys.readouterr().err.splitlines()
+        assert told == ["error: the standard output cannot be written: No space left on device"] * (status == 1)
+
+
+def test_help_goes_out_where_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in TELLING:
+        monkeypatch.setattr(sys, "stdout", None)
+        assert ended(words.split()) == 0
+
+
+def test_help_may_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for words in ("help pretrain", "pretrain --help", "help pretrain --help-all", "pretrain --help-all"):
+        assert ended(words.split()) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2] == said[3]
+    assert ended(["help", "help"]) == 0 and "commands:" in capsys.readouterr().out
+    assert ended(["help", "pretrian"]) == 2 and "did you mean pretrain?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -120,12 +166,9 @@ def test_what_cannot_be_done_is_one_line(
 ) -> None:
     """And a file that stands where a folder should be is what it was."""
     (file := tmp_path / "text.txt").write_text("one two three\n" * 20)
-    try:
-        ended = main(words.format(file=file, folder=tmp_path).split())
-    except SystemExit as end:  # argparse's way
-        ended = int(end.code or 0)
+    assert ended(words.format(file=file, folder=tmp_path).split()) == status
     said = capsys.readouterr().err
-    assert ended == status and told.format(file=file) in said.splitlines()[-1], said
+    assert told.format(file=file) in said.splitlines()[-1], said
     assert file.read_text() == "one two three\n" * 20 and "training a byte-level" not in said
 
 
