@@ -18,7 +18,7 @@ from megazero.convert.registry import format_table
 ROOT = Path(__file__).resolve().parents[2]
 HELPS = """
 import contextlib, io, json, runpy, sys
-from megazero.cli.main import COMMANDS, main
+from megazero.cli.main import SUBCOMMANDS, main
 
 def said(program, *words):
     out = io.StringIO()
@@ -26,7 +26,7 @@ def said(program, *words):
         program(*words)
     return out.getvalue()
 
-helps = {name: said(main, [name, "--help"]) for name in COMMANDS}
+helps = {name: said(main, [name, "--help"]) for name in SUBCOMMANDS}
 sys.argv = ["gpu_test.py", "--help"]
 helps["gpu_test"] = said(runpy.run_module, "tools.gpu_test", None, "__main__")
 print(json.dumps([helps, [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules]]))
