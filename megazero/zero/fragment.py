@@ -1,4 +1,4 @@
-"""A fragment: what ZeRO leaves one rank of one parameter, with its values and without."""
+"""Fragments: the part of one parameter whose state ZeRO gives to one rank, with its values and without."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megazero.mpu.parameter import ParameterSpec
 
 @dataclass(frozen=True)
 class FragmentSpec:
-    """Elements [start, stop), in row-major order, of the box that `spec` names: a fragment without its values.
+    """A fragment without its values: elements [start, stop), in row-major order, of the box of `spec`.
 
-    Layout arithmetic knows the fragments of every rank by these.
+    Layout arithmetic computes these for any rank.
     """
 
     spec: ParameterSpec
@@ -26,14 +26,14 @@ class FragmentSpec:
 
 @dataclass(frozen=True)
 class Fragment(FragmentSpec):
-    """A fragment with one contiguous 1-D tensor of `numel` elements per column; a column that is missing is None.
+    """A fragment with one contiguous 1-D tensor of `numel` elements per column; None for a column that does not exist.
 
-    The tensors of a model state are views of its memory: a save reads them and a load writes into them. In a file that
-    is being written, a column may also be a `checkpoint.blocks.DeferredTensor`.
+    The tensors of a model state are views of its memory: a save reads them and a load writes into them. While a file is
+    written, a column may also be a `checkpoint.blocks.DeferredTensor`.
 
-    weight      the master weight
-    exp_avg     the first moment; with sgd its momentum
-    exp_avg_sq  the second moment
+    weight      the master weight, or the parameter where it is its own master
+    exp_avg     Adam's first moment; the momentum of sgd
+    exp_avg_sq  Adam's second moment
     """
 
     weight: Any = None

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: values, and nothing else of them."""
+"""Parameters that are not trained: their values only, without gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
 from megazero.zero.layout import UNSHARED, pack
 
 FROZEN = "frozen"
-"""What their bytes are called beside those of the columns."""
+"""Their key in a table of bytes by column."""
 
 
 def parameters_by_name(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> dict[str, Parameter]:
-    """The trained parameters of the units of these chunks, or the others; one that two chunks share comes once."""
+    """The trained (or the frozen) parameters of the units of these chunks. One that two chunks share comes once."""
     by_name: dict[str, Parameter] = {}
     for parameter in (p for units in chunks for unit in units for p in unit.parameters() if p.requires_grad == trained):
         spec = spec_of(parameter)
@@ -27,16 +27,17 @@ def parameters_by_name(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) 
 
 
 def specs_by_unit(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> list[list[list[ParameterSpec]]]:
-    """Their specs by chunk and unit, as `layout.pack` takes them."""
+    """The specs of the trained (or the frozen) parameters by chunk and unit, as `layout.pack` takes them."""
     return [
         [[spec_of(p) for p in unit.parameters() if p.requires_grad == trained] for unit in units] for units in chunks
     ]
 
 
 class FrozenParameters:
-    """The frozen parameters of a rank's chunks, moved into flat memory, zero at first.
+    """The frozen parameters of a rank's chunks, moved into flat buffers. Their values are zero at first.
 
-    They lie as buckets of one member do, so that matrices that are multiplied as one (gate and up) stay side by side.
+    They are packed like buckets of a group of one, so that matrices that are multiplied as one (gate and up) stay
+    adjacent.
     """
 
     def __init__(self, chunks: Sequence[Sequence[nn.Module]], device: torch.device, bucket_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Parameters from their owners to all ranks after a step, under way while the next forward already runs."""
+"""All-gather of updated parameters after a step, overlapped with the next forward."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ParameterGatherer:
     """Gathers the parameter column bucket by bucket, in forward order.
 
     column    the parameter column, whole on every rank
-    state     an optimizer column: where it is not sharded, every rank updates everything and nothing travels
-    units     modules in forward order; before each runs, the buckets with its parameters are waited for
-    overlap   whether that is left to the units' forward; else `launched_all` waits
+    state     an optimizer column: if it is not sharded, every rank updates everything and nothing is communicated
+    units     modules in forward order. A hook waits, before a unit's forward, for the buckets with its parameters
+    overlap   wait only in these hooks; else `launched_all` waits for all buckets
     """
 
     def __init__(
@@ -39,9 +39,8 @@ class ParameterGatherer:
             unit.register_forward_pre_hook(partial(self._before_forward, needed))
 
     def launch(self, index: int) -> None:
-        """Start gathering bucket `index`, whose owned range has been updated.
-
-        One all-gather over the bucket's group.
+        """Start to gather bucket `index` after this rank has updated its range. Communicates an all-gather over its
+        group.
         """
         assert index not in self._gathers
         if self.state.is_sharded:
@@ -51,12 +50,12 @@ class ParameterGatherer:
             )
 
     def launched_all(self) -> None:
-        """Every bucket has been launched."""
+        """Called after every bucket has been launched. Without overlap it waits for all of them."""
         if not self.overlap:
             self.wait()
 
     def wait(self) -> None:
-        """Until all parameters are those of the last step."""
+        """Return once all launched buckets have been gathered."""
         for index in list(self._gathers):
             self._gathers.pop(index).wait()
 

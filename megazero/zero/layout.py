@@ -1,7 +1,7 @@
-"""How parameters lie in flat buckets: arithmetic on parameters' specs, the same for this rank and for any other.
+"""How parameters are packed into flat buckets: arithmetic on parameters' specs, for this rank and for any other.
 
-A bucket is one flat buffer per column (parameter, gradient, master weight, moments) and one message per collective.
-Checkpoints and the planner call these functions for ranks whose memory they never see.
+A bucket is one flat buffer per column (parameter, gradient, master weight, moments). A collective sends one bucket.
+Checkpoints and the planner call these functions for other ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
 
 UNSHARED = dict.fromkeys(StateGroup, 1)
-"""Group sizes of memory that every rank holds whole: frozen parameters."""
+"""Group sizes for memory that is never sharded: frozen parameters."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter and the element of the bucket at which it begins."""
+    """A parameter and its offset in the bucket, in elements."""
 
     spec: ParameterSpec
     offset: int
@@ -32,21 +32,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class BucketFragment(FragmentSpec):
-    """A fragment that lies at `offset` of its bucket."""
+    """A fragment and its offset in its bucket, in elements."""
 
     offset: int
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Parameters of one model chunk side by side: the decayed ones, then the others, then unused elements.
+    """The parameters of a bucket: those with weight decay, then the others, then unused elements.
 
-    chunk    model chunk of the rank, in the order of its stages
-    entries  parameters, without gaps
+    chunk    the rank's own number of the model chunk to which they belong
+    entries  the parameters, without gaps
     decayed  elements [0, decayed) have weight decay
     used     elements [0, used) belong to parameters
     numel    `used` rounded up to a multiple of the group's size N; where that adds little, of 8 N (see `_padded`)
-    group    the ranks that hold all of its parameters, reduce their gradients and share out their state
+    group    the ranks that hold these parameters, reduce their gradients and shard their state
     """
 
     chunk: int
@@ -57,15 +57,13 @@ class BucketLayout:
     group: StateGroup
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
-        """Range of the bucket that member `index` of a group of `size` owns."""
+        """Range (start, stop) of the bucket that member `index` of a group of `size` owns, in elements."""
         assert self.numel % size == 0, (self.numel, size)
         part = self.numel // size
         return index * part, (index + 1) * part
 
     def fragments(self, start: int, stop: int) -> Iterator[BucketFragment]:
-        """What of each parameter lies in [start, stop) of the bucket, without vocabulary padding and
-        the unused tail.
-        """
+        """The fragments in [start, stop) of the bucket, without vocabulary padding and the unused tail."""
         for entry in self.entries:
             first, last = max(start, entry.offset), min(stop, entry.offset + entry.spec.stored_numel)
             if first < last:
@@ -77,13 +75,13 @@ def pack(
 ) -> tuple[BucketLayout, ...]:
     """Buckets of one rank, in forward order.
 
-    chunks       specs by model chunk and unit (embedding, blocks, head), in forward order; a name that comes again
-                 is the same parameter, which belongs to where it came first
-    sizes        ranks in each group that some spec names
-    bucket_size  elements after which a bucket is closed. No bucket spans two chunks or two groups; one parameter is
-                 never cut, so a larger one makes a larger bucket
+    chunks       specs by model chunk and unit (embedding, blocks, head), in forward order. A name that comes again is
+                 the same parameter and is packed where it came first
+    sizes        number of ranks in each group that some spec names
+    bucket_size  elements that a bucket holds at most. A parameter is never split, so a larger one makes a larger bucket
 
-    Matrices of equal shape that follow each other in a unit (gate and up) stay in one bucket, side by side.
+    No bucket spans two chunks or two groups. Matrices of equal shape that follow each other in a unit (gate and up) are
+    adjacent in one bucket.
     """
     buckets: list[BucketLayout] = []
     seen: set[str] = set()
@@ -112,7 +110,7 @@ def _numel(specs: Iterable[ParameterSpec]) -> int:
 
 
 def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Runs that share a bucket: a matrix with the bias after it, and matrices of equal shape that follow each other."""
+    """Runs of parameters that share a bucket: a matrix with its bias, and consecutive matrices of equal shape."""
     runs: list[list[ParameterSpec]] = []
     matrix: ParameterSpec | None = None
     for spec in specs:
@@ -142,27 +140,28 @@ def _bucket(chunk: int, specs: Sequence[ParameterSpec], sizes: Mapping[StateGrou
 
 
 def _padded(used: int, size: int) -> int:
-    """Elements of a bucket that `size` members share equally.
+    """`used` rounded up so that `size` members own equal shards.
 
-    Shards of whole groups of 8 begin where 16 bytes do, of 16-bit and of wider columns: kernels read and write so much
-    at once, and messages are aligned. Buckets that this would lengthen by more than a 64th do without.
+    Shards are multiples of 8 elements, so that they begin at multiples of 16 bytes in 16-bit and wider columns: kernels
+    read and write 16 bytes at once, and messages are aligned. Buckets that this would lengthen by more than 1/64 are
+    only rounded up to a multiple of `size`.
     """
     unit = 8 * size if used >= 512 * size else size
     return math.ceil(used / unit) * unit
 
 
 def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
-    """Ranks in each group, of those that a rank at `at` may be in."""
+    """Number of ranks in each of the groups of the rank at `at`."""
     return {group: len(axes.state_ranks(group, at)) for group in StateGroup}
 
 
 def owned_fragments(
     chunks: Sequence[Sequence[Sequence[ParameterSpec]]], axes: Axes, at: Coordinates, bucket_size: int
 ) -> Iterator[tuple[int, BucketFragment]]:
-    """(bucket number, fragment) for all that the rank at `at` owns, whatever the ZeRO stage: what
-    `ShardedOptimizer.fragments` covers there.
+    """(bucket number, fragment) for all fragments that the rank at `at` owns, at any ZeRO stage.
 
-    Over all ranks that is every element once, but for parameters replicated over tp, which every tp rank owns.
+    On that rank `ShardedOptimizer.fragments` gives the same fragments with values. Over all ranks they cover every
+    element once; parameters replicated over tp are owned once by each tp rank.
     """
     for number, layout in enumerate(pack(chunks, group_sizes(axes, at), bucket_size)):
         members = axes.state_ranks(layout.group, at)

@@ -1,4 +1,4 @@
-"""The optimizer over the ranges that this rank updates, and what a checkpoint sees of them."""
+"""The optimizer over the ranges that this rank updates, and their fragments for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 
 ADAM = {"megazero": adam_step, "apex": apex.adam_step}
-"""By --optimizer-impl."""
+"""The Adam kernel by --optimizer-impl."""
 
 
 class ShardedOptimizer:
     """AdamW, Adam or SGD on flat ranges: this rank's shards (ZeRO-1, 2), or whole buckets on every rank (ZeRO-0).
 
-    A step is `finish_reduction`, `sum_of_squares` (to be summed over all ranks), `step`. Nothing in them reads a value
-    back from the device.
+    (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.) A step is `finish_reduction`, `sum_of_squares` (which the caller
+    sums over all ranks), `step`. None of them waits for the device.
 
-    step_count  0-dim float64 tensor on the device: steps that were not skipped
+    step_count  0-dim float64 tensor on the device: number of steps that were not skipped
     """
 
     def __init__(self, state: ModelState, cfg: OptimizerConfig, grid: ProcessGrid) -> None:
@@ -37,16 +37,19 @@ class ShardedOptimizer:
         self._replicas = [view for index in range(len(state.buckets)) for view in self._gradients(index, counted=False)]
 
     def finish_reduction(self) -> None:
-        """Wait until the gradients of the step are summed over dp (and tied stages, and tp where they are partial)."""
+        """Wait until the step's gradients are summed over their groups, and over tp where they are partial.
+
+        Communicates the reductions that have not been launched yet (`reducer.GradientReducer`).
+        """
         self.state.reducer.finish()
 
     def sum_of_squares(self) -> Tensor:
-        """This rank's share of the squared norm of the summed gradients, 0-dim float64; communicates nothing.
+        """This rank's part of the squared norm of the reduced gradients, 0-dim float64. Communicates nothing.
 
-        Over all ranks of the world the shares add up to the squared norm of the global model's gradient, each element
-        counted once: the owner of a range counts it, parameters replicated over tp count on tp rank 0, a tied embedding
-        is owned once by the group of both its stages, padding is left out. A replica that does not count makes the sum
-        NaN where it is not finite: a fault on one tp rank must not be applied there and nowhere else.
+        Summed over all ranks of the world, the parts are the squared norm of the whole model's gradient. Each element
+        counts once: the owner of a range counts it, and parameters replicated over tp count on tp rank 0. A tied
+        embedding is owned once within the group of both its stages. Padding does not count. The other tp ranks add NaN
+        if their replica of a gradient is not finite, so that a fault on one tp rank makes all ranks skip the step.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for view in self._counted:
@@ -56,12 +59,13 @@ class ShardedOptimizer:
         return total
 
     def step(self, lr: float, multiplier: Tensor, skip: Tensor) -> None:
-        """Update the weights with the gradients times `multiplier`, start gathering them, and forget the gradients.
+        """Update the weights with the gradients times `multiplier`, start to gather them, and reset the gradients.
 
-        multiplier  0-dim: clipping times unscaling
-        skip        0-dim bool, the same on all ranks: weights, moments and the step count stay as they are, bit by bit
+        lr          learning rate of this step
+        multiplier  0-dim on the device: clip coefficient / loss scale
+        skip        0-dim bool on the device, the same on all ranks: weights, moments and step count keep their bits
 
-        Communicates (ZeRO-1, 2): one all-gather per bucket over its group, awaited by the next forward.
+        Communicates under ZeRO-1 and 2: one all-gather per bucket over its group, for which the next forward waits.
         """
         self.state.wait_parameters()
         number = self.step_count + 1.0
@@ -74,10 +78,9 @@ class ShardedOptimizer:
         self.state.reducer.reset()
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank owns, whatever the ZeRO stage. `layout.owned_fragments` gives the same list for any rank,
-        without values.
+        """The fragments that this rank owns, at any ZeRO stage. `layout.owned_fragments` lists them for any rank.
 
-        Parameters replicated over tp come on every tp rank; one of them is enough to write, each is needed to load.
+        Every tp rank owns the parameters that are replicated over tp: a save needs one of them, a load must fill each.
         To load, write into the tensors, set `step_count`, and call `after_load`.
         """
         self.state.wait_parameters()
@@ -97,9 +100,10 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Make parameters and replicated columns those of the owners, whose fragments have been filled.
+        """Update parameters and replicated columns from the owners' fragments, which a load has filled.
 
-        Communicates per bucket over its group: an all-gather of the parameters, under ZeRO-0 of every optimizer column.
+        Communicates per bucket over its group: under ZeRO-0 an all-gather of every optimizer column, else an all-gather
+        of the parameters.
         """
         table, weights = self.state.columns, self.state.weights
         for index, bucket in enumerate(self.state.buckets):
@@ -113,9 +117,7 @@ class ShardedOptimizer:
         self.state.wait_parameters()
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
-        """Parts of this rank's shard of the gradient that count in the norm here, or that do not; neighbours are one
-        view.
-        """
+        """Views of this rank's gradient shard that count in the norm here (or do not). Adjacent ones are merged."""
         bucket = self.state.buckets[index]
         runs: list[tuple[int, int]] = []
         for fragment in bucket.layout.fragments(*bucket.shard):
@@ -128,9 +130,7 @@ class ShardedOptimizer:
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
 
     def _decay_ranges(self, index: int) -> Iterator[tuple[int, int, float]]:
-        """What this rank updates of a bucket, as (start, stop, weight decay): at most two ranges, the unused tail left
-        out.
-        """
+        """The ranges of a bucket that this rank updates, as (start, stop, weight decay): two at most."""
         layout = self.state.buckets[index].layout
         first, last = self.state.columns[Column.EXP_AVG].range_of(index)
         for start, stop, decay in ((0, layout.decayed, self.cfg.weight_decay), (layout.decayed, layout.used, 0.0)):

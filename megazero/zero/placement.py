@@ -1,8 +1,7 @@
-"""ZeRO as a table: stage -> column of the model state -> replicated or sharded.
+"""ZeRO as a table: stage -> column of the model state -> replicated or sharded (arXiv:1910.02054).
 
-The model state differs between the stages in nothing else. One thing outside it follows from a sharded gradient: when
-gradients are reduced (`pipeline.build.reduces_every_micro_batch`). The arithmetic that follows (bytes per rank, bytes
-that travel) is DESIGN's "ZeRO arithmetic" (Rajbhandari et al. 2020, arXiv:1910.02054).
+The model states of the stages differ in this table only. Outside the model state, a sharded gradient decides when
+gradients are reduced (`pipeline.build.reduces_every_micro_batch`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 
 class Column(Enum):
-    """What is kept of a parameter."""
+    """The kinds of model state: the values that are kept for each element of a parameter."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"
@@ -23,7 +22,10 @@ class Column(Enum):
 
 
 class Placement(Enum):
-    """How the ranks that hold the same parameters share a column; the words are those of torch.distributed.tensor."""
+    """How the ranks that hold the same parameters hold a column: each the whole of it, or each a shard.
+
+    The words are those of torch.distributed.tensor.
+    """
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
@@ -44,7 +46,7 @@ PLACEMENTS: dict[int, dict[Column, Placement]] = {
     1: _row(Placement.REPLICATED, Placement.REPLICATED, Placement.SHARDED),
     2: _row(Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
 }
-"""By ZeRO stage. A sharded gradient means that only the owner's range outlives a reduction."""
+"""By ZeRO stage. Of a sharded gradient a rank keeps only its own range after a reduction."""
 
 
 def placements(zero_stage: int) -> dict[Column, Placement]:
@@ -57,8 +59,8 @@ def placements(zero_stage: int) -> dict[Column, Placement]:
 def columns(parameter_dtype: torch.dtype, state_dtype: torch.dtype, optimizer: str) -> dict[Column, torch.dtype]:
     """The columns that exist, with their dtypes.
 
-    A master weight exists only where the parameter is narrower than it; otherwise the parameter is its own master.
-    sgd has no second moment, its momentum is `EXP_AVG`.
+    A master weight exists only where the parameter has a narrower dtype; otherwise the parameter is its own master.
+    sgd has no second moment; its momentum is `EXP_AVG`.
     """
     dtypes = {Column.PARAMETER: parameter_dtype, Column.GRADIENT: state_dtype}
     if parameter_dtype != state_dtype:

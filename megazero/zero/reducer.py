@@ -1,10 +1,10 @@
-"""Gradients from backward to their owners.
+"""Accumulation of gradients in buckets and their reduction to the owners.
 
 Gradients are summed in the bucket's flat buffer (fp32 for 16-bit parameters). A layer's backward writes or adds its
-part there itself (`mpu.gradient`); what autograd accumulates is added when it has finished, and freed. When a bucket of
-the armed chunk is complete it is reduced over its group while backward goes on. All ranks of a group launch the same
-buckets in the same order: last bucket of the chunk first, each once those before it have been launched, whatever
-arrives when.
+part there itself (`mpu.gradient`). A gradient that autograd accumulates is added when it is complete, and freed. In a
+backward that reduces, the chunk is armed: a bucket is reduced over its group as soon as it is complete, while backward
+goes on. All ranks of a group launch the same buckets in the same order, the last bucket of the chunk first. A bucket
+that is complete earlier waits for its turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megazero.mpu.parameter import ParameterKind
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
 IN_FLIGHT = 2
-"""Reductions under way at once where each holds memory of its own (sharded gradients, or a cast copy)."""
+"""Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
 
 Arrived = tuple[frozenset[int], ...]
 
@@ -45,8 +45,8 @@ class _BucketReduction:
 class _Target:
     """The gradient target of one parameter.
 
-    It does not keep the reducer alive: torch's hooks are invisible to the garbage collector, so the ring of parameter,
-    hook, reducer, bucket and parameter would never be freed, nor the process groups in it.
+    It has a weak reference to the reducer. The garbage collector cannot see torch's hooks: with a strong reference the
+    cycle of parameter, hook, reducer, bucket and parameter, and the process groups in it, would never be freed.
     """
 
     def __init__(self, reducer: GradientReducer, index: int, entry: int) -> None:
@@ -59,7 +59,7 @@ class _Target:
         reducer.take(*self._at, write)
 
     def take_from(self, parameter: Tensor) -> None:
-        """Autograd has finished `parameter.grad`; None where a layer has handed the gradient to the target instead."""
+        """Add `parameter.grad`, which autograd has completed. It is None where a layer has used the target itself."""
         gradient = parameter.grad
         if gradient is not None:
             self.add(partial(put, gradient))
@@ -70,17 +70,17 @@ class GradientReducer:
     """Accumulates and reduces the gradients of all buckets of a rank; a `pipeline.engine.GradientSink`.
 
     buckets   in forward order
-    column    the gradient column. Sharded (ZeRO-2): a bucket's whole gradient lives in a buffer of the pool from its
-              first arrival to its reduction, whose result is added to the shard
-    state     an optimizer column: what it holds of a bucket is what a reduction has to deliver. Sharded:
-              reduce-scatter, else all-reduce
-    dtype     dtype that travels
-    overlap   reduce during backward, else when it is over; the results are the same bits
+    column    the gradient column. If it is sharded (ZeRO-2), a bucket's whole gradient is in a buffer of the pool from
+              its first part to its reduction, whose result is added to the shard
+    state     an optimizer column. A reduction delivers the range that this column stores: by a reduce-scatter if it is
+              sharded, else by an all-reduce
+    dtype     dtype in which gradients are communicated
+    overlap   reduce during backward; else at its end. The results have the same bits
     tp        group over which tp_partial gradients are summed
 
-    Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its group; per step: one
-    all-reduce over tp of this rank's share of all tp_partial gradients together. Sums over dp and tp commute, so tp
-    goes last: once per step, and only over what this rank updates.
+    Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its group. Per step: one
+    all-reduce over tp of all tp_partial gradients that this rank updates. Sums over dp and tp commute, so the sum over
+    tp comes last: once per step, and only over the elements that this rank updates.
     """
 
     def __init__(
@@ -108,9 +108,7 @@ class GradientReducer:
         self._completed = [False] * len(buckets)
         self._armed: int | None = None
         self._deferred: dict[tuple[int, int], list[tuple[int, int, Write]]] = {}
-        """What backwards of (chunk, micro-batch) left for `run_deferred`: (bucket, entry, write), in the order of
-        arrival.
-        """
+        """Deferred gradients of each (chunk, micro-batch): (bucket, entry, write) in order of arrival."""
         self._deferring: list[tuple[int, int, Write]] | None = None
         self._missing: dict[int, Counter[int]] = {}
         self._queue: list[int] = []
@@ -129,11 +127,14 @@ class GradientReducer:
     # --- what the engine calls -------------------------------------------------------------------------------------
 
     def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
-        """A backward of model chunk `chunk` begins. reduce: its buckets are reduced with what has arrived by its end.
-        defer: number of its micro-batch; what can wait does, for `run_deferred`.
+        """Called before a backward of model chunk `chunk`.
 
-        A bucket whose group spans stages (a tied embedding's) is left for `finish`: the first stage's part is complete
-        only with the step's last backward, and the last stage would hold one buffer per micro-batch that is under way.
+        reduce  reduce the chunk's buckets during this backward or at its end
+        defer   number of the micro-batch: gradients that can wait are made by `run_deferred`. None: none waits
+
+        A bucket whose group spans stages (a tied embedding's) is reduced by `finish`. Its part on the first stage is
+        complete only after the step's last backward, and the last stage would need a buffer for each micro-batch until
+        then.
         """
         assert self._armed is None and self._deferring is None, "one backward at a time"
         if defer is not None:
@@ -145,7 +146,7 @@ class GradientReducer:
             self._missing = {i: Counter(dict(enumerate(self.buckets[i].uses))) for i in self._queue}
 
     def after_backward(self, chunk: int) -> None:
-        """The backward is over: what is not reduced yet is now, parameters without a gradient counting as zero."""
+        """Called after a backward. If it reduces, launch the buckets that are left; missing gradients count as zero."""
         self._deferring = None
         if self._armed == chunk:
             while self._queue:
@@ -154,12 +155,13 @@ class GradientReducer:
 
     @torch.no_grad()
     def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
-        """Make and add the gradients that this backward left; each frees what it was made from. reduce: as in
-        `before_backward`.
+        """Make and add the gradients that the backward of this micro-batch deferred; free the tensors that they needed.
+
+        reduce: as in `before_backward`.
         """
         held = self._deferred.pop((chunk, micro_batch))
         self.before_backward(chunk, reduce)
-        if reduce:  # nothing else comes any more
+        if reduce:  # only the deferred gradients are still missing
             self._missing = {i: Counter(entry for index, entry, _ in held if index == i) for i in self._queue}
         held.reverse()
         while held:
@@ -167,8 +169,9 @@ class GradientReducer:
         self.after_backward(chunk)
 
     def finish(self) -> None:
-        """Wait until every gradient is reduced: the column's shards (or the replicated column) hold the sum over dp and
-        tp.
+        """Launch the reductions that are left, wait for all, and sum tp_partial gradients over tp.
+
+        After it, the elements that this rank updates are summed over their group (and tp). All ranks call this.
         """
         assert self._armed is None and not self._deferred, "a backward is still under way"
         for index in reversed(range(len(self.buckets))):
@@ -179,28 +182,26 @@ class GradientReducer:
         self._sum_partials()
 
     def reset(self) -> None:
-        """Forget the gradients: the next ones start a new sum."""
+        """Forget the gradients: the next ones begin a new sum."""
         self._launched = [False] * len(self.buckets)
         self._completed = [False] * len(self.buckets)
 
     def arrived(self) -> Arrived:
-        """Which entries of each bucket hold a part of the sum that is being made."""
+        """For each bucket, the entries of which a gradient has arrived since its last reduction."""
         return tuple(map(frozenset, self._arrived))
 
     def say_arrived(self, arrived: Arrived) -> None:
-        """Gradients have been written or added without `take`, by a graph that was captured when they
-        came through it.
-        """
+        """Set what `arrived` returns, after a CUDA graph has written or added gradients without calling `take`."""
         self._arrived = [set(entries) for entries in arrived]
 
     # --- one gradient ----------------------------------------------------------------------------------------------
 
     def take(self, index: int, entry: int, write: Write) -> None:
-        """A gradient can be made: it is made and added now, unless the backward defers and it can wait.
+        """Add the gradient that `write` makes: now, or in `run_deferred` if this backward defers.
 
-        Those of an embedding or head cannot: they would hold a whole table, or the logits, of every micro-batch that
-        waits. Vectors could be added now, but they wait for the matrices of their bucket, whose buffer they would hold
-        (ZeRO-2).
+        Gradients of an embedding or head are never deferred: they would keep a whole table, or the logits, for every
+        waiting micro-batch. Vectors are cheap to add now, but are deferred with the matrices of their bucket: added
+        now, they would occupy the bucket's buffer until then (ZeRO-2).
         """
         if self._deferring is None or self.buckets[index].layout.entries[entry].spec.kind is ParameterKind.EMBEDDING:
             self.accumulate(index, entry, write)
@@ -208,11 +209,11 @@ class GradientReducer:
             self._deferring.append((index, entry, write))
 
     def accumulate(self, index: int, entry: int, write: Write) -> None:
-        """Add to the gradient of a bucket's parameter. One of another chunk than the armed one only accumulates."""
+        """Add a gradient to its bucket, and launch the buckets of the armed chunk that are complete and in turn."""
         assert self.column.is_sharded or not self._launched[index], "a gradient arrived after its bucket was reduced"
         spec = self.buckets[index].layout.entries[entry]
         into = self._whole(index)[spec.offset : spec.stop].view(spec.spec.local_shape)
-        # What has not arrived yet holds the previous step's gradient, or anything.
+        # An entry that has not arrived yet still has the previous step's gradient, or undefined content.
         write(into, entry in self._arrived[index])
         self._arrived[index].add(entry)
         if self._armed is None or index not in self._missing:

@@ -1,4 +1,4 @@
-"""`ModelState`: all that a rank keeps of the parameters of its stages, as a table of chunks and columns."""
+"""`ModelState`: parameters, gradients and optimizer state of a rank, as a table of buckets and columns."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from megazero.zero.storage import Bucket, StoredColumn
 
 
 class HasUnits(Protocol):
-    """A model chunk: its modules in forward order, each called by its `forward`."""
+    """A model chunk. `units` are its modules in forward order; its `forward` calls each of them."""
 
     def units(self) -> list[nn.Module]: ...
 
 
 class ModelState:
-    """Parameters, gradients and optimizer state of this rank's stages, in flat buckets placed as the ZeRO stage says.
+    """Parameters, gradients and optimizer state of this rank's stages, in flat buckets.
 
-    stages  model chunks of this rank in order; their parameters (`mpu.parameter.Parameter`) are moved into the
-            buckets and stay views of them. A parameter that two chunks share exists once. Frozen ones
-            (`requires_grad` is False) are no part of the table: they have a flat memory of their own (`frozen`), and
-            neither gradient nor optimizer state
-    grid    buckets are shared over the group that their parameters name (`mpu.parameter.StateGroup`)
+    The ZeRO stage decides which columns are sharded (`placement`).
 
-    `reducer` is the engine's gradient sink. After construction all values are zero: `initialise` or a checkpoint sets
-    them. Construction communicates nothing.
+    stages  model chunks of this rank in order. Their parameters (`mpu.parameter.Parameter`) become views of the
+            buckets. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False) are in a flat
+            memory of their own (`frozen`), without gradient and optimizer state
+    grid    a bucket is sharded over the group that its parameters name (`mpu.parameter.StateGroup`)
+
+    `reducer` is the engine's gradient sink. After construction all weights are zero: `initialise` or a checkpoint sets
+    them. Construction communicates nothing. Raises ValueError for an unknown ZeRO stage.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ModelState:
 
     @property
     def weights(self) -> StoredColumn:
-        """The column that the optimizer updates: the master weights, or the parameters where they are wide enough."""
+        """The column that the optimizer updates: the master weights, or the parameters where there are none."""
         return self.columns.get(Column.MASTER, self.columns[Column.PARAMETER])
 
     @property
@@ -91,9 +92,10 @@ class ModelState:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """The values that every layout starts from: drawn into the master weight, rounded into the parameter.
+        """Set the initial weights, which are the same on every layout: the master weight, and the parameter rounded
+        once.
 
-        Frozen ones stay as they are.
+        Frozen parameters are not set. Communicates nothing.
         """
         self.wait_parameters()
         master = self.columns.get(Column.MASTER)
@@ -111,22 +113,23 @@ class ModelState:
                     master.view(index, start, stop).copy_(values.view(-1)[start - entry.offset : stop - entry.offset])
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of each column on this rank, read from its memory, and of frozen parameters where there are any;
-        buffers that live for part of a step are not in it.
+        """Bytes of each column on this rank, and of frozen parameters if there are any, as allocated.
+
+        Buffers that live for part of a step are not included.
         """
         held = {column.value: stored.nbytes for column, stored in self.columns.items()}
         return held | ({FROZEN: self.frozen.nbytes} if self.frozen.nbytes else {})
 
     def wait_parameters(self) -> None:
-        """Until all parameters are those of the last step.
+        """Return once all parameters are gathered after the last step.
 
-        The units' forward does it by itself; reading them otherwise needs it.
+        The units' forward waits by itself; any other reader must call this.
         """
         self.gatherer.wait()
 
 
 def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_size: int) -> tuple[Bucket, ...]:
-    """The packed trained parameters of the chunks, each with the group that shares it."""
+    """The trained parameters of the chunks, packed into buckets."""
     by_name = parameters_by_name(chunks, trained=True)
     specs = specs_by_unit(chunks, trained=True)
     layouts = pack(specs, group_sizes(grid.axes, grid.at), bucket_size)

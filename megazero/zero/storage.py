@@ -1,4 +1,4 @@
-"""What the table of model state is made of: a column's memory for every bucket of this rank, and spare buckets."""
+"""The memory of a model state: a column's tensors for every bucket of this rank, and a pool of spare buffers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megazero.zero.placement import Placement
 class Bucket:
     """A bucket on this rank.
 
-    parameters  in the order of the layout's entries
-    uses        of each parameter: units of the bucket's model chunk that use it, each of which adds to its gradient
-    group       the ranks that share it
+    parameters  the parameters in the order of the layout's entries
+    uses        for each parameter: number of units of the bucket's model chunk that use it; each adds to its gradient
+    group       the ranks that reduce the bucket and shard its state
     """
 
     layout: BucketLayout
@@ -35,7 +35,7 @@ class Bucket:
 
 
 class StoredColumn:
-    """One column of the table on this rank. It owns its memory: one 1-D tensor per bucket, whole or this rank's shard.
+    """One column of a model state on this rank: per bucket a 1-D tensor of `dtype`, whole or this rank's shard.
 
     allocate: `torch.zeros` or `torch.empty`.
     """
@@ -61,34 +61,33 @@ class StoredColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory behind the column, as its storages report them."""
+        """Bytes of the column's storages."""
         return sum(held.untyped_storage().nbytes() for held in self._held)
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """The range of bucket `index` that is held here."""
+        """The range (start, stop) of bucket `index` that this rank stores."""
         bucket = self._buckets[index]
         return bucket.shard if self.is_sharded else (0, bucket.layout.numel)
 
     def held(self, index: int) -> Tensor:
-        """All that is held of bucket `index`."""
+        """All that this rank stores of bucket `index`, [stop - start]."""
         return self._held[index]
 
     def view(self, index: int, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of bucket `index`, which must be held."""
+        """Elements [start, stop) of bucket `index`, which this rank must store."""
         first, last = self.range_of(index)
         assert first <= start <= stop <= last, f"[{start}, {stop}) of bucket {index} is not held, [{first}, {last}) is"
         return self._held[index][start - first : stop - first]
 
     def shard(self, index: int) -> Tensor:
-        """The range that this rank owns."""
+        """The elements of bucket `index` that this rank owns."""
         return self.view(index, *self._buckets[index].shard)
 
 
 class BufferPool:
-    """Spare flat buffers, so that whole gradients which live for part of a step do not go through the allocator each
-    time.
+    """Spare flat buffers for whole gradients that live for part of a step, so that they are not allocated each time.
 
-    A buffer's content is whatever was in it before.
+    A buffer's content is undefined.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -106,5 +105,5 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Return what `take` gave."""
+        """Return a buffer of `take` to the pool."""
         self.free.append(buffer)
