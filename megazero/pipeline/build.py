@@ -1,7 +1,4 @@
-"""From a `Run` and a grid to the stages and the engine of a rank.
-
-Assembly only: every idea lives in the room it is taken from.
-"""
+"""From a `Run` and a grid to the stages and the engine of a rank. This file only assembles parts of other rooms."""
 
 from __future__ import annotations
 
@@ -33,15 +30,18 @@ from megazero.system.streams import GraphCapture
 
 
 def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
-    """The model chunks of this rank, without values: `ModelState.initialise` or a checkpoint gives those."""
+    """The model chunks of this rank, uninitialised: `ModelState.initialise` or a checkpoint sets their values.
+
+    Communicates nothing. Raises ConfigError where --attention or --fp8 asks for what this device cannot do.
+    """
     return stages_of(run, grid.at.pp, grid.tp, grid.device, attention_support(run, grid.device), _fp8_state(run, grid))
 
 
 def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
-    """What the FP8 layers of this rank share; their stages' layouts hold it."""
+    """The FP8 state that all FP8 layers of this rank share; None without --fp8."""
     if run.optimizer.fp8 == "off":
         return None
-    if grid.device.type == "cuda" and (reason := refused("cuda")):  # known before only by the card's name
+    if grid.device.type == "cuda" and (reason := refused("cuda")):  # needs the GPU, so validation could not tell
         raise ConfigError([f"--fp8 {run.optimizer.fp8}: {reason}"])
     history = run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else 0
     return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device)
@@ -55,7 +55,10 @@ def stages_of(
     attention: AttentionSupport = NOTHING_TRIED,
     fp8: Fp8 | None = None,
 ) -> list[Stage]:
-    """The model chunks of a pipeline rank, on the device "meta" without memory. Communicates nothing."""
+    """The model chunks of any pipeline rank, uninitialised. On the device "meta" they take no memory.
+
+    tp: the group of the tensor-parallel ranks; only its size and index are read. Communicates nothing.
+    """
     stages: list[Stage] = []
     layout = ModelLayout(
         run.model,
@@ -76,7 +79,7 @@ def stages_of(
     specs, chunks = stage_specs(run), chunks_of(run)
     tied = not run.model.untie_embeddings_and_output_weights
     together = chunks.last_stage == 0
-    """Whether embedding and head are on one rank."""
+    """Whether embedding and head are on the same pipeline rank."""
     for number in chunks.of(pp_index):
         spec = specs[number]
         first = stages[0].embedding if tied and together and spec.has_head and stages else None
@@ -86,7 +89,7 @@ def stages_of(
 
 
 def attention_workload(run: Run) -> AttentionWorkload:
-    """Attention as this run's training has it on one rank."""
+    """The shapes, dtype and features of attention in this run's training on one rank."""
     model, tp = run.model, run.parallel.tp
     groups = query_groups(model)
     return AttentionWorkload(
@@ -103,9 +106,9 @@ def attention_workload(run: Run) -> AttentionWorkload:
 
 
 def attention_support(run: Run, device: torch.device) -> AttentionSupport:
-    """What this rank has for the run's attention; on a GPU found by trying, once.
+    """The ways in which this rank can compute the run's attention. On a GPU each is tried once.
 
-    Raises ConfigError where --attention cannot be had.
+    Raises ConfigError where the one that --attention names does not work.
     """
     try:
         return find_support(run.parallel.attention, attention_workload(run), device)
@@ -114,25 +117,21 @@ def attention_support(run: Run, device: torch.device) -> AttentionSupport:
 
 
 def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
-    """The ops that --compile compiles on this device; none without the flag, or where all that it would compile have
-    kernels.
-    """
+    """The ops that --compile compiles on this device: those without a kernel here. None without the flag."""
     if not run.parallel.compile:
         return ()
     return compiled(device, compute_dtype(run.optimizer.precision), fp8=bool(fp8_layers(run)))
 
 
 def reduces_every_micro_batch(run: Run) -> bool:
-    """Whether gradients are reduced at every micro-batch: ZeRO-2, unless the schedule finishes a
-    chunk before the next.
-    """
+    """Whether gradients are reduced at every micro-batch: under ZeRO-2, unless the schedule is breadth-first."""
     return run.parallel.zero_stage >= 2 and not is_breadth_first(
         pipeline_schedule(run.parallel), run.parallel.virtual_stages
     )
 
 
 def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int], tuple[Instruction, ...]]:
-    """This rank's instruction list by the number of micro-batches."""
+    """A function from a number of micro-batches to the instruction list of this pipeline rank. Lists are cached."""
     lists: dict[int, tuple[Instruction, ...]] = {}
 
     def schedule_of(micro_batches: int) -> tuple[Instruction, ...]:
@@ -149,7 +148,7 @@ def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int],
 def build_engine(
     run: Run, grid: ProcessGrid, stages: Sequence[Stage], channels: Channels, micro_batch_size: int | None = None
 ) -> PipelineEngine:
-    """The engine over these stages; the shape of its messages is [s(/t), b, h]."""
+    """The engine that runs these stages. Its messages are [s(/t), b, h] of the compute dtype."""
     rows = run.model.seq_length // (run.parallel.tp if run.parallel.sequence_parallel else 1)
     shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
     schedule_of = schedules(run, grid.at.pp, reduce_every=reduces_every_micro_batch(run))
@@ -157,7 +156,7 @@ def build_engine(
 
 
 def with_graphs(engine: PipelineEngine, run: Run, grid: ProcessGrid) -> PipelineEngine | GraphedEngine:
-    """The engine that trains: with --cuda-graphs one that replays micro-batches."""
+    """The engine for training: with --cuda-graphs a `GraphedEngine` around it, else itself."""
     if not run.parallel.cuda_graphs:
         return engine
     return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.replicas.size > 1)

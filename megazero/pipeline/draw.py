@@ -1,9 +1,9 @@
 """A simulated schedule as text: a row per stage, time from left to right, in colours or in plain ASCII.
 
-Each computation is a block with its micro-batch's number: forwards white on dark, backwards black on bright, the
-weights' part of a split backward black on grey-green, a colour per model chunk and two shades of it in turn, so that
-neighbours stay apart. In plain text `|F3b` is the forward of micro-batch 3 in chunk b, W the weights' part of a
-backward, and a dot is idle time. What is wider than the terminal continues in further bands below.
+Each computation is a block with the number of its micro-batch. In colours, forwards are white on dark, backwards black
+on bright, and the weights' part of a split backward black on grey-green. Each model chunk has a colour of its own, in
+two alternating shades. In plain text `|F3b` is the forward of micro-batch 3 in chunk b, W is the weights' part of a
+backward, and a dot is idle time. A picture that is wider than the terminal continues in further bands below.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class Look:
-    """width: columns of the terminal. colour: Unicode and 256 colours, else plain ASCII. fit: one
-    band, however narrow.
+    """How to draw.
+
+    width   columns of the terminal
+    colour  use Unicode and 256 colours; else plain ASCII
+    fit     draw one band, also where blocks become too narrow for their labels
     """
 
     width: int = 100
@@ -48,7 +51,7 @@ class _Cell:
 
 
 def draw(report: SimulationReport, look: Look) -> str:
-    """The picture: bands of rows under a ruler, a legend, then bubble and peak activations of each stage."""
+    """The picture: bands of rows under a ruler, a legend, then idle time and peak activations of each stage."""
     chunks = 1 + max((span.instruction.chunk for row in report.spans for span in row), default=0)
     split = any(span.instruction.op is Op.BACKWARD_WEIGHT for row in report.spans for span in row)
     painter = _Painter(look, chunks, split)
@@ -68,7 +71,7 @@ def draw(report: SimulationReport, look: Look) -> str:
 
 
 def _columns_per_unit(report: SimulationReport, painter: _Painter, room: int, fit: bool) -> float:
-    """Wide enough for every label, wider where there is room; one band exactly if that is asked for."""
+    """Columns per unit of time: enough for every label, more where there is room; with `fit` exactly one band."""
     spans = [span for row in report.spans for span in row if span.end > span.start]
     shortest = min((span.end - span.start for span in spans), default=1.0)
     label = max((len(painter.label(span.instruction)) for span in spans), default=1)
@@ -76,13 +79,13 @@ def _columns_per_unit(report: SimulationReport, painter: _Painter, room: int, fi
     if report.makespan * needed > room:
         painter.shrunk = fit
         return room / report.makespan if fit else needed
-    # Whole columns for the shortest block, and no more than twice what its label takes.
+    # The shortest block gets whole columns, at most twice the width of its label.
     whole = int(min(room / report.makespan, 2 * needed) * shortest + 1e-9)
     return max(whole / shortest, needed)
 
 
 def _band_width(report: SimulationReport, scale: float, total: int, room: int) -> int:
-    """Bands of equal length that break, where blocks are whole columns, at a multiple of the shortest one."""
+    """Columns of a band. Bands have equal widths, multiples of the shortest block if it fits into `room`."""
     bands = max(1, -(-total // room))
     block = max(1, round(min((span.end - span.start for row in report.spans for span in row), default=1.0) * scale))
     even = -(-total // bands)
@@ -118,9 +121,9 @@ class _Painter:
     def __init__(self, look: Look, chunks: int, split: bool) -> None:
         self.colour, self.chunks, self.split = look.colour, chunks, split
         self.gap = 1
-        """Columns of the narrowest block beside its label."""
+        """Columns that the narrowest block has in addition to its label."""
         self.shrunk = False
-        """Blocks may be narrower than that: a label that would touch the next one is left out."""
+        """Whether blocks may be narrower. Labels that would touch the next one are then left out."""
 
     def label(self, i: Instruction) -> str:
         if self.colour:
@@ -129,7 +132,7 @@ class _Painter:
         return f"{_LETTERS[i.op]}{i.micro_batch}{chunk}"
 
     def cells(self, spans: Sequence[Span], scale: float, total: int) -> list[_Cell]:
-        """A row as columns. Blocks begin and end at rounded columns, so that what is simultaneous stands in line."""
+        """A row as columns. Blocks begin and end at rounded columns, so that simultaneous events are aligned."""
         row = [_Cell("·" if self.colour else ".")] * total
         for span in spans:
             start, stop = round(span.start * scale), round(span.end * scale)
@@ -173,7 +176,7 @@ class _Painter:
         return f"\x1b[38;5;67m{'█' * whole}{_BLOCKS[eighths].strip()}\x1b[0m"
 
     def legend(self, margin: int) -> Iterator[str]:
-        """What the colours, or the letters, mean."""
+        """Lines that explain the colours or the letters."""
         if not self.colour:
             chunk = "a" if self.chunks > 1 else ""
             behind = f", chunks {', '.join(map(_letter, range(self.chunks)))}" if self.chunks > 1 else ""
@@ -190,5 +193,5 @@ class _Painter:
 
 
 def _letter(chunk: int) -> str:
-    """a .. z, then the number in brackets."""
+    """A letter from a to z; beyond that the number in brackets."""
     return chr(ord("a") + chunk) if chunk < 26 else f"({chunk})"

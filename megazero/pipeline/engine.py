@@ -1,12 +1,12 @@
-"""One interpreter for every schedule: it goes through this rank's list and does what each instruction says.
+"""One interpreter for every schedule: it executes the instructions of this rank's list in order.
 
-Shapes: `hidden_shape` is what travels between stages, [s, b, h], or [s/t, b, h] under sequence parallelism. Only hidden
-states and their gradients travel; each stage takes tokens, labels and masks from its own copy of the micro-batch.
+Messages between stages are hidden states and their gradients: [s, b, h], or [s/t, b, h] under sequence parallelism.
+Each stage reads tokens, labels and masks from its own copy of the micro-batch.
 
-Memory: a stage's output is dropped as soon as its message is sent, and its backward starts from the output's place in
-the graph (`GradientEdge`), which needs no output. A stage's input lives until its backward. What a split backward
-leaves for its second part (inputs of layers and gradients of their outputs) is the sink's until then. Nothing here
-waits for the device: losses are added up on it.
+Memory: a stage's output is freed as soon as its message is sent. Its backward starts from the output's node in the
+autograd graph (`GradientEdge`), for which the output is not needed. A stage's input is kept until its backward. For the
+second part of a split backward the sink keeps the layers' inputs and the gradients of their outputs. Losses are summed
+on the device, and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,36 @@ from megazero.pipeline.schedule import forward_only
 
 
 class GradientSink(Protocol):
-    """Who gathers and reduces gradients. The first two calls surround each backward of each chunk (own number)."""
+    """Accumulates and reduces gradients. The engine calls it around each backward of a chunk (own number)."""
 
     def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
-        """reduce: the gradients of this backward complete the chunk's sum, or are reduced at every micro-batch.
-        defer: this backward, of the micro-batch of that number, is for the input; gradients of weights can wait."""
+        """Called before a backward.
+
+        reduce  reduce the chunk's gradients in this backward: it is the chunk's last one, or every one reduces
+        defer   number of the micro-batch if this is the input part of a split backward. Gradients of weights can then
+                wait for `run_deferred`
+        """
 
     def after_backward(self, chunk: int) -> None:
-        """Every gradient of this backward has been accumulated, or put off."""
+        """Called after a backward: each of its gradients has been accumulated or deferred."""
 
     def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
-        """Accumulate what the backward of this micro-batch put off. reduce: as above."""
+        """Accumulate the gradients that the backward of this micro-batch deferred. reduce: as in `before_backward`."""
 
 
 Key = tuple[int, int]
-"""(micro-batch, own chunk)."""
+"""(micro-batch, the stage's own number of the chunk)."""
 
 
 class PipelineEngine:
-    """Runs micro-batches through this rank's stages (model chunks), with its neighbours.
+    """Runs micro-batches through this rank's stages (model chunks), together with the neighbouring ranks.
 
     stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch). They return hidden
                   states; the model's last chunk returns the sum of token losses, 0-dim
-    schedule_of   the training list of this rank for a number of micro-batches
-    hidden_shape  of every message, in `dtype`
-    channels      the way to the neighbours; None only with one stage
+    schedule_of   from a number of micro-batches to this rank's training list
+    hidden_shape  shape of every message
+    dtype         dtype of every message
+    channels      sends and receives between neighbours; None only with one stage
     """
 
     def __init__(
@@ -71,22 +76,24 @@ class PipelineEngine:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank holds the model's last chunk, so that the loss is known here."""
+        """Whether this rank holds the model's last chunk and so computes the loss."""
         return any(i.model_chunk == self.model_chunks - 1 for i in self.schedule_of(1))
 
     def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: GradientSink) -> Tensor:
-        """Forward and backward of every micro-batch; gradients go to the parameters and the sink.
+        """Forward and backward of every micro-batch. Gradients go to the sink.
 
-        loss_factor  0-dim: what each micro-batch's summed loss is multiplied by before its backward
-        Returns the sum of token losses over the micro-batches, not multiplied, as a 0-dim float64 tensor on the device;
-        0 on ranks without the head. Raises PeerError when a neighbour fails.
+        loss_factor  0-dim: factor of each micro-batch's summed loss in backward
+
+        Returns the sum of token losses over the micro-batches, without the factor, as a 0-dim float64 tensor on the
+        device; 0 on ranks without the head. Communicates hidden states and their gradients with neighbouring stages,
+        and what the stages and the sink communicate. Raises PeerError when a neighbour fails.
         """
         step = ScheduleRun(self, micro_batches, sink)
         step.run(self.schedule_of(len(micro_batches)), loss_factor)
         return step.loss_sum
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """The loss sum as `train` returns it, without gradients and in the modules' evaluation mode."""
+        """The sum of token losses as in `train`, without gradients and in the modules' evaluation mode."""
         was_training = [stage.training for stage in self.stages]
         for stage in self.stages:
             stage.eval()
@@ -101,10 +108,10 @@ class PipelineEngine:
 
 
 class ScheduleRun:
-    """What is alive in one pass over a list. Every table is empty again at its end.
+    """The state of one pass over an instruction list. All its tables are empty at the end.
 
-    `run` is the whole pass. `begin`, `execute` of parts of the list in their order, and `finish` are the same.
-    loss_sum: a 0-dim float64 tensor that the losses are added to; default: a new one.
+    `run` is the whole pass. The same can be done by `begin`, `execute` for consecutive parts of the list, and `finish`.
+    loss_sum: a 0-dim float64 tensor to which losses are added; default: a new one.
     """
 
     def __init__(
@@ -120,13 +127,13 @@ class ScheduleRun:
         )
         self.loss_factor: Tensor | None = None
         self.arriving: dict[tuple[bool, Key], tuple[Tensor, CommunicationHandle | None]] = {}
-        """Hidden states (False) and gradients (True) for a chunk: posted receives, or handed over by a chunk of this
-        rank.
+        """Inputs of chunks, hidden states (False) and gradients (True): posted receives, or tensors from a chunk of
+        this rank.
         """
         self.leaving: dict[tuple[bool, Key], Tensor] = {}
-        """What the next send takes."""
+        """Tensors that wait for their send."""
         self.own: dict[int, int] = {}
-        """Own number of each model chunk that is here."""
+        """From the model chunks of this rank to its own numbers of them."""
         self.inputs: dict[Key, Tensor] = {}
         self.edges: dict[Key, GradientEdge | None] = {}
 
@@ -136,14 +143,14 @@ class ScheduleRun:
         self.finish()
 
     def begin(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
-        """Before the first of these instructions."""
+        """Prepare to execute these instructions."""
         self.loss_factor = loss_factor
         if loss_factor is not None:
             self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
         self.own = {i.model_chunk: i.chunk for i in instructions}
 
     def execute(self, instructions: Sequence[Instruction]) -> None:
-        """The next of the list."""
+        """Execute the next instructions of the list."""
         actions = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -158,7 +165,7 @@ class ScheduleRun:
             actions[instruction.op](instruction)
 
     def finish(self) -> None:
-        """After the last: what is under way has arrived, and nothing is left."""
+        """Wait until all sends are complete. Called after the last instruction."""
         if self.engine.channels is not None:
             self.engine.channels.flush()
         assert not (self.arriving or self.leaving or self.inputs or self.edges), "the schedule left something undone"
@@ -170,7 +177,7 @@ class ScheduleRun:
             self.inputs[key] = hidden.requires_grad_()
         output = self.engine.stages[i.chunk](hidden, self.micro_batches[i.micro_batch])
         if self.sink is not None:
-            # None: nothing up to here is trained (a frozen embedding alone in its chunk).
+            # None: no parameter so far is trained (a chunk with a frozen embedding only).
             self.edges[key] = get_gradient_edge(output) if output.requires_grad else None
         if i.model_chunk == self.engine.model_chunks - 1:
             self.loss_sum += output.detach()
@@ -209,7 +216,7 @@ class ScheduleRun:
         return tensor
 
     def _hand_on(self, backward: bool, i: Instruction, tensor: Tensor) -> None:
-        """To the chunk that takes it, if that is here, else to the send that follows."""
+        """Pass a tensor to the next chunk if that is on this rank, else to the send that follows."""
         taker = self.own.get(i.model_chunk + (-1 if backward else 1))
         if taker is None:
             self.leaving[backward, (i.micro_batch, i.chunk)] = tensor

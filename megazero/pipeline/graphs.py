@@ -1,15 +1,14 @@
-"""A micro-batch captured once and replayed: the host launches one graph instead of thousands of kernels.
+"""CUDA graphs: a micro-batch is captured once and replayed, so that the host launches one graph and no single kernels.
 
-Forward and backward of a micro-batch are recorded as a whole, where a rank holds the whole model in one chunk. Nothing
-of the Python in between runs on a replay, so that what it decides has to be the same every time. The memory that a
-graph works on is fixed: parameters, the replicated gradient column, copies of a micro-batch's tensors and of the loss
-factor, the sum of the losses. What differs between micro-batches is whether gradients are written or added: two graphs,
-which share one pool of memory. They never run at the same time, and neither leaves anything in the pool that the other
-needs.
+Forward and backward of a micro-batch are captured together, on a rank that holds the whole model in one chunk. A replay
+runs none of the Python code, so all that this code decides must be the same every time. A graph works on fixed memory:
+parameters, the replicated gradient column, copies of a micro-batch's tensors and of the loss factor, the sum of the
+losses. Micro-batches differ in whether gradients are written or added, so there are two graphs. They share one memory
+pool: they never run at the same time, and neither keeps anything there that the other needs.
 
-Where gradients travel over dp, the first micro-batch (whose forward waits for the parameters of each unit) and the last
-(whose backward reduces bucket by bucket) run as ever, those between are replayed. The memory of a micro-batch's
-activations belongs to the graphs for good; evaluation and eager micro-batches have theirs beside it.
+With several dp ranks the first micro-batch (whose forward waits for the parameters of each unit) and the last (whose
+backward reduces bucket by bucket) run without a graph; the others are replayed. The graphs keep the memory of a
+micro-batch's activations for good. Evaluation and micro-batches without a graph need memory in addition to that.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from megazero.pipeline.instruction import Instruction
 from megazero.system.streams import GraphCapture
 
 WARM_UP = 2
-"""Steps that run as ever before the first capture: libraries set themselves up, constants are made, kernels are loaded.
-"""
+"""Steps without graphs before the first capture, in which libraries are initialised and kernels are loaded."""
 
 
 class ReplayedSink(GradientSink, Protocol):
-    """A sink that can be told what a replay has done to its sums."""
+    """A sink whose record of arrived gradients can be read and set, since a replay does not call it."""
 
     def arrived(self) -> Any: ...
 
@@ -40,14 +38,14 @@ class ReplayedSink(GradientSink, Protocol):
 
 
 def replayed(micro_batches: int, travels: bool) -> range:
-    """The micro-batches of a step that are replayed. travels: gradients and parameters travel over dp."""
+    """The micro-batches of a step that are replayed. travels: dp has more than one rank."""
     return range(1, max(1, micro_batches - 1)) if travels else range(micro_batches)
 
 
 class GraphedEngine:
     """A `PipelineEngine` of one stage and one chunk whose training step replays micro-batches.
 
-    travels: whether dp is more than one rank. Evaluation is the engine's own.
+    travels: whether dp has more than one rank. Evaluation uses no graph.
     """
 
     def __init__(self, engine: PipelineEngine, capture: GraphCapture, *, travels: bool) -> None:
@@ -56,8 +54,8 @@ class GraphedEngine:
         self.steps = 0
         self._graphs: dict[bool, tuple[Callable[[], None], Any]] = {}
         self._ready: set[bool] = set()
-        """Kinds (whether gradients are added) that have run on the captures' stream as ever: what a kind needs first is
-        not captured.
+        """The kinds of micro-batch (whether gradients are added) that have run once on the capture stream without a
+        graph, so that their one-time initialisation is not captured.
         """
         self._batch: MicroBatch | None = None
         self._loss_sum: Tensor | None = None
@@ -72,14 +70,14 @@ class GraphedEngine:
         return self.engine.evaluate(micro_batches)
 
     def release(self) -> None:
-        """Forget the graphs: NCCL's communicators wait at their end for those that captured them.
+        """Free the graphs: NCCL's communicators wait, when they are destroyed, for graphs that captured them.
 
-        Further steps would capture anew.
+        A later step would capture them again.
         """
         self._graphs.clear()
 
     def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: ReplayedSink) -> Tensor:
-        """See `PipelineEngine.train`: the same results to the bit, as far as the kernels give them."""
+        """As `PipelineEngine.train`, with the same bits if the kernels are deterministic."""
         self.steps += 1
         if self.steps <= WARM_UP:
             self._ready |= {number > 0 for number in range(len(micro_batches))}
@@ -93,14 +91,14 @@ class GraphedEngine:
                 self._replay(batch, sink, adds=number > 0)
             else:
                 step.execute([i for i in instructions if i.micro_batch == number])
-        if not self.travels:  # a graph reduces nothing: it is said here that the sums are complete
+        if not self.travels:  # a graph reduces nothing, so the sink is called here for the complete sums
             sink.before_backward(0, True)
             sink.after_backward(0)
         step.finish()
         return loss_sum.clone()
 
     def _prepare(self, batch: MicroBatch, loss_factor: Tensor) -> Tensor:
-        """The fixed tensors, made once; the sum of the losses, which is 0 again."""
+        """Create the fixed tensors on the first call, set the loss factor, and return the loss sum, set to 0."""
         if self._batch is None or self._loss_sum is None:
             self._batch = replace(_each(torch.clone, batch), loss_factor=loss_factor.clone())
             self._loss_sum = torch.zeros((), dtype=torch.float64, device=loss_factor.device)
@@ -123,7 +121,7 @@ class GraphedEngine:
             sink.say_arrived(arrived)
 
     def _one(self, sink: ReplayedSink) -> None:
-        """Forward and backward of the fixed micro-batch. Nothing is reduced: that is the first of two."""
+        """Forward and backward of the fixed micro-batch as the first of two, which does not reduce."""
         assert self._batch is not None
         instructions: list[Instruction] = [i for i in self.engine.schedule_of(2) if i.micro_batch == 0]
         assert not any(i.reduce for i in instructions), (
@@ -136,7 +134,7 @@ class GraphedEngine:
 
 
 def _each(act: Callable[..., Tensor], *batches: MicroBatch) -> MicroBatch:
-    """`act` on the tensors of micro-batches that the data brings, field by field."""
+    """Apply `act` to the tensors of micro-batches, field by field. loss_factor and past are left out."""
 
     def of(name: str) -> Any:
         values = [getattr(batch, name) for batch in batches]

@@ -1,7 +1,4 @@
-"""What a stage can be told to do: the words in which schedules are written.
-
-Nothing here communicates or imports torch.
-"""
+"""Instructions, of which schedules consist. Nothing here communicates or imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from enum import Enum
 
 
 class Op(Enum):
-    """What an instruction does."""
+    """The kind of an instruction."""
 
     RECV_FORWARD = "receive hidden states"
     FORWARD = "forward"
@@ -31,11 +28,12 @@ _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 class Instruction:
     """One entry of a stage's list.
 
+    op           the kind
     micro_batch  number of the micro-batch within the step
     chunk        the stage's own number of the model chunk, 0 .. V-1
-    peer         stage at the other end of a send or receive; -1 for computation
-    reduce       of a backward, or of the weights' part of one: gradients of this chunk are reduced as they complete
-    model_chunk  the chunk's number in the model, 0 .. p*V-1; -1 while a list is still an order of computations
+    peer         stage at the other end of a send or receive; -1 for a computation
+    reduce       for a backward, or the weights' part of one: reduce the gradients of this chunk as they complete
+    model_chunk  the chunk's number in the model, 0 .. p*V-1; -1 in an order of computations without transfers
     """
 
     op: Op
@@ -47,7 +45,7 @@ class Instruction:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it belongs to the backward pass, transfers of gradients included."""
+        """Whether it belongs to the backward pass; transfers of gradients do."""
         return self.op in _BACKWARD_OPS
 
     @property
@@ -60,14 +58,12 @@ class Instruction:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether the gradients of its micro-batch and chunk are complete after it: a whole backward, or the weights'
-        part.
-        """
+        """Whether all gradients of its micro-batch and chunk exist after it: a whole backward, or the weights' part."""
         return self.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
     @property
     def boundary(self) -> int:
-        """Number of the boundary between model chunks that a send or receive crosses; the same seen from both ends."""
+        """For a send or receive: number of the boundary between model chunks that it crosses, the same at both ends."""
         return self.model_chunk if self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else self.model_chunk - 1
 
     def __str__(self) -> str:

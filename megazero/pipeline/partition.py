@@ -1,8 +1,8 @@
-"""Which layers each model chunk gets: the largest chunk as small as it can be, exactly.
+"""Which layers each model chunk gets: an exact minimum of the largest chunk's cost.
 
-A chunk is a contiguous run of layers; the first one holds the embedding as well and the last one the head. Costs are
-parameters or measured times: the caller's choice. Sums are exact (integers, or floats as the rationals they are), so
-that every rank finds the same answer and ties are ties.
+A chunk is a contiguous run of layers. The first chunk also holds the embedding, the last one the head. Costs are
+parameters or times, as the caller chooses. They are computed exactly, as integers or rationals, so that every rank
+finds the same answer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ def partition(costs: Sequence[float], first_extra: float, last_extra: float, par
     """Number of layers of each chunk, in model order.
 
     costs        one non-negative number per layer
-    first_extra  what the embedding adds to the first chunk, last_extra what the head adds to the last
+    first_extra  cost of the embedding, in the first chunk
+    last_extra   cost of the head, in the last chunk
+    parts        number of chunks
 
-    The largest chunk is minimal. Among such partitions the one with the smallest sum of squared costs is taken (no
-    chunk idles beside a full one), then of squared numbers of layers, then the one whose load lies nearest the middle,
-    then the one with less in front: early stages keep more activations alive. Every chunk holds at least a layer, the
-    embedding or the head, which is the only condition: with one chunk any number of layers will do, otherwise at least
-    `parts - 2`. Raises ValueError if there are fewer.
+    The cost of the largest chunk is minimal. Among such partitions it takes the one with the smallest sum of squared
+    costs, then the smallest sum of squared numbers of layers, then the cost nearest to the middle, then fewer layers in
+    front, since early stages keep more activations alive. Each chunk holds at least a layer, the embedding or the head.
+    Raises ValueError with fewer than `parts - 2` layers, fewer than one part, or a negative cost.
     """
     layers = len(costs)
     if parts < 1:
@@ -50,7 +51,7 @@ def _integers(costs: Sequence[float]) -> list[int]:
 
 
 class _Problem:
-    """Costs as integers: `sums[i]` of the first i layers, `extras[c]` of chunk c beside its layers."""
+    """Costs as integers: `sums[i]` of the first i layers, `extras[c]` that chunk c has in addition to its layers."""
 
     def __init__(self, sums: list[int], extras: list[int], parts: int) -> None:
         self.sums, self.extras, self.parts = sums, extras, parts
@@ -58,20 +59,21 @@ class _Problem:
         self.least = [0 if chunk in (0, parts - 1) else 1 for chunk in range(parts)]
         """Fewest layers of each chunk."""
         self.after = [sum(self.least[chunk + 1 :]) for chunk in range(parts)]
-        """Layers that the chunks behind each one need at least."""
+        """Fewest layers of all chunks behind each one."""
 
     def solve(self) -> tuple[int, ...]:
         return self._most_even(self._smallest_bound())
 
     def _furthest(self, chunk: int, start: int, bound: int) -> int:
-        """Largest end of a chunk that starts at layer `start`, costs at most `bound` and leaves enough; < start if
-        none.
+        """Largest end of a chunk from layer `start` that costs at most `bound` and leaves enough layers behind it.
+
+        Less than `start` if there is none.
         """
         end = bisect_right(self.sums, self.sums[start] + bound - self.extras[chunk]) - 1
         return min(end, self.layers - self.after[chunk])
 
     def _fits(self, bound: int) -> bool:
-        """Whether some partition has no chunk above `bound`: to fill each chunk in turn is as good as any."""
+        """Whether some partition has no chunk above `bound`. It suffices to fill each chunk in turn."""
         start = 0
         for chunk in range(self.parts):
             end = self._furthest(chunk, start, bound)

@@ -1,13 +1,13 @@
-"""A schedule is data: for each stage, the list of what it does in one step. Nothing here communicates or imports torch.
+"""Schedules: for each stage the list of its instructions in one step. Nothing here communicates or imports torch.
 
-Words: p stages, m micro-batches, V model chunks (virtual stages) per stage, laid over the stages by `mpu.chunks`.
-Boundary k is what model chunk k hands to chunk k + 1 (hidden states, forward) and gets back (their gradient, backward).
-Chunks that follow each other on one stage hand over without instructions.
+p stages, m micro-batches, V model chunks (virtual stages) per stage, which `mpu.chunks` assigns to the stages. Boundary
+k lies between model chunks k and k + 1: hidden states cross it in forward, their gradients in backward. If both chunks
+are on one stage there is no message.
 
-Stages talk over channels: one per directed pair of stages and direction (forward, backward). A channel's messages are
-sent and received in the same order. A receive is posted ahead of its use, before the computation that precedes it, so
-that the transfer overlaps that computation; a send is issued right after the computation that made its message.
-`megazero.pipeline.simulate` proves a schedule complete and free of deadlocks under these rules.
+There is one channel per directed pair of stages and direction (forward, backward). Both ends of a channel send and
+receive its messages in the same order. A receive is posted before the computation that precedes its use, so that the
+transfer overlaps that computation. A send follows the computation that made its message. `megazero.pipeline.simulate`
+checks that a schedule is complete and free of deadlocks under these rules.
 
 1F1B: Narayanan et al. 2021 (arXiv 2104.04473), interleaved included; GPipe: Huang et al. 2019 (arXiv 1811.06965);
 breadth-first order of chunks: Lamy-Poirier 2023 (arXiv 2211.05953); zero bubble: see `zero_bubble`.
@@ -25,13 +25,11 @@ from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.zero_bubble import zb_h1, zb_v
 
 Order = Callable[[int], list[Instruction]]
-"""Stage -> its computations, in order."""
+"""From a stage to its computations, in order."""
 
 
 def is_breadth_first(name: str, virtual_stages: int) -> bool:
-    """Whether each chunk's backwards are consecutive, so that one reduction per chunk needs few full gradients at a
-    time.
-    """
+    """Whether each chunk's backwards are consecutive, so that few chunks have unreduced gradients at a time."""
     return KINDS[name].breadth_first and virtual_stages > 1
 
 
@@ -43,13 +41,13 @@ def chunk_map(name: str, stages: int, virtual_stages: int) -> ChunkMap:
 def make_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int = 1, *, reduce_every: bool = False
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """The list of every stage. Any number of micro-batches goes with any number of stages and chunks.
+    """The list of every stage, for any number of stages, micro-batches and chunks.
 
-    name          gpipe: all forwards, then all backwards; with several chunks breadth-first, chunk by chunk.
-                  1f1b: forward and backward in turn; with several chunks it is the interleaved schedule.
-                  interleaved: the same, which with one chunk per stage is 1f1b.
-                  zb-h1: 1f1b with the backward in two parts, one chunk per stage; zb-v: two chunks, there and back.
-    reduce_every  gradients are reduced in every backward (its weights' part), instead of in the last one of each chunk.
+    name          gpipe: all forwards, then all backwards; several chunks breadth-first, chunk by chunk
+                  1f1b, interleaved: forward and backward in turn; with several chunks per stage interleaved 1F1B
+                  zb-h1: 1f1b with split backwards, one chunk per stage
+                  zb-v: split backwards, two chunks per stage, there and back
+    reduce_every  reduce gradients in every backward (in its weights' part); else in the last one of each chunk
 
     Raises ValueError for an unknown name, a count below 1, or a number of chunks that the schedule does not have.
     """
@@ -62,13 +60,13 @@ def make_schedule(
 def stage_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int, stage: int, *, reduce_every: bool = False
 ) -> tuple[Instruction, ...]:
-    """The list of one stage alone: what a rank needs. Arguments and errors as in `make_schedule`."""
+    """The list of one stage. Arguments and errors as in `make_schedule`."""
     order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
     return _with_transfers(_with_reduction(order_of(stage), reduce_every), stage, chunks)
 
 
 def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The list for evaluation: the same forwards in the same order, receives again posted one computation ahead."""
+    """The list for evaluation: the same forwards in the same order, with receives posted one computation ahead."""
     forwards = [i for i in instructions if i.op is Op.FORWARD]
     receives = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.RECV_FORWARD}
     sends = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.SEND_FORWARD}
@@ -88,7 +86,7 @@ def _check_counts(name: str, stages: int, micro_batches: int, virtual_stages: in
 
 
 def _orders(name: str, stages: int, m: int, virtual_stages: int) -> tuple[Order, ChunkMap]:
-    """The order of computations as a function of the stage, and where the chunks are."""
+    """The order of computations as a function of the stage, and the map of chunks."""
     _check_counts(name, stages, m, virtual_stages)
     return KINDS[name].orders(stages, m, virtual_stages), chunk_map(name, stages, virtual_stages)
 
@@ -114,12 +112,12 @@ def _one_forward_one_backward(m: int, warm_up: int) -> list[Instruction]:
 
 
 def micro_batch_groups(stages: int, micro_batches: int) -> list[range]:
-    """The groups that pass the chunks together in the interleaved schedule: each at least `stages` long, if there are
-    so many.
+    """The groups of micro-batches that pass the chunks together in the interleaved schedule.
 
-    A group shorter than the pipeline would wait for its own round trip at every chunk, and with some counts the order
-    has no execution at all (8 stages, 2 chunks, 10 micro-batches as 8 + 2). So what does not divide is spread over the
-    groups: the bubble stays (p - 1) / (m V + p - 1) for every m >= p, for a few more live activations.
+    Each has at least `stages` micro-batches, if there are so many. A shorter group would wait for its own round trip at
+    every chunk, and with some counts the order would deadlock (8 stages, 2 chunks, 10 micro-batches as 8 + 2). A
+    remainder is therefore spread over the groups. The bubble stays (p - 1) / (m V + p - 1) for every m >= p; a few more
+    activations are alive.
     """
     count = max(1, micro_batches // stages)
     bounds = [-(-i * micro_batches // count) for i in range(count + 1)]
@@ -130,8 +128,8 @@ def _interleaved(stages: int, m: int, chunks: int, stage: int) -> list[Instructi
     groups = micro_batch_groups(stages, m)
     forwards = [Instruction(Op.FORWARD, i, c) for group in groups for c in range(chunks) for i in group]
     backwards = [Instruction(Op.BACKWARD, i, c) for group in groups for c in reversed(range(chunks)) for i in group]
-    # The last stage starts its first backward once the first micro-batch has passed its last chunk; a stage before it
-    # fills the time of the way there and back.
+    # The last stage starts its first backward once the first micro-batch has passed its last chunk. An earlier stage
+    # fills the time of the messages to the last stage and back with further forwards.
     warm_up = (chunks - 1) * max(map(len, groups)) + 2 * (stages - 1 - stage)
     return _alternate(forwards, backwards, warm_up)
 
@@ -212,9 +210,7 @@ def _transfer(op: Op, of: Instruction, peer: int | None) -> Instruction | None:
 def _posted_ahead(
     steps: Iterable[tuple[Instruction | None, Instruction, Instruction | None]],
 ) -> tuple[Instruction, ...]:
-    """Lay out (receive, computation, send) steps with every receive before the computation of the
-    step in front of it.
-    """
+    """Flatten (receive, computation, send) steps, each receive before the computation of the step in front of it."""
     laid: list[Instruction] = []
     held: list[Instruction] = []
     for receive, compute, send in steps:

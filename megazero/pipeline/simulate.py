@@ -1,13 +1,13 @@
-"""Run a schedule without processes: is it complete, does it end, how long does it take, what does it hold?
+"""Run a schedule without processes: check that it is complete and ends, and compute its time and peak activations.
 
 The rules are NCCL's, the strictest of the backends. A stage issues its instructions in order. A computation starts when
-the one before it is done and its message has arrived. A transfer starts when its send and its receive are both posted
-and the channel's earlier transfers are done, and then ends `message` later at both ends. The i-th send of a channel
-meets its i-th receive, whatever they carry, and keeps its tensor until then; nobody waits for a send. As receives are
-posted a computation ahead, a message that takes less than that delays its receiver by just its time, and blocks nobody.
+the previous one is done and its message has arrived. A transfer starts when its send and its receive are both posted
+and the channel's earlier transfers are done. It ends at both ends after the time `message`. The i-th send of a channel
+matches its i-th receive, whatever their tensors are. No stage waits for a send. Since receives are posted one
+computation ahead, a message that takes less than a computation delays its receiver by its own time only.
 
-Channels have one sender and one receiver and lists have no branches, so what is computed does not depend on the order
-in which stages get to run; `pick` exists for tests that try this.
+A channel has one sender and one receiver, and lists have no branches. So the result does not depend on the order in
+which stages run. Tests check this with `pick`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from dataclasses import dataclass, field
 from megazero.pipeline.instruction import Instruction, Op
 
 Channel = tuple[int, int, bool]
-"""Sending stage, receiving stage, whether it carries gradients."""
+"""(sending stage, receiving stage, whether it carries gradients)."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that is incomplete, in an impossible order, or that deadlocks."""
+    """The schedule is incomplete, its order is impossible, or it deadlocks."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds (or any unit) of each model chunk's forward and backward on one micro-batch, and of one message.
+    """Times of one micro-batch, in seconds or any other unit.
 
-    backward  whole. weight is the part of it that a split backward leaves for later; None: half of it
+    forward   of each model chunk
+    backward  of each model chunk, both parts together
+    message   of one message
+    weight    of each model chunk: the weights' part of `backward`; None: half of it
     """
 
     forward: tuple[float, ...]
@@ -39,7 +42,7 @@ class Times:
     weight: tuple[float, ...] | None = None
 
     def of(self, op: Op, model_chunk: int) -> float:
-        """Of a computation."""
+        """The time of a computation."""
         if op is Op.FORWARD:
             return self.forward[model_chunk]
         whole = self.backward[model_chunk]
@@ -52,24 +55,21 @@ class Times:
 def uniform_times(
     chunks: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
 ) -> Times:
-    """The same times for `chunks` model chunks; `weight` is the part of `backward` that is for the weights."""
+    """The same times for each of `chunks` model chunks. weight: the weights' part of `backward`."""
     return Times((forward,) * chunks, (backward,) * chunks, message, None if weight is None else (weight,) * chunks)
 
 
 def profiled_times(
     stages: int, virtual_stages: int, forward: float, backward_input: float, backward_weight: float, message: float
 ) -> Times:
-    """Times as they are published for a whole stage, spread over its chunks alike.
-
-    A message takes as long whatever the chunks.
-    """
+    """Times that are given for a whole stage, divided equally among its chunks; that of a message is not divided."""
     v = virtual_stages
     return uniform_times(stages * v, forward / v, (backward_input + backward_weight) / v, message, backward_weight / v)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a computation ran."""
+    """The start and the end of a computation."""
 
     instruction: Instruction
     start: float
@@ -78,16 +78,15 @@ class Span:
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """What a simulation found.
+    """The result of a simulation, in the unit of `Times`.
 
-    makespan          from the first computation's start to the last one's end
-    longest           the longest time of one stage from its own first computation's start to its last one's end: a
-                      step's cost where stages begin and end their steps apart from each other (no optimizer waits for
-                      all)
-    bubble            share of makespan x stages in which no computation ran
-    busy              seconds of computation of each stage
-    peak_activations  per stage, the most (micro-batch, chunk) pairs between the start of their forward and the end of
-                      their backward, the weights' part included; in a forward-only run one at a time
+    makespan          from the start of the first computation to the end of the last one
+    longest           the longest time of one stage, from the start of its own first computation to the end of its last
+                      one. It is the cost of a step if the stages do not wait for each other between steps
+    bubble            fraction of makespan x stages in which no computation ran
+    busy              time of computation of each stage
+    peak_activations  per stage, the largest number of (micro-batch, chunk) pairs whose forward has started and whose
+                      backward (with the weights' part) has not ended; 1 in a forward-only run
     spans             each stage's computations in order
     """
 
@@ -100,9 +99,9 @@ class SimulationReport:
 
     @property
     def own_bubble(self) -> float:
-        """(cost - work) / cost, the cost being `longest`: how zero-bubble papers count (arXiv 2401.10241, section 5.3).
+        """(longest - work) / longest, the bubble rate of zero-bubble papers (arXiv 2401.10241, section 5.3).
 
-        The same as `bubble` where the first stage begins first and ends last, as in 1F1B.
+        It is the same as `bubble` where the first stage begins first and ends last, as in 1F1B.
         """
         return 1.0 - sum(self.busy) / (self.longest * len(self.busy)) if self.longest else 0.0
 
@@ -110,10 +109,10 @@ class SimulationReport:
 def peak_activations(
     instructions: Sequence[Instruction], weights: Sequence[float] | None = None, kept: Sequence[float] | None = None
 ) -> float:
-    """Largest sum over live (micro-batch, chunk) pairs of one stage.
+    """Largest sum of weights over the live (micro-batch, chunk) pairs of one stage.
 
-    weights  per own chunk, such as bytes (default 1)
-    kept     what of it lives on between the two parts of a split backward (default: all)
+    weights  for each of the stage's chunks, such as bytes (default: 1)
+    kept     for each chunk, the part of its weight that lives between the parts of a split backward (default: all)
     """
     trains = any(i.ends_backward for i in instructions)
     live = peak = 0.0
@@ -133,9 +132,10 @@ def peak_activations(
 def check_complete(
     schedule: Sequence[Sequence[Instruction]], micro_batches: int, virtual_stages: int, backward: bool = True
 ) -> None:
-    """Raise ScheduleError unless every (micro-batch, chunk) is computed once, in both parts where backwards are split,
-    each message sent and received once, by the right stages, and gradients of every chunk are reduced in its last
-    backward.
+    """Raise ScheduleError unless a schedule is complete.
+
+    Every (micro-batch, chunk) must be computed once (a split backward in both parts), each message be sent and received
+    once by the right stages, and the gradients of every chunk be reduced in its last backward.
     """
     holders = _holders(schedule, len(schedule) * virtual_stages)
     split = any(i.op is Op.BACKWARD_WEIGHT for instructions in schedule for i in instructions)
@@ -171,7 +171,7 @@ def check_complete(
 
 
 def _holders(schedule: Sequence[Sequence[Instruction]], count: int) -> list[tuple[int, int]]:
-    """(stage, own chunk) of every model chunk. Raises ScheduleError unless each is forwarded by one."""
+    """(stage, own chunk) of every model chunk. Raises ScheduleError unless each is on exactly one stage."""
     found = {
         (i.model_chunk, stage, i.chunk)
         for stage, instructions in enumerate(schedule)
@@ -187,7 +187,7 @@ def _holders(schedule: Sequence[Sequence[Instruction]], count: int) -> list[tupl
 
 @dataclass
 class _Wire:
-    """One channel: when each of its sends and receives was posted, what they carry, and when the transfers ended."""
+    """One channel: (boundary, micro-batch) and posting time of its sends and receives; the ends of its transfers."""
 
     sends: list[tuple[tuple[int, int], float]] = field(default_factory=list)
     receives: list[tuple[tuple[int, int], float]] = field(default_factory=list)
@@ -201,9 +201,9 @@ class _Stage:
     clock: float = 0.0
     spans: list[Span] = field(default_factory=list)
     arrivals: dict[tuple[bool, int, int], tuple[Channel, int]] = field(default_factory=dict)
-    """For (backward, micro-batch, chunk): the channel of the posted receive and its number there."""
+    """For (backward, micro-batch, chunk): the channel of the posted receive and its number in the channel."""
     ended: set[tuple[bool, int, int]] = field(default_factory=set)
-    """(backward, micro-batch, model chunk) that have run; of a split backward the input's part."""
+    """(backward, micro-batch, model chunk) that have run; for a split backward its input part."""
 
 
 def simulate(
@@ -214,7 +214,8 @@ def simulate(
 ) -> SimulationReport:
     """Run every stage's list to its end.
 
-    Raises ScheduleError with the blocked instruction of every stage if it has none.
+    pick: chooses the next stage among those that can run. Raises ScheduleError with the blocked instruction of every
+    stage on a deadlock.
     """
     return _Simulation(schedule, times).run(pick)
 
@@ -265,7 +266,7 @@ class _Simulation:
         return (stage, i.peer, i.is_backward) if i.is_send else (i.peer, stage, i.is_backward)
 
     def _why_blocked(self, stage: int) -> str | None:
-        """What the next instruction of a stage waits for; None if it can run."""
+        """A description of what the next instruction of a stage waits for; None if it can run."""
         i = self._current(stage)
         return self._missing_input(stage, i) if i.is_compute else None
 

@@ -1,4 +1,4 @@
-"""How a run's model is divided over pipeline ranks: which of them holds which layers. Arithmetic alone."""
+"""Which layers of a run's model each pipeline rank holds. Arithmetic without processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.pipeline.schedule import chunk_map
 
 
 def chunk_layers(run: Run) -> tuple[int, ...]:
-    """Blocks of every model chunk, in model order: pp x virtual stages numbers."""
+    """Number of blocks in every model chunk, in model order: pp x virtual stages numbers."""
     if run.parallel.partition is not None:
         return run.parallel.partition
     embedding, block, head = layer_costs(run)
@@ -21,10 +21,10 @@ def chunk_layers(run: Run) -> tuple[int, ...]:
 
 
 def layer_costs(run: Run) -> tuple[float, float, float]:
-    """What the partition balances, for embedding, one block and the head.
+    """The costs of embedding, one block and head that the partition balances (--partition-by).
 
-    By parameters: those a rank holds, the tied head counted like the embedding it copies. By time: multiplications
-    per token; looking up an embedding takes none, the head multiplies with its whole weight.
+    parameters: the number that a rank holds; a tied head counts as much as the embedding. time: multiplications per
+    token; an embedding lookup has none, the head multiplies with its whole weight.
     """
     counts = parameters_per_layer(run.model)
     table = padded_vocab(run.model, run.parallel.tp) * run.model.hidden_size
@@ -41,7 +41,7 @@ def chunks_of(run: Run) -> ChunkMap:
 
 
 def stage_specs(run: Run) -> tuple[StageSpec, ...]:
-    """What every model chunk holds, in model order; `chunks_of` says where it is."""
+    """The layers of every model chunk, in model order. `chunks_of` gives the rank of each chunk."""
     sizes = chunk_layers(run)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     last = len(sizes) - 1

@@ -1,15 +1,17 @@
-"""Zero-bubble schedules: a backward in two parts, of which the second fills what would be idle.
+"""Zero-bubble schedules: a backward is split in two parts, and the second part fills time that would be idle.
 
-The gradient of a chunk's input is awaited by the stage before; the gradients of its weights are awaited by nobody
-before the step's end. So the first part runs as early as it can, and the second where the stage would wait otherwise.
+The previous stage waits for the gradient of a chunk's input. The gradients of its weights are needed only at the end of
+the step. So the first part runs as early as possible, and the second part where the stage would otherwise wait.
 
-F, B and W are forward, input part and weight part of one micro-batch in one chunk. W needs what F kept, so activations
-live from F to the end of W. Times below are for stages alike, F, B and W those of a whole stage.
+F, B and W are forward, input part and weight part of one micro-batch in one chunk. W needs the activations that F kept,
+so these live from F to the end of W. In the times below all stages are equal, and F, B and W are those of a whole
+stage.
 
-    zb-h1  1F1B's order of F and B. Stage i lets i micro-batches wait for their W: p micro-batches live on every stage,
-           where 1F1B holds p on its first. Idle: (p - 1)(F + B - W), of 1F1B's (p - 1)(F + B + W).
-    zb-v   two chunks per stage, there and back (`mpu.chunks`). 2p chunks live, p stages' worth. With F = B = W and
-           m >= 2p - 1 no stage waits between its first and its last computation.
+    zb-h1  1F1B's order of F and B. Stage i delays W by i micro-batches, so every stage keeps activations of p
+           micro-batches; under 1F1B only the first one does. Idle time: (p - 1)(F + B - W); 1F1B's is
+           (p - 1)(F + B + W).
+    zb-v   Two chunks per stage, there and back (`mpu.chunks`). A stage keeps activations of 2p chunks, as much as of p
+           micro-batches. With F = B = W and m >= 2p - 1 no stage waits between its first and its last computation.
 
 Qi et al. 2023 (arXiv 2401.10241, sections 2.1 and 6); the V also Qi et al. 2024 (arXiv 2405.15362).
 """
@@ -26,7 +28,7 @@ _Order = list[Instruction]
 
 
 def zb_h1(micro_batches: int, stages: int, stage: int) -> _Order:
-    """The order of one stage: 1F1B, with a W as soon as more than `stage` of them wait."""
+    """The order of one stage: 1F1B, with a W as soon as more than `stage` micro-batches wait for theirs."""
     order: _Order = []
     forwards = backwards = weights = 0
     while weights < micro_batches:
@@ -43,7 +45,7 @@ def zb_h1(micro_batches: int, stages: int, stage: int) -> _Order:
 
 
 def zb_v(micro_batches: int, stages: int) -> list[_Order]:
-    """The orders of all stages: whose W goes where depends on when a stage waits for the others."""
+    """The orders of all stages. Where a W goes depends on when its stage waits for the others."""
     orders = [_v_order(micro_batches, stages, stage) for stage in range(stages)]
     return _Filler(orders, ChunkMap(stages, 2, and_back=True), limit=2 * stages).fill()
 
@@ -51,8 +53,8 @@ def zb_v(micro_batches: int, stages: int) -> list[_Order]:
 def _v_order(micro_batches: int, stages: int, stage: int) -> _Order:
     """F and B of one stage.
 
-    Laid out for as many micro-batches as fill the memory, of which those that do not exist are left out again: a
-    micro-batch gone from every list takes nothing from the others.
+    The order is made for at least 2p - 1 micro-batches, and those that do not exist are then left out. Without them the
+    lists of all stages still fit together.
     """
     total, to_end = max(micro_batches, 2 * stages - 1), stages - stage
     f0, f1, b0, b1 = (Op.FORWARD, 0), (Op.FORWARD, 1), (Op.BACKWARD_INPUT, 0), (Op.BACKWARD_INPUT, 1)
@@ -75,13 +77,13 @@ def _v_order(micro_batches: int, stages: int, stage: int) -> _Order:
 
 
 class _Filler:
-    """Puts every W into an order of F and B, by running all stages with F = B = W and messages that take no time.
+    """Inserts every W into an order of F and B, by simulating all stages with F = B = W and messages without latency.
 
-    Before each F or B a stage runs the Ws that fit into its wait for it; before an F also those whose memory it needs.
-    With these times lists are as short as they can be, and they are good ones for others: what counts is where the
-    waits are, and that follows from the order of F and B.
+    While a stage waits for the input of an F or B, it runs as many Ws as fit. Before an F it also runs the Ws whose
+    memory the F needs. With these times the lists are as short as possible. They are good for other times too, since
+    the waits follow mainly from the order of F and B.
 
-    limit  most chunks of a stage that live at a time
+    limit  most chunks of a stage whose activations are alive at a time
     """
 
     def __init__(self, orders: Sequence[_Order], chunks: ChunkMap, limit: int) -> None:
@@ -91,7 +93,7 @@ class _Filler:
         self.live = [0] * len(orders)
         self.waiting: list[deque[Instruction]] = [deque() for _ in orders]
         self.ended: dict[tuple[bool, int, int], int] = {}
-        """When (backward, micro-batch, model chunk) was done."""
+        """The time at which (backward, micro-batch, model chunk) ended."""
 
     def fill(self) -> list[_Order]:
         position = [0] * len(self.orders)
@@ -113,14 +115,14 @@ class _Filler:
         return self.filled
 
     def _start(self, stage: int, step: Instruction) -> int | None:
-        """When what a step needs is there; None: what it needs has not run yet."""
+        """The time at which a step's input is ready; None if it has not been computed yet."""
         number, last = self.chunks.model_chunk(stage, step.chunk), self.chunks.count - 1
         if not step.is_backward:
             return 0 if number == 0 else self.ended.get((False, step.micro_batch, number - 1))
         return self.ended.get((number < last, step.micro_batch, number + (number < last)))
 
     def _run(self, stage: int, step: Instruction, start: int) -> int | None:
-        """Run a step, and before it what fits or must go; the stage that waits for it, if any."""
+        """Run a step, after the Ws that fit or must come before it. Returns the stage that needs the step's output."""
         waiting = self.waiting[stage]
         while waiting and (self.clock[stage] < start or (not step.is_backward and self.live[stage] == self.limit)):
             self.filled[stage].append(waiting.popleft())
