@@ -1,8 +1,8 @@
 """Global batch size as a function of consumed samples.
 
-The ramp START INCREMENT SAMPLES is Megatron-LM's: n = (global batch - START) / INCREMENT increments over SAMPLES
-samples, so that an iteration before which c samples are consumed has `START + int(c / (SAMPLES / n)) * INCREMENT`
-samples, and the full global batch once c > SAMPLES. BLOOM: 192 16 9765625 up to 2048, n = 116.
+The ramp START INCREMENT SAMPLES is Megatron-LM's: it has n = (global batch - START) / INCREMENT increments over SAMPLES
+samples. An iteration before which c samples are consumed has `START + int(c / (SAMPLES / n)) * INCREMENT` samples, and
+the full global batch once c > SAMPLES. BLOOM's was 192 16 9765625 up to 2048, with n = 116.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from megazero.config.schema import ScheduleConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive iterations of one batch size: `before` iterations and `consumed` samples precede
-    the first of them.
+    """Consecutive iterations of one batch size.
+
+    before    iterations before the first of them
+    consumed  samples before the first of them
+    size      samples of each of them
     """
 
     before: int
@@ -30,8 +33,9 @@ class Phase:
 class BatchSchedule:
     """The global batch of every iteration of a run that starts at sample 0.
 
-    `size` takes any number of consumed samples and is what a step uses; the other methods count along the run's own
-    path from sample 0, in time independent of the number of iterations.
+    A step asks `size`, which takes any number of consumed samples. The other methods follow the run's own iterations
+    from sample 0; their cost does not depend on the number of iterations. Raises ValueError where no number of
+    increments leads from START to the global batch.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -45,7 +49,7 @@ class BatchSchedule:
         self.increments = (self.full - self.start) // self.increment
 
     def size(self, consumed: int) -> int:
-        """Samples of the iteration before which `consumed` samples are consumed."""
+        """Global batch size of the iteration before which `consumed` samples are consumed."""
         if self.increments == 0 or consumed > self.samples:
             return self.full
         steps = int(consumed / (self.samples / self.increments))
@@ -80,7 +84,7 @@ class BatchSchedule:
         return phase.consumed + (iterations - phase.before) * phase.size
 
     def iterations_within(self, samples: int) -> int:
-        """Whole iterations that `samples` samples suffice for."""
+        """Number of iterations for which `samples` samples suffice."""
         phase = self.phases[bisect_right(self.phases, samples, key=lambda p: p.consumed) - 1]
         whole = phase.before + (samples - phase.consumed) // phase.size
         following = self.phases[self.phases.index(phase) + 1 :]

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply all gradients by, 0-dim float64: min(1, max_norm / (norm + 1e-6)); 1 where max_norm is 0.
+    """The factor for all gradients, 0-dim float64: min(1, max_norm / (norm + 1e-6)); 1 where max_norm is 0.
 
-    norm: 0-dim, the norm over the whole model, the same on every rank. The formula is torch.nn.utils.clip_grad_norm_'s.
-    A norm of inf gives 0 and NaN gives NaN: neither can be repaired by a factor, such a step has to be skipped.
+    norm: 0-dim, the gradient norm of the whole model, the same on every rank. The formula is that of
+    `torch.nn.utils.clip_grad_norm_`. A norm of inf gives 0 and NaN gives NaN. Such a step must be skipped.
     """
     wide = norm.detach().to(torch.float64)
     if max_norm == 0.0:

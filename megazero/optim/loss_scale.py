@@ -1,4 +1,7 @@
-"""The loss scale of fp16: small gradients are lifted above fp16's smallest numbers, and unscaled in the optimizer."""
+"""Loss scaling for fp16: keeps small gradients above fp16's smallest numbers. The optimizer unscales them.
+
+(Micikevicius et al. 2018, arXiv:1710.03740.)
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from megazero.config.schema import OptimizerConfig
 
 
 class LossScaler:
-    """A loss scale that lives on the device and follows overflows without the host reading them.
+    """A loss scale on the device, which is updated after each step without waiting for the device.
 
     scale      0-dim float64; 1 outside fp16, constant with `--loss-scale`
-    dynamic    (fp16) After `loss_scale_window` steps in a row without overflow the scale doubles. Of the overflows
-               since it last doubled the first `hysteresis` - 1 leave it as it is and each one from number `hysteresis`
-               on halves it, down to `min_loss_scale`. So with hysteresis 1 every overflow halves. (The rule of
-               Megatron-LM and DeepSpeed; apex also starts the count anew at every good step.) Every overflow skips its
-               step, whatever the scale does.
+    dynamic    whether it changes (fp16 without `--loss-scale`). After `loss_scale_window` steps in a row without
+               overflow the scale doubles. Of the overflows since it last doubled, the first `hysteresis` - 1 leave it
+               as it is, and each further one halves it, down to `min_loss_scale`. With hysteresis 1 every overflow
+               halves it. This is the rule of Megatron-LM and DeepSpeed; apex also restarts the count of overflows at
+               every good step. Every overflow skips its step, whether or not the scale changes.
     """
 
     def __init__(self, cfg: OptimizerConfig, device: torch.device | str = "cpu") -> None:
@@ -29,7 +32,7 @@ class LossScaler:
         self._bad = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, overflow: Tensor) -> None:
-        """After a step. overflow: 0-dim bool on the device, the same on every rank."""
+        """Update the scale after a step. overflow: 0-dim bool on the device, the same on every rank."""
         if not self.dynamic:
             return
         self._bad = torch.where(overflow, self._bad + 1, self._bad)
@@ -42,17 +45,17 @@ class LossScaler:
         self._good, self._bad = torch.where(grows, 0, self._good), torch.where(grows, 0, self._bad)
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs to continue exactly; waits for the device. Empty where the scale does not move."""
+        """The state for a checkpoint; empty where the scale is constant. Waits for the device."""
         if not self.dynamic:
             return {}
         return {"scale": self.scale.item(), "good_steps": int(self._good.item()), "overflows": int(self._bad.item())}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from `state_dict`. A scale that this run fixes (or does not have) stays what it is.
+        """Continue from a `state_dict`. A constant scale does not change.
 
-        So does the first one of a dynamic scale when there is nothing to continue: the run before was no fp16, or fixed
-        its scale. Its 1 (bf16) would lose the small gradients for as many windows as it takes to double to a useful
-        one.
+        A dynamic scale keeps its initial value when `state` is empty, that is, when the earlier run was not fp16 or had
+        a constant scale. From the 1 of a bf16 run the scale would have to double for many windows before small
+        gradients were kept.
         """
         if not self.dynamic or not state:
             return

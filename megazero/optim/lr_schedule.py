@@ -1,8 +1,8 @@
-"""Learning rate as a function of what came before a step.
+"""Learning rate as a function of the samples or iterations before a step.
 
-A run counts in samples as soon as one of its lengths is given in samples, else in iterations; the count of a step is
-what was consumed (or done) before it. So the first step of a run that warms up has rate 0, as BLOOM's had.
-Formulas are Megatron-LM's; `wsd` is warm-up, constant, and a linear fall over the last part.
+A run counts in samples if one of its lengths is given in samples, else in iterations. The count of a step is the number
+of samples consumed (or iterations done) before it. So the first step of a run with warm-up has rate 0, as BLOOM's had.
+The formulas are Megatron-LM's; `wsd` is warm-up, constant, and a linear fall over the last part (arXiv:2404.06395).
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from megazero.config.schema import ScheduleConfig
 from megazero.optim.batch_schedule import BatchSchedule
 
 WSD_SHARE = 0.1
-"""Share of the decay's length that the falling part of wsd has where none is given."""
+"""Default length of wsd's falling part, as a fraction of the decay's length."""
 
 
 class LearningRate:
-    """`at(iterations, consumed)` is the rate of the step before which so many iterations were done and samples
-    consumed.
+    """The learning rate of a run's steps; `at(iterations, consumed)` computes it.
 
-    Lengths in iterations are turned into the samples that the run's first so many iterations consume where the run
-    counts in samples. Raises ValueError for a decaying style in a run without any length, and for a style that is not
-    there.
+    Where the run counts in samples, a length of n iterations becomes the samples that the run's first n iterations
+    consume. Raises ValueError for an unknown style, for a decaying style in a run without a length, and for
+    --lr-warmup-fraction without a length to take it of.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -65,7 +64,10 @@ class LearningRate:
         return self.batches.consumed_after(iterations) if self.counts_samples else iterations
 
     def at(self, iterations: int, consumed: int) -> float:
-        """The rate of the step that follows `iterations` iterations and `consumed` samples."""
+        """The rate of the step that follows `iterations` iterations and `consumed` samples.
+
+        Raises ValueError where an installed style gives a rate that is negative or not finite.
+        """
         return self._rate(consumed if self.counts_samples else iterations)
 
     def _rate(self, count: int) -> float:
@@ -87,10 +89,12 @@ class LearningRate:
 class Decay:
     """A step in the decaying part of a run. All lengths count samples, or all count iterations.
 
-    count   what came before the step: more than `warmup` (or 0 without one), at most `decay`
-    warmup  length of the warm-up, 0 without one
-    decay   length of warm-up and decay together
-    fall    length of the falling part that wsd has
+    count    samples or iterations before the step: more than `warmup` (from 0 on without one), at most `decay`
+    warmup   length of the warm-up, 0 without one
+    decay    length of warm-up and decay together
+    fall     length of wsd's falling part
+    highest  the peak rate (--lr)
+    lowest   the rate at the end of the decay (--min-lr)
     """
 
     count: int
@@ -106,7 +110,7 @@ class Decay:
         return (self.count - self.warmup) / (self.decay - self.warmup)
 
     def between(self, share: float) -> float:
-        """The rate at this share of the way from the lowest (0) to the highest (1)."""
+        """lowest + share * (highest - lowest)."""
         return self.lowest + share * (self.highest - self.lowest)
 
 
@@ -121,23 +125,23 @@ def cosine(at: Decay) -> float:
 
 
 def inverse_square_root(at: Decay) -> float:
-    """1 / sqrt(count), which is 1 at the end of the warm-up; not below the lowest rate."""
+    """highest * sqrt(warmup / count), at least the lowest rate."""
     return max(at.lowest, at.highest * math.sqrt(max(at.warmup, 1) / max(at.count, 1)))
 
 
 def wsd(at: Decay) -> float:
-    """Constant, and a straight line over the last part (arXiv:2404.06395)."""
+    """Constant, then a straight line over the last `fall` of the decay (Hu et al. 2024, arXiv:2404.06395)."""
     return at.between(1.0 if at.count <= at.decay - at.fall else (at.decay - at.count) / at.fall)
 
 
 STYLES: Mapping[str, Callable[[Decay], float]] = MappingProxyType(
     {"linear": linear, "cosine": cosine, "inverse-square-root": inverse_square_root, "wsd": wsd}
 )
-"""Choices of --lr-decay-style but for `constant`, which has no end."""
+"""The styles of --lr-decay-style, except `constant`, which needs no length."""
 
 
 def style_of(name: str) -> Callable[[Decay], float] | None:
-    """The function of a style, ours or an installed package's; None for `constant`. Raises ValueError."""
+    """The function of a style, ours or an installed package's; None for `constant`. Raises ValueError if unknown."""
     if name == "constant":
         return None
     found: Callable[[Decay], float] = STYLES[name] if name in STYLES else load(LR_DECAY_STYLES, name)

@@ -1,4 +1,4 @@
-"""The steps of a run in order: number, samples, batch and rate of each, from any point on."""
+"""The steps of a run in order, from any point on: number, samples, batch size and learning rate of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.optim.lr_schedule import LearningRate
 
 @dataclass(frozen=True)
 class Step:
-    """One step. `consumed_samples` counts this step in, `consumed_before` does not; `lr` is the rate used in it."""
+    """One step. `consumed_samples` includes the step's own samples, `consumed_before` does not."""
 
     iteration: int
     consumed_before: int
@@ -24,39 +24,39 @@ class Step:
 class StepPlan:
     """The steps of the run that a schedule describes.
 
-    `after(iterations, consumed)` is the step that follows any state, on the run's own path or off it (a resume with
-    other batch sizes); `step(iteration)` and `steps(...)` follow the path from sample 0.
+    `after` and `steps` continue from any state, also from one that a run with other batch sizes has left. `step` and
+    `total_iterations` describe a run from sample 0. Raises the errors of `BatchSchedule` and `LearningRate`.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
         self.config, self.batches, self.rate = config, BatchSchedule(config), LearningRate(config)
 
     def after(self, iterations: int, consumed: int) -> Step:
-        """The step before which so many iterations were done and samples consumed."""
+        """The step that follows `iterations` iterations and `consumed` samples."""
         size = self.batches.size(consumed)
         return Step(iterations + 1, consumed, consumed + size, size, self.rate.at(iterations, consumed))
 
     def step(self, iteration: int) -> Step:
-        """Step number `iteration`, from 1, of a run from its start."""
+        """Step number `iteration` (from 1) of a run from sample 0. Raises ValueError below 1."""
         if iteration < 1:
             raise ValueError(f"iteration {iteration}: the first one is 1")
         return self.after(iteration - 1, self.batches.consumed_after(iteration - 1))
 
     def finished(self, iterations: int, consumed: int) -> bool:
-        """Whether the run ends here: its iterations are done, or its samples do not suffice for another step."""
+        """Whether the run is at its end: its iterations are done, or its samples do not suffice for another step."""
         if self.config.train_samples is not None:
             return consumed + self.batches.size(consumed) > self.config.train_samples
         return self.config.train_iters is not None and iterations >= self.config.train_iters
 
     def steps(self, iterations: int = 0, consumed: int = 0) -> Iterator[Step]:
-        """The steps that remain after a state, in order."""
+        """The steps that remain after this state, in order."""
         while not self.finished(iterations, consumed):
             step = self.after(iterations, consumed)
             yield step
             iterations, consumed = step.iteration, step.consumed_samples
 
     def consumed_at_end(self, iterations: int = 0, consumed: int = 0) -> int:
-        """Samples that are consumed when the run ends that goes on from a state; it has an end."""
+        """Samples that are consumed at the end of a run that continues from this state. The run must have an end."""
         size, full = self.batches.size, self.batches.full
         while size(consumed) < full and not self.finished(iterations, consumed):
             iterations, consumed = iterations + 1, consumed + size(consumed)
@@ -69,7 +69,7 @@ class StepPlan:
 
     @property
     def total_iterations(self) -> int | None:
-        """Steps of the whole run; None for one without end."""
+        """Number of steps of the whole run; None for a run without end."""
         if self.config.train_samples is not None:
             return self.batches.iterations_within(self.config.train_samples)
         return self.config.train_iters
