@@ -12,7 +12,7 @@ from megazero.optim.lr_schedule import STYLES, LearningRate
 
 RECORDED = Path(__file__).resolve().parents[2] / "pictures" / "loss.json"
 """The losses of a run of `make pretrain`, taken from its metrics file, with the machine that it ran on."""
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 700, 260, 48, 16, 34
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 700, 270, 48, 16, 44
 
 
 class _Axes:
@@ -61,10 +61,12 @@ def loss(mean_of: int = 10) -> str:
         (COLOURS[0], f"mean of the last {mean_of} steps"),
         (COLOURS[1], "loss on text that was held out"),
     )
-    for row, (colour, words) in enumerate(legend):
-        picture.box(_WIDTH - 250, 26 + 20 * row, 14, 12, colour)
-        picture.text(_WIDTH - 228, 36.5 + 20 * row, words, at="start", size=11.5)
-    picture.text(_LEFT, _HEIGHT - 2, "iteration", at="start", size=11)
+    x = _LEFT + 110.0
+    for colour, words in legend:
+        picture.box(x, _HEIGHT - 13, 14, 12, colour)
+        picture.text(x + 20, _HEIGHT - 3, words, at="start", size=11)
+        x += 38 + 5.9 * len(words)
+    picture.text(_LEFT, _HEIGHT - 3, "iteration", at="start", size=11)
     return picture.svg()
 
 
