@@ -1,4 +1,4 @@
-"""A run that trains adapters (--lora-rank): the frozen weights beneath them, the files for PEFT, what a step takes."""
+"""A run that trains adapters (--lora-rank): the frozen base weights, and adapter files for PEFT in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from megazero.train.init_from import opened_alike
 from megazero.zero.frozen import FrozenParameters
 
 PEFT = "peft"
-"""Folder of a checkpoint that PEFT opens."""
+"""The subfolder of a checkpoint that PEFT opens."""
 
 
 def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
-    """The run with the whole path of the checkpoint that its adapters belong to: --init-from, else what the checkpoint
-    of --load says.
+    """The run with `init_from` set to the absolute path of the base checkpoint of its adapters.
 
-    Of a folder of checkpoints it is the one that was the newest when the adapters began: another may be now, which they
-    do not belong to. Raises ConfigError where neither says, where nothing can be opened there, and where --save would
-    overwrite it.
+    The base is --init-from, or else the base that the checkpoint of --load records. If --init-from is the folder of
+    checkpoints that holds the recorded one, the recorded one stays the base, even if a newer one exists now. Raises
+    ConfigError if neither names a base, if the base cannot be opened, or if --save would overwrite it.
     """
     if run.lora.lora_rank is None:
         return run
@@ -64,11 +63,10 @@ def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:
-    """What writes the adapters of a finished checkpoint into its folder once more, as PEFT has them; None without
-    adapters.
+    """A function that adds the adapters of a complete checkpoint to its folder, in PEFT's format.
 
-    Where no family of Hugging Face's has this model, that is told, and nothing is written. Opens the base. Called by
-    one rank.
+    None without adapters. None also if no model family of Hugging Face fits this model; a line on stdout says so. Opens
+    the base checkpoint. Called by one rank; communicates nothing.
     """
     base = run.checkpoint.init_from
     if run.lora.lora_rank is None or base is None or run.checkpoint.save is None:
@@ -89,10 +87,9 @@ def peft_files(run: Run) -> Callable[[Path], None] | None:
 
 
 def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
-    """Fill this rank's frozen parameters from the checkpoint at `path`; called by all ranks.
+    """Fill this rank's frozen parameters from the checkpoint at `path`; return the name of its format.
 
-    Returns the name of its format. Travels: what `opened_alike` sends, and whether all could read. Raises as
-    `init_from.load_weights` does.
+    A collective of the world: `opened_alike`, then `agree`. Raises as `init_from.load_weights` does.
     """
     failure: Exception | None = None
     name = ""

@@ -1,4 +1,4 @@
-"""Pretraining as a function: called by a program, with its data, in its loop, without ending its process."""
+"""Pretraining as a function that a program calls, with its own data or its own loop. It never ends the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megazero.train.path_checks import missing_files
 from megazero.train.prepare import Prepared, prepare
 
 Given = Run | Mapping[str, Any] | str | os.PathLike[str]
-"""A run as a program gives it: see `pretrain`."""
+"""The forms of a run that `pretrain` takes."""
 __all__ = ["Result", "Training", "pretrain", "training"]
 
 
@@ -38,12 +38,12 @@ class Result:
     """How a run has ended; the same on every rank.
 
     iteration, consumed_samples, consumed_tokens
-                 how far the run is, counted from its first step, resumes included
-    finished     whether it has all its iterations or samples
-    stopped_by   why it stopped before that, in words
-    loss         of the last step; None where there was none
+                 how far the run is, counted from its first step, earlier calls that it resumes included
+    finished     whether it has trained all its iterations or samples
+    stopped_by   why it stopped before that, in words; None if it has finished
+    loss         mean loss per token of the last step; None if this call took no step
     evaluations  losses of the newest evaluation by metric name: valid_loss, valid_loss/NAME, test_loss
-    checkpoint   folder of the newest checkpoint that this call has saved, if it has
+    checkpoint   folder of the newest checkpoint that this call has saved; None if it has saved none
     """
 
     iteration: int
@@ -57,10 +57,11 @@ class Result:
 
 
 class Training:
-    """A run in the hands of a program, which takes its steps.
+    """A run whose steps are taken by the calling program.
 
-    run               as it was resolved
-    rank, world_size  of this process
+    run         the resolved configuration
+    rank        the rank of this process
+    world_size  the number of ranks of the run
     """
 
     def __init__(self, job: Job, signals: StopSignals) -> None:
@@ -71,33 +72,36 @@ class Training:
         self._result: Result | None = None
 
     def steps(self) -> Iterator[StepValues]:
-        """Train one step for each item taken. Evaluations and saves come at their intervals; the iterator ends with the
-        run, or where it stops.
+        """Train one step for each item taken. Evaluations and saves come at their intervals. The iterator ends when the
+        run is finished or stops.
 
-        The numbers of a step may still lie on the device, as 0-dim tensors: `float(step.loss)` waits for them. Who
-        leaves the loop early must do so on every rank after the same step; to decide it on one rank, call `stop`.
+        The numbers of a step may be 0-dim tensors on the device: `float(step.loss)` waits for them. To leave the loop
+        early, every rank must leave it after the same step; if one rank alone decides, it calls `stop` instead. A step
+        is a collective, so every rank has to take it.
         """
         for step in self._running().trainer.steps():
             self._last = step
             yield step
 
     def evaluate(self) -> dict[str, float]:
-        """Losses of the validation sets now, by metric name. Called by all ranks."""
+        """Evaluate now; return the mean losses of the validation sets by metric name. A collective of all ranks."""
         return self._running().trainer.evaluate()
 
     def stop(self, why: str = "its program asked for it") -> None:
-        """Ask the run to stop: the next step carries the word to all ranks, and is the last. Any rank may ask."""
+        """Request a stop, on any rank. The reduction of the next step carries the request to all ranks. On a CPU that
+        step is the last; on a GPU the run stops after the next step at which it logs.
+        """
         self._signals.ask(why)
 
     @property
     def result(self) -> Result:
-        """How the run has ended; there once the `with` block is left."""
+        """How the run has ended. Raises RuntimeError inside the `with` block."""
         if self._result is None:
             raise RuntimeError("the run goes on: its result is there after the `with` block")
         return self._result
 
     def finish(self) -> None:
-        """Evaluate and save what a run evaluates and saves at its end, and show its report. Called by all ranks."""
+        """Make the final evaluations, the last save and the report. A collective of all ranks."""
         job = self._running()
         trainer = job.trainer
         trainer.at_the_end()
@@ -115,7 +119,7 @@ class Training:
         return self._job
 
     def release(self) -> None:
-        """Give back threads, captured graphs and all that is held through the job."""
+        """Stop the loaders' threads, release captured graphs, and drop the reference to the job."""
         if self._job is not None:
             self._job.trainer.batches.close()
             if isinstance(self._job.trainer.engine, GraphedEngine):
@@ -142,8 +146,8 @@ def training(
                 ...
         print(run.result)
 
-    Arguments are those of `pretrain`. Leaving the block evaluates and saves what a run does at its end, after a `break`
-    too; an exception that leaves it saves nothing.
+    The arguments and errors are those of `pretrain`. When the block is left, also after a `break`, the run makes its
+    last save and, if it has finished, its final evaluations. If an exception leaves the block, nothing is saved.
     """
     own = OwnData(train_data, _by_metric(valid_data), tokenizer)
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
@@ -177,28 +181,27 @@ def pretrain(
 ) -> Result:
     """Pretrain a model in this process, and return when the run has ended.
 
-    Called by every rank alike: of torch's default process group where there is one (Ray Train makes it), which stays
-    as it is; else of what torchrun started; else this process is the world. All process groups of the run are gone
-    when it returns. It may be called again.
+    Every rank makes the same call. If torch has a default process group (Ray Train makes one), its ranks are the ranks
+    of the run, and the group stays as it is. Otherwise the ranks are the processes that torchrun started, or else this
+    process alone. The run's own process groups are gone when the function returns. It may be called again.
 
-    run             what `--config` takes, as the path of a YAML file or as a mapping of the same form; what it does not
-                    say has the defaults of the command line. Or a `Run`, which is taken field by field as it stands
-    train_data      samples to train on, in place of the data that the run names: anything with a length whose item i is
-                    `seq_length` + 1 token ids, the same on every rank (`megazero.Rows`). The run takes them in this
-                    order, sample i being item i modulo the length, whatever the layout: step after step the global
-                    batch's next ones. A resumed run goes on with the sample where its checkpoint was, and raises
-                    ConfigError where the number of items or a checksum of 16 of them is another
-    valid_data      the same for validation, or several by name; each holds at least `eval_iters` global batches
-    tokenizer       object with `vocab_size`, `eod_id`, `encode` and `decode`, in place of `tokenizer` of the run
-    on_step         called with a `StepRecord` on every rank that hands it in, at the log interval
+    run             the path of a YAML file for `--config`, or a mapping of the same form; what it does not set has the
+                    defaults of the command line. Or a `Run`, which is taken field by field
+    train_data      samples to train on, instead of the data that the run names. Any object with a length whose item i
+                    is `seq_length` + 1 token ids, the same on every rank (`megazero.Rows`). Sample i of the run is item
+                    i modulo the length, in every layout. A resumed run goes on with the sample after its checkpoint; it
+                    raises ConfigError if the number of items, or a checksum of 16 of them, has changed
+    valid_data      the same for validation, or several by name; each needs at least `eval_iters` global batches
+    tokenizer       object with `vocab_size`, `eod_id`, `encode` and `decode`, instead of the run's `tokenizer`
+    on_step         called with a `StepRecord` for each step, at the log interval
     on_evaluation   called with the iteration and the losses by metric name
-    on_checkpoint   called with folder and iteration of each checkpoint that is complete. A callback that returns True
-                    asks the run to stop: it saves and stops after the next step
-    handle_signals  whether SIGTERM, SIGINT and SIGHUP stop the run with its state saved, for as long as it lasts; main
-                    thread only
+    on_checkpoint   called with the folder and the iteration of each complete checkpoint
+    handle_signals  whether SIGTERM, SIGINT and SIGHUP stop the run with its state saved; main thread only
 
-    Raises ConfigError, a ValueError whose `problems` are all that is wrong, before any process group is made: on every
-    rank, where it is found on one. After any other error the ranks may be out of step: end the processes.
+    A callback is called on each rank that gives one. If it returns True, the run stops as by `Training.stop`.
+
+    Raises ConfigError, a ValueError whose `problems` list everything that is wrong, before it makes any process group;
+    a problem of one rank is raised on all. After any other error the ranks may be out of step: end the processes.
     """
     with training(
         run,
@@ -228,7 +231,7 @@ def _by_metric(data: Rows | Mapping[str, Rows] | None) -> dict[str, Rows]:
 def _prepared(
     given: Given, own: OwnData, meeting: Meeting, handle_signals: bool
 ) -> tuple[ParsedArguments, Prepared, World]:
-    """The run resolved and its data there; communicates nothing. Raises ConfigError."""
+    """Resolve the run and prepare its data; communicates nothing. Raises ConfigError."""
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise ConfigError(["handle_signals: only the main thread of a program can handle signals, and this is another"])
     here, settings = meeting.environment, _settings(given)

@@ -1,6 +1,6 @@
-"""What a run tells before its first step: the layout, the model, memory, schedule, data.
+"""The banner, which a run prints before its first step: layout, model, memory, schedule, data.
 
-Text only; nothing is decided here.
+This module only makes text; it decides nothing.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ def banner(
 ) -> str:
     """The banner of a run on this grid.
 
-    text: what the data is; start: from what it starts; said: what its user said otherwise than the defaults, by
-    section; None: a program made the run, and all of it was said; notes: what its user should know.
+    text     describes the data
+    start    describes what the run starts from
+    changes  (field, old, new) of what differs from the checkpoint's run
+    said     settings that the user changed from the defaults, by section; None: a program made the run
+    notes    sentences that the user should read before the run
     """
     axes = grid.axes
     sections = [
@@ -127,7 +130,7 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
 
 
 def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
-    """The schedule with its bubble, and what follows from it."""
+    """(name, text) of the schedule with its bubble, ZeRO's traffic, recompute and CUDA graphs."""
     micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
     report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), times_of(run))
@@ -156,11 +159,11 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
 
 
 def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
-    """By which way the tensors of each axis travel; nothing where there is only one rank."""
+    """The transport of each axis (shared memory or the backend); empty for one rank."""
     ways = [(name, group, False) for name, group in (("tp", grid.tp), ("dp", grid.replicas))] + [("pp", grid.pp, True)]
     words = [f"{name} through {_way(group, messages)}" for name, group, messages in ways if group.handle is not None]
     if words:
-        # In shared memory nothing moves by itself: a rank carries its tensors between computations.
+        # Shared memory does not overlap: a rank copies its tensors itself, between computations.
         overlapped = run.parallel.overlap and grid.replicas.handle is not None and grid.replicas.exchange is None
         words += [
             word
@@ -175,12 +178,12 @@ def _way(group: Group, messages: bool) -> str:
 
 
 def _of_a_program(run: Run) -> Mapping[str, Mapping[str, Any]]:
-    """What a program's run has otherwise than the defaults; its device has been resolved since, and is told above."""
+    """How a program's run differs from the defaults, except the device, which is resolved here and shown elsewhere."""
     return changed_settings(replace(run, parallel=replace(run.parallel, device=ParallelConfig().device)))
 
 
 def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
-    """What its user said otherwise than the defaults, a paragraph per section, and where all of it stands."""
+    """The settings that differ from the defaults, a paragraph for each section, and where the whole run is written."""
     shown = [
         (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items()))
         for section, fields in said.items()

@@ -1,6 +1,6 @@
-"""The parts of the banner, as text of at most 100 columns. Plain ASCII: it must print under any locale.
+"""The parts of the banner, as text of at most 100 columns. The text is ASCII, so that it prints under any locale.
 
-Every function takes plain numbers and words, so that the rooms above can be drawn without being imported.
+The functions take plain numbers and strings, so they need none of the modules that they describe.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ _MOST_ROWS = 8
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Aligned columns, the first `left` of them to the left and the others to the right, with a rule under the
-    headings.
-    """
+    """A table with a rule under its headings. The first `left` columns are left-aligned, the others right-aligned."""
     widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
 
     def show(cells: Sequence[str]) -> str:
@@ -30,7 +28,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int =
 
 
 def pairs(entries: Sequence[tuple[str, str]], width: int = WIDTH - 2) -> str:
-    """`name  value` lines with the values aligned; long values go on under themselves."""
+    """Lines of `name  value` with the values aligned. A long value is wrapped within its column."""
     indent = max((len(name) for name, _ in entries), default=0) + 2
     lines = []
     for name, value in entries:
@@ -41,7 +39,7 @@ def pairs(entries: Sequence[tuple[str, str]], width: int = WIDTH - 2) -> str:
 
 
 def bullets(lines: Sequence[str], width: int = WIDTH - 2) -> str:
-    """Sentences, each on a line of its own behind a dash; long ones go on under themselves."""
+    """Sentences as a list with dashes. A long sentence is wrapped within its item."""
     return "\n".join(
         f"{'- ' if i == 0 else '  '}{part}" for line in lines for i, part in enumerate(_wrap(line, width - 2))
     )
@@ -54,9 +52,7 @@ def ranks(tp: int, pp: int, dp: int) -> str:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """Break a long line at spaces; a word longer than the width keeps its line (a path must stay
-    whole to be copied).
-    """
+    """Break a long line at spaces. A word that is longer than the width stays whole, so that a path can be copied."""
     if len(text) <= width:
         return [text]
     lines: list[str] = []
@@ -69,7 +65,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def sections(parts: Sequence[tuple[str, str]]) -> str:
-    """The banner: each part under its title, empty parts left out."""
+    """The banner: each part under its title, without the empty parts."""
     shown = [(title, body) for title, body in parts if body]
     lines = [
         [title, *("  " + part for line in body.splitlines() for part in _wrap(line, WIDTH - 2))]
@@ -79,10 +75,10 @@ def sections(parts: Sequence[tuple[str, str]]) -> str:
 
 
 def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2) -> str:
-    """The process grid: a column per pipeline stage, a row per data-parallel replica, a cell's tensor-parallel ranks.
+    """The process grid: one column for each stage, one row for each replica; a cell lists its tensor-parallel ranks.
 
-    Ranks are numbered as the grid numbers them: ((pp_i*DP + dp_i)*CP + cp_i)*TP + tp_i. Where all of them do not fit
-    into `width` columns, cells show ranges, then columns and rows in the middle are left out.
+    Ranks are numbered as in `mpu.grid`: ((pp_i*DP + dp_i)*CP + cp_i)*TP + tp_i. If the drawing exceeds `width`, cells
+    show ranges; if it still does, columns in the middle are left out. Of many rows, those in the middle are left out.
     """
     cells = [
         [[((p * dp + d) * cp + c) * tp + t for t in range(tp)] for p in range(pp)] for d in range(dp) for c in range(cp)
@@ -109,7 +105,7 @@ def _range(ranks: Sequence[int]) -> str:
 
 
 def _kept(number: int, most: int) -> list[int | None]:
-    """Indices to show of `number` rows or columns, with None where some are left out."""
+    """Indices to show of `number` rows or columns; None stands for those that are left out."""
     if number <= most:
         return list(range(number))
     return [*range(most - 1), None, number - 1]
@@ -123,7 +119,7 @@ def _frame(
     rows: Sequence[int | None],
     cols: Sequence[int | None],
 ) -> str:
-    """Draw the chosen rows and columns with their headings."""
+    """Draw the given rows and columns with their headings; None draws dots."""
 
     def across(parts: Sequence[str], gap: str, edge: str) -> str:
         return (
@@ -143,7 +139,7 @@ def _frame(
 
 
 def stage_table(stages: Sequence[StageBytes]) -> str:
-    """Parameters and bytes of one rank of each stage; neighbours that are alike share a line."""
+    """Parameters and bytes of one rank of each stage; consecutive equal stages share a line."""
     rows = []
     for entry, members in groupby(enumerate(stages), key=lambda pair: pair[1]):
         numbers = [number for number, _ in members]
@@ -162,9 +158,7 @@ def holds(blocks: int, *, embedding: bool, head: bool, chunks: int = 1) -> str:
 
 
 def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages: int, bubble: float, live: int) -> str:
-    """The schedule in a sentence: bubble as a fraction of the step, and the most micro-batches whose
-    activations live.
-    """
+    """The schedule in a sentence. bubble: a fraction of the step. live: the most micro-batch activations on a rank."""
     if stages == 1:
         return (
             f"one stage: {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'} one after the other, no bubble"
@@ -185,10 +179,10 @@ def traffic_factor(micro_batches: int, gradient_bytes: int, parameter_bytes: int
 def traffic_sentence(
     zero_stage: int, dp: int, micro_batches: int, gradient_bytes: int, parameter_bytes: int, *, breadth_first: bool
 ) -> str:
-    """What ZeRO-2 costs in traffic, with g and p bytes a parameter in gradients and weights; empty where it costs
-    nothing.
+    """The extra traffic of ZeRO-2 in a sentence; empty if there is none.
 
-    gpipe with virtual stages runs breadth first: a chunk's micro-batches follow each other and it is reduced once.
+    gradient_bytes, parameter_bytes: bytes per element of gradients and weights. breadth_first: gpipe with virtual
+    stages runs the micro-batches of a chunk one after the other, so the chunk is reduced once.
     """
     if zero_stage != 2 or dp == 1 or micro_batches == 1:
         return ""
@@ -206,7 +200,7 @@ def traffic_sentence(
 
 
 def graphs_sentence(replayed: int, micro_batches: int) -> str:
-    """What --cuda-graphs does to a step: how many of its micro-batches on a rank are replayed."""
+    """The effect of --cuda-graphs in a sentence: how many of a rank's micro-batches are replayed in a step."""
     if replayed == 0:
         return (
             "change nothing: with dp the first and the last of a rank's micro-batches, which gather and reduce, are "
@@ -216,7 +210,7 @@ def graphs_sentence(replayed: int, micro_batches: int) -> str:
 
 
 def fused_ops_table(chosen: Mapping[str, str]) -> str:
-    """Which body each fused op uses, the ops of one body on one line."""
+    """The body that each fused op uses; ops of one body share a line."""
     bodies: dict[str, list[str]] = {}
     for op, body in chosen.items():
         bodies.setdefault(body, []).append(op)
@@ -224,7 +218,7 @@ def fused_ops_table(chosen: Mapping[str, str]) -> str:
 
 
 def changes_table(changes: Sequence[tuple[str, object, object]]) -> str:
-    """What a resumed run does otherwise than the one that saved: flag, old value, new value."""
+    """What differs between the run that saved and the one that resumes: flag, old value, new value."""
     return (
         table(["changed", "saved", "now"], [[name, str(old), str(new)] for name, old, new in changes], left=3)
         if changes

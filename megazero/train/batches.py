@@ -15,9 +15,7 @@ from megazero.train.prepare import validation_samples
 
 @dataclass(frozen=True)
 class Batches:
-    """Loaders of this rank. Those of an evaluation are by the name of its metric: valid_loss, valid_loss/NAME,
-    test_loss.
-    """
+    """The loaders of this rank. Those of evaluations are keyed by metric: valid_loss, valid_loss/NAME, test_loss."""
 
     train: TrainLoader
     valid: Mapping[str, TrainLoader]
@@ -30,13 +28,13 @@ class Batches:
 
 
 def batches_of(run: Run, datasets: Datasets, grid: ProcessGrid) -> Batches:
-    """Raises DataError where a mask needs a separator that nobody has named."""
+    """Make the loaders. Raises DataError if a mask needs the separator token and the run has no --eod-id."""
     test = {"test_loss": _loader(run, grid, datasets.test, workers=0)} if run.trainer.test_iters else {}
     return Batches(_loader(run, grid, datasets.train, run.data.num_workers), _validation(run, datasets, grid), test)
 
 
 def _validation(run: Run, datasets: Datasets, grid: ProcessGrid) -> dict[str, TrainLoader]:
-    """Of the validation sets that have the samples."""
+    """Loaders of the validation sets that have enough samples for an evaluation."""
     if run.trainer.eval_iters == 0:
         return {}
     sets = {"valid_loss": datasets.valid}

@@ -1,4 +1,4 @@
-"""What a program is told of its run while it goes on, and how it asks for the end."""
+"""Callbacks of the program that called a run, and how they stop it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megazero.telemetry.watchdog import StopSignals
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions of a program, each called on every rank that hands it in. One that returns True asks the run to stop.
+    """Functions of a program. Each is called on the ranks that give it; returning True requests a stop of the run.
 
-    on_step        gets the record of a step, at the log interval those of all steps since the last
-    on_evaluation  gets the iteration and the losses by metric name
-    on_checkpoint  gets folder and iteration of a checkpoint that is complete
+    on_step        called with the record of each step, at the log interval for all steps since the last
+    on_evaluation  called with the iteration and the losses by metric name
+    on_checkpoint  called with the folder and the iteration of each complete checkpoint
     """
 
     on_step: Callable[[StepRecord], object] | None = None
@@ -27,7 +27,7 @@ class Callbacks:
 
 
 class CallbackSink:
-    """A sink that tells a program, and asks the run to stop where the program says so."""
+    """A sink that calls the program's callbacks, and requests a stop if one returns True."""
 
     def __init__(self, callbacks: Callbacks, signals: StopSignals) -> None:
         self._callbacks, self._signals = callbacks, signals
@@ -41,22 +41,20 @@ class CallbackSink:
             self._hear("on_evaluation", self._callbacks.on_evaluation(iteration, losses))
 
     def saved(self, folder: Path, iteration: int) -> None:
-        """A checkpoint is complete."""
+        """Call `on_checkpoint` for a complete checkpoint."""
         if self._callbacks.on_checkpoint is not None:
             self._hear("on_checkpoint", self._callbacks.on_checkpoint(folder, iteration))
 
     def _hear(self, name: str, answer: object) -> None:
-        """A comparison of numpy's numbers is numpy's bool. Other answers are no request: a function may return what
-        it likes.
-        """
+        """Request a stop if the answer is True or numpy's True. Any other return value is ignored."""
         if isinstance(answer, bool | np.bool_) and answer:
             self._signals.ask(f"{name} asked for it")
 
     def note(self, text: str) -> None:
-        """Remarks are for people."""
+        """Ignored: notes are for the log."""
 
     def flush(self, durable: bool) -> None:
-        """Nothing waits here."""
+        """Nothing to do: callbacks are called at once."""
 
     def close(self) -> None:
-        """The program knows when its run has ended."""
+        """Nothing to do: the program sees the end of its run."""

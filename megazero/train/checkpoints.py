@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, claimed for it: what each rank writes there, and what else goes into it."""
+"""Set-up of a run's checkpoints: claim the folder, and say what each rank writes and which files are added."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from megazero.zero.optimizer import ShardedOptimizer
 def claim_checkpoints(
     run: Run, grid: ProcessGrid, optimizer: ShardedOptimizer, found: FoundCheckpoint | None
 ) -> Checkpoints:
-    """What this run loads and where it saves, the folder taken over from an earlier job. Called by all ranks.
+    """The run's `Checkpoints`, with the save folder claimed from any earlier job.
 
-    found: what it resumes from, whose model files go on. Raises ConfigError where the folder takes no files.
+    found: the checkpoint to resume from; its model files are copied on. A collective of the world: a broadcast of the
+    token, and `Checkpoints.claim`. Raises ConfigError on all ranks if the folder cannot be written.
     """
     token = new_token(grid.world, grid.device)
     group = background_group(grid) if run.checkpoint.async_save else None
@@ -39,7 +40,7 @@ def claim_checkpoints(
 
 
 def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], None] | None:
-    """One that runs all that are there; None where none is."""
+    """One function that runs all writers that are not None; None if there are none."""
     there = [write for write in writers if write is not None]
 
     def write_all(folder: Path) -> None:
@@ -50,7 +51,10 @@ def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], 
 
 
 def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequence[Any]]]:
-    """What every rank's fragments cover, by arithmetic; ranks with equal pp and tp indices hold the same parameters."""
+    """A function that returns the fragments of every rank, by arithmetic without messages.
+
+    Specs are computed once for each (pp, tp) index, since the ranks with equal indices hold the same parameters.
+    """
 
     @cache
     def specs(pp_index: int, tp_index: int) -> Any:

@@ -1,4 +1,4 @@
-"""What --validate-only and --print-config answer: a run looked at as its start would, and not started."""
+"""--validate-only and --print-config: check a run as its start would, without starting it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megazero.train.requirements import unfit
 
 
 def answer(parsed: ParsedArguments, ranks_here: int) -> str:
-    """The text for standard output. ranks_here: how many there are, which --world-size and --ranks override.
+    """The text for standard output. ranks_here: the number of ranks without --world-size and --ranks.
 
-    Raises ConfigError, as a start would.
+    Raises ConfigError with everything that a start would report.
     """
     told = [dump(parsed.run).rstrip()] if parsed.command.print_config else []
     if parsed.command.validate_only:
@@ -50,7 +50,7 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
 
 
 def _unread(run: Run) -> str:
-    """What takes time, and is left to the start of the run."""
+    """The checks that take time, and which only the start of the run makes."""
     if run.data.instruction_data:
         return "what the conversations say, and how many samples they fill: they are read at the start"
     if run.data.data_path:
@@ -59,7 +59,7 @@ def _unread(run: Run) -> str:
 
 
 def _with_default_vocabulary(run: Run) -> Run:
-    """Without a word about data it is that of the default corpus."""
+    """The run with the default corpus's vocabulary, if it names neither data nor a vocabulary."""
     if run.model.vocab_size is not None or run.data.data_path or run.data.instruction_data:
         return run
     return with_vocabulary(run, VOCAB_SIZE, None)

@@ -1,6 +1,6 @@
-"""Process groups for a run inside a program that goes on after it, and that may have groups of its own.
+"""Process groups for a run inside a program, which continues after the run and may have groups of its own.
 
-Nothing here ends the process: what is wrong on one rank becomes an error on all.
+Nothing here ends the process. An error of one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from megazero.system import threads
 
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=ParallelConfig().distributed_timeout_minutes)
-"""How long ranks wait for each other before the configuration, which might say otherwise, is agreed on."""
+"""How long ranks wait for each other until they agree on the configuration, which has a time limit of its own."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of one run find each other.
+    """How the ranks of one run reach each other.
 
-    store  key-value store of this run alone; None in a world of one
-    guest  whether torch has a default process group already, the program's, which is left as it is
+    environment  rank, world size and their local counterparts
+    store        key-value store with a prefix of this run's own; None in a world of one
+    guest        whether torch has a default process group already. It belongs to the program and is left as it is
     """
 
     environment: Environment
@@ -44,10 +45,10 @@ class Meeting:
 
 
 def meet() -> Meeting:
-    """Called by all ranks of a run, once for each run. Communicates one number through the launcher's store.
+    """Find the ranks of a run. Every rank calls it once for each run; it adds to one number in the launcher's store.
 
-    Ranks and world are those of torch's default process group where there is one, else what torchrun has put into the
-    environment, else one process. Raises ConfigError where a world of several has no address.
+    Rank and world size are those of torch's default process group if there is one, else those that torchrun put into
+    the environment, else of one process. Raises ConfigError if several ranks have no MASTER_ADDR and MASTER_PORT.
     """
     here, guest = Environment.read(), dist.is_initialized()
     if guest:
@@ -62,7 +63,7 @@ def meet() -> Meeting:
         raise ConfigError(
             [f"WORLD_SIZE is {here.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
         )
-    # Restarted ranks have made no calls, but torchrun's store remembers those of the attempt before.
+    # Restarted ranks count their calls from one again, but torchrun's store still has the counts of the last attempt.
     base = f"megazero/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     number = store.add(f"{base}/calls of rank {here.rank}", 1)
     return Meeting(here, dist.PrefixStore(f"{base}/call {number}", store), guest)
@@ -70,7 +71,7 @@ def meet() -> Meeting:
 
 @cache
 def _launchers_store(address: str, port: int, here: Environment) -> dist.Store:
-    """torchrun's store; without torchrun one that rank 0 serves for as long as its process lives."""
+    """torchrun's store; without torchrun, a store that rank 0 serves as long as its process lives."""
     serves = here.rank == 0 and not agent_serves()
     return dist.TCPStore(
         address, port, here.world_size, serves, timeout=PATIENCE, wait_for_workers=False, multi_tenant=True
@@ -78,10 +79,10 @@ def _launchers_store(address: str, port: int, here: Environment) -> dist.Store:
 
 
 def agreed(find: Callable[[], T], meeting: Meeting) -> T:
-    """What `find` gives on this rank, once it has given something on every rank. Called by all ranks.
+    """Call `find` on every rank, and return its result on this rank if no rank has failed.
 
-    Raises what it raises here. Where it has failed on other ranks only, raises ConfigError with the problems of one of
-    them, or RuntimeError with its error. Each rank sends and reads a few numbers, whatever the world's size.
+    Raises what `find` raises here. If it failed only on other ranks, raises a ConfigError with the problems of one of
+    them, or a RuntimeError with its error. Each rank sets and reads a few keys of the store, at any world size.
     """
     store, here = meeting.store, meeting.environment
     if store is None:
@@ -109,10 +110,10 @@ def agreed(find: Callable[[], T], meeting: Meeting) -> T:
 
 @contextmanager
 def process_groups(world: World, meeting: Meeting, *, shared_memory: bool) -> Iterator[ProcessGrid]:
-    """The grid of this rank for the length of the block; all groups are gone after it, the program's own excepted.
+    """A context with this rank's grid. Its groups are destroyed at the end of the block; the program's own stay.
 
-    A ConfigError that leaves the block is one that all ranks have agreed on. After any other error the groups are left
-    as they are: tearing them down would wait for ranks that may be gone.
+    Creating and destroying groups are collectives of the world. A ConfigError that leaves the block must be raised on
+    all ranks. After any other exception the groups stay, because destroying them would wait for ranks that may be gone.
     """
     if world.axes.world_size == 1:
         yield build_grid(world.axes, world.device)
@@ -132,7 +133,7 @@ def process_groups(world: World, meeting: Meeting, *, shared_memory: bool) -> It
 
 def _end(grid: ProcessGrid, meeting: Meeting) -> None:
     collectives.barrier(grid.world)
-    gc.collect()  # what is left of a run in reference cycles would keep threads that wait for messages
+    gc.collect()  # frees reference cycles of the run, which would keep threads waiting for messages
     if not meeting.guest:
         dist.destroy_process_group()
     for handle in grid.made:
@@ -141,7 +142,7 @@ def _end(grid: ProcessGrid, meeting: Meeting) -> None:
 
 @contextmanager
 def settings_of_torch(environment: Environment) -> Iterator[None]:
-    """What a run sets for its whole process is as before after the block: threads, deterministic kernels."""
+    """Restore process-wide settings of torch after the block: number of threads, deterministic algorithms."""
     number, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads.given() or threads.share(environment.local_world_size))
     try:

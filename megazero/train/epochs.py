@@ -1,4 +1,4 @@
-"""How often a run reads its data: --epochs as samples, and the same the other way round for the banner."""
+"""How often a run reads its data: --epochs converted to samples, and samples to epochs for the banner."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
 
 NAMED = 4
-"""Pairs of a blend whose epochs are said one by one."""
+"""Up to this many pairs of a blend, the banner gives the epochs of each."""
 
 
 def with_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> Run:
-    """The run with --epochs as the --train-samples that they are; its data are known.
+    """The run with --epochs replaced by --train-samples.
 
-    Of one pair an epoch is all tokens of its training split, of instruction data all samples that its conversations are
-    packed into. Of a blend it is as many tokens as its pairs have together: the weights say which are read more often
-    than that, and which less. Every rank calls this alike. Raises DataError where the epochs are less than a global
-    batch.
+    An epoch of one pair is all tokens of its training split; an epoch of instruction data is all samples that its
+    conversations are packed into. An epoch of a blend has as many tokens as its pairs together; by their weights, some
+    pairs are read more than once in it and some less. Communicates nothing. Raises DataError if the epochs have fewer
+    samples than the first global batch.
     """
     schedule = run.schedule
     if schedule.epochs is None:
@@ -36,7 +36,7 @@ def with_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> Run:
 
 
 def with_own_samples(run: Run, rows: int) -> Run:
-    """The same for so many rows of data that a program hands in, which are an epoch."""
+    """As `with_samples`, for data of a program: an epoch is `rows` samples."""
     epochs = run.schedule.epochs
     return run if epochs is None else _of_length(run, int(epochs * rows))
 
@@ -62,7 +62,7 @@ def _packed_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> in
 
 
 def epochs_told(run: Run, datasets: Datasets, samples: int) -> str:
-    """How often the run reads its data in `samples` samples: '16.5 epochs', of a blend for each of its pairs."""
+    """How often the run reads its data in `samples` samples: '16.5 epochs'; of a blend, for each pair."""
     if isinstance(datasets.train, PackedDataset):
         return _words(samples / datasets.train.epoch_samples)
     blend, tokens = parse_data_path(run.data.data_path), train_tokens(run.data)
@@ -76,7 +76,7 @@ def epochs_told(run: Run, datasets: Datasets, samples: int) -> str:
 
 
 def own_epochs_told(samples: int, rows: int) -> str:
-    """The same for `rows` rows of data that a program hands in."""
+    """As `epochs_told`, for data of a program: an epoch is `rows` samples."""
     return _words(samples / rows)
 
 

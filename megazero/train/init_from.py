@@ -1,7 +1,8 @@
-"""`--init-from`: a run that starts with the weights of a checkpoint, whatever program wrote it, on any layout.
+"""`--init-from`: a run that starts with the weights of a checkpoint of any format, on any layout.
 
-What the checkpoint's model is, is settings beneath the user's own (`model_source`). Its weights are copied by each rank
-into what that rank owns (`load_weights`); moments, position and all else start anew.
+The checkpoint's model shape and tokenizer are defaults that the user's own settings override (`model_source`). Each
+rank copies the weights of the parts that it owns (`load_weights`). Optimizer moments, position and everything else
+start anew.
 """
 
 from __future__ import annotations
@@ -28,17 +29,16 @@ from megazero.system.reading import about
 from megazero.zero.fragment import Fragment
 from megazero.zero.optimizer import ShardedOptimizer
 
-"""What has a row per token."""
 SHOWN = 3
-"""Keys that the banner names."""
+"""The most keys of a kind that the banner names."""
 ROWS = 4096
-"""Rows that are widened to float64 at once."""
+"""Rows that are converted to float64 at once."""
 
 
 def model_source(path: str) -> ConfigSource:
-    """What a checkpoint says of a run that starts from it: the model's shape and the tokenizer.
+    """The settings that a checkpoint gives to a run that starts from it: the model's shape and the tokenizer.
 
-    What is wrong is in the source's problems.
+    Raises nothing: if the checkpoint cannot be read, the source's `problems` say so.
     """
     settings = ConfigSource(f"--init-from {path}")
     try:
@@ -55,16 +55,14 @@ def model_source(path: str) -> ConfigSource:
 
 
 def _tokenizer(source: Source) -> dict[str, str | int | None]:
-    """Settings of the model's tokenizer, as far as there is one."""
+    """Settings of the model's tokenizer and separator, if the checkpoint has them."""
     found, eod_id = tokenizer_files(source), source.run.data.eod_id
     fields: dict[str, str | int | None] = {} if found is None else {"tokenizer": found[0], "tokenizer_path": found[1]}
     return fields if eod_id is None else fields | {"eod_id": eod_id}
 
 
 def _two_separators(source: Source) -> dict[str, str]:
-    """Where config.json names one token as the end of a document and the tokenizer beside it another, both words on
-    --eod-id.
-    """
+    """The problem on --eod-id, if config.json and the tokenizer name different tokens as the end of a document."""
     named, tokenizer = source.run.data.eod_id, tokenizer_of(source) if source.format == "hf" else None
     if named is None or tokenizer is None or tokenizer.eod_id in (None, named):
         return {}
@@ -78,11 +76,11 @@ def _two_separators(source: Source) -> dict[str, str]:
 
 
 def opened_alike(path: str, grid: ProcessGrid) -> Source:
-    """The checkpoint at `path`, the same one on all ranks; called by all.
+    """Open the checkpoint at `path`, the same one on all ranks.
 
-    Each rank looks for itself, and in a folder of checkpoints another may become the newest meanwhile. Then it is that
-    of rank 0's name for all who have one of this name beside their own. Travels: the name, and whether all could open
-    it. Raises as `raise_on_all_ranks` does.
+    Each rank opens the newest checkpoint of a folder; a newer one may appear before the last rank looks. So rank 0's
+    name counts: a rank that opened another one opens the one of that name in the same folder instead, if it is there. A
+    collective of the world: a broadcast of the name, and two `attempt_on_all_ranks`. Raises as `raise_on_all_ranks`.
     """
     found: list[Source] = []
     attempt_on_all_ranks(grid.world, grid.device, lambda: found.append(open_source(Path(path).expanduser())))
@@ -101,12 +99,12 @@ def opened_alike(path: str, grid: ProcessGrid) -> Source:
 
 
 def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> str:
-    """Fill this rank's weights from the checkpoint at `path`; called by all ranks.
+    """Fill this rank's weights from the checkpoint at `path`; return a text for the banner.
 
-    Returns for the banner what was read, and what became of keys that were not used. Rows of tokens that the checkpoint
-    lacks start as the mean of the others. Travels: what `opened_alike` sends, whether all could read, then what
-    `after_load` gathers. Raises ConversionError (on the other ranks CheckpointError with its text) when the checkpoint
-    cannot be read or is not of this model.
+    The text names what was read, and keys that were not used or were filled. If the model has more tokens than the
+    checkpoint, the new rows start as the mean of the others. A collective of the world: `opened_alike`, `agree`, and
+    the gathers of `after_load`. Raises ConversionError (on the other ranks a CheckpointError with its text) if the
+    checkpoint cannot be read or does not fit the model.
     """
     failure: Exception | None = None
     told = ""
@@ -123,7 +121,7 @@ def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> s
 
 
 def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
-    """What a user should know of the keys, few of them by name; those that are used as they are need no words."""
+    """Sentences about keys that were not used, filled or averaged; at most `SHOWN` keys are named for each kind."""
     kinds = {"not used": report.unused, "filled": report.filled}
     found = [
         f"{len(keys)} {kind}: {', '.join(f'{key} ({why})' for key, why in islice(keys.items(), SHOWN))}"
@@ -139,7 +137,7 @@ def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
 
 
 def _fill(source: Source, fragments: list[Fragment]) -> None:
-    """Copy what these fragments cover. A tensor is one bucket's, so it is read once."""
+    """Copy the weights into these fragments. A tensor belongs to one bucket, so a rank reads it once."""
     problems = [problem for fragment in fragments if (problem := _misfit(source, fragment.spec))]
     if problems:
         raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
@@ -159,7 +157,7 @@ def _misfit(source: Source, spec: ParameterSpec) -> str | None:
 
 @torch.no_grad()
 def _copy(source: Source, fragment: Fragment) -> None:
-    """What the fragment covers, by one read of the rows that it reaches into."""
+    """Copy the weights into one fragment; the rows that it overlaps are read at once."""
     parts, (_, *columns) = sub_boxes(range_of(fragment)), fragment.spec.box
     first, last = min(part.box[0][0] for part in parts), max(part.box[0][1] for part in parts)
     rows = _rows(source, fragment.spec.name, ((first, last), *columns))
@@ -170,8 +168,9 @@ def _copy(source: Source, fragment: Fragment) -> None:
 
 
 def _rows(source: Source, name: str, box: Box) -> Tensor:
-    """This box of a tensor that may have fewer rows than ours; those missing are the mean of the rows
-    that are there.
+    """A box of a tensor that may have fewer rows in the checkpoint than in the model.
+
+    A missing row is the mean of all rows of the checkpoint's tensor.
     """
     (first, last), *columns = box
     known = max(first, min(last, source.entries[name].shape[0]))
@@ -184,7 +183,7 @@ def _rows(source: Source, name: str, box: Box) -> Tensor:
 
 
 def _mean_row(values: Tensor) -> Tensor:
-    """float64, in blocks of rows: a vocabulary's table may be large."""
+    """The mean row in float64, summed over blocks of rows, because an embedding table may be large."""
     total = torch.zeros(values.shape[1:], dtype=torch.float64)
     for rows in values.split(ROWS):
         total += rows.double().sum(0)

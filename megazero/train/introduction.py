@@ -1,4 +1,4 @@
-"""What a run tells before its first step, on rank 0: the banner, and the resolved run beside its checkpoints."""
+"""What rank 0 prints and writes before the first step: the banner, and the resolved run in the save folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megazero.train.resume import Start
 
 
 def announce_kernels(grid: ProcessGrid) -> None:
-    """Say what the wait before the first step is for: with a compiler and a new card it can be a minute."""
+    """Print on a GPU why the first step is late: compiling and trying kernels for a new GPU may take a minute."""
     if grid.rank == 0 and grid.device.type == "cuda":
         words = "kernels for this card are loaded and tried; what is not compiled yet is now, which can take a minute"
         print(f"megazero: {words}", flush=True)
@@ -26,9 +26,10 @@ def announce_kernels(grid: ProcessGrid) -> None:
 def introduce(
     run: Run, grid: ProcessGrid, prepared: Prepared, start: Start, fence: Fence | None, parsed: ParsedArguments | None
 ) -> None:
-    """Print the banner; write the resolved run beside the checkpoints, where `--config` can take it from.
+    """Print the banner on rank 0, and write the resolved run into the save folder, as a file for `--config`.
 
-    fence: of the folder of checkpoints, if there is one. parsed: what the user said; None: a program made the run.
+    fence: that of the save folder, if there is one. parsed: the user's settings; None if a program made the run. Raises
+    FenceLost if another run has claimed the folder.
     """
     if grid.rank != 0:
         return

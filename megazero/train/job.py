@@ -1,4 +1,4 @@
-"""A job on this rank: the parts of a run put together, resumed where there is something to resume, and run."""
+"""A job on this rank: `build_job` creates the parts of a run and fills their state; `Job.fit` trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megazero.zero.state import ModelState
 
 @dataclass(frozen=True)
 class Job:
-    """What `build_job` puts together; `fit` is the run."""
+    """The parts of a run on this rank, as `build_job` makes them. `fit` trains."""
 
     run: Run
     prepared: Prepared
@@ -50,7 +50,7 @@ class Job:
     trainer: Trainer
 
     def fit(self) -> None:
-        """Train, evaluate, save."""
+        """Train, evaluate and save until the run ends. Called by all ranks."""
         try:
             self.trainer.fit()
         finally:
@@ -58,7 +58,7 @@ class Job:
                 self.trainer.engine.release()
 
     def report(self) -> None:
-        """At the end: close the log, show a sample, and where everything lies. Called by all ranks."""
+        """Close the log, generate the sample, and print it with the paths of the outputs. A collective of all ranks."""
         self.trainer.log.close()
         self.state.model.wait_parameters()
         text = sample(self.run, self.stages, self.grid, self.prepared.tokenizer)
@@ -73,10 +73,11 @@ def build_job(
     parsed: ParsedArguments | None = None,
     callbacks: Callbacks | None = None,
 ) -> Job:
-    """Everything this rank needs, resumed. Called by all ranks; rank 0 prints the banner.
+    """Create all parts of a run on this rank and fill them from a checkpoint, other weights or the seed.
 
-    signals: what asks the run to stop. parsed: what its user said, and should know before it starts; None for a run
-    that a program made. callbacks: what a program is told, on this rank.
+    A collective of all ranks; rank 0 prints the banner. signals: requests to stop. parsed: the user's settings and
+    notes for the banner; None for a run that a program made. callbacks: functions of the program on this rank. Raises
+    ConfigError if an output cannot be written, and what `resume` raises.
     """
     signals = signals or StopSignals()
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
@@ -91,7 +92,7 @@ def build_job(
     probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)
     checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
-    minutes = run.trainer.exit_duration_in_mins  # which count once kernels are compiled
+    minutes = run.trainer.exit_duration_in_mins  # counted from here, when the kernels are compiled
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     start = resume(run, state, checkpoints, probe_engine, grid)
     introduce(run, grid, prepared, start, checkpoints.fence, parsed)
@@ -121,8 +122,9 @@ def build_job(
 def _record_of(
     run: Run, prepared: Prepared, grid: ProcessGrid, state: TrainState, probe_engine: PipelineEngine
 ) -> Callable[[TrainingPosition], dict[str, Any]]:
-    """What a checkpoint of a position says beside the model state, its order of samples and probe included. Called by
-    all ranks.
+    """A function from a position to its checkpoint's `progress`: counters, order of samples and probe.
+
+    All ranks call that function together, because the probe is a collective.
     """
     return lambda position: {
         **state.record(position),

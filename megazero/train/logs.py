@@ -1,4 +1,4 @@
-"""What a run writes down of its steps, and where: the log, the metrics file, curves."""
+"""The records of a run's steps: log lines, the metrics file, TensorBoard and other sinks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from megazero.train.state import TrainingPosition
 
 @contextmanager
 def refused(flag: str) -> Iterator[None]:
-    """What a folder or file answers to the first writing turns out to be: on every rank a mistake in the configuration,
-    not a fault.
+    """Raise an OSError or CheckpointError of the block as a ConfigError of this flag.
+
+    For the first write to a folder or file: if it fails, the configuration is wrong.
     """
     try:
         yield
@@ -37,7 +38,7 @@ def refused(flag: str) -> Iterator[None]:
 
 
 def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
-    """The log of a run's steps, told to these sinks. Called by all ranks."""
+    """The log of a run's steps, which writes to these sinks. All ranks make one; its peak memory is an all-reduce."""
     peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
     rates = Rates(float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(flops_again(run)))
 
@@ -50,7 +51,10 @@ def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
 
 
 def sinks_of(run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fence | None) -> list[Sink]:
-    """Rank 0 shows and writes; the others have nothing to say. Called by all ranks, which fail together."""
+    """The sinks of rank 0; the other ranks have none. A collective of all ranks, which fail together.
+
+    Raises ConfigError if an output cannot be opened.
+    """
     lines, opened = _log_lines(run), list[Sink]()
     opening = Opening(run, position.iteration + 1, fence.check if fence else None, lines.note)
     places = named_places(run)
@@ -58,7 +62,7 @@ def sinks_of(run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fen
         with refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
             work = (lambda: opened.extend(open_sinks(opening))) if grid.rank == 0 else None
             attempt_on_all_ranks(grid.world, grid.device, work)
-    # Lines for people last: where their terminal is lost, programs still have their numbers.
+    # Log lines come last: if the terminal is gone and writing them fails, the other sinks have the numbers already.
     return [*opened, lines] if grid.rank == 0 else []
 
 

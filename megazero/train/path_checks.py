@@ -1,7 +1,6 @@
-"""Whether what a run names is there: places to write into, data, tokenizer and checkpoint. All of it is looked at, and
-told together.
+"""Checks of the paths that a run names: outputs, data, tokenizer and checkpoint. All problems are found in one pass.
 
-Nothing is written, tokenized or read through: that is for the start of the run (`prepare`).
+Nothing is written, tokenized or read to its end; the start of the run does that (`prepare`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ from megazero.telemetry.metrics import foreign
 
 @dataclass(frozen=True)
 class CheckedPaths:
-    """What was found, and what is wrong with it.
+    """The result of `check_paths`.
 
-    run        with the vocabulary and the separator of its tokenizer, where it names one that opens
-    tokenizer  None without one, or where it does not open; the program's own where it hands one in
+    run        the run, with vocabulary size and separator of its tokenizer if that can be opened
+    tokenizer  the program's own or the run's; None without one, or if it cannot be opened
     found      the checkpoint that --load would resume from, if there is one
+    problems   one sentence for each problem
     """
 
     run: Run
@@ -46,10 +46,10 @@ class CheckedPaths:
 
 
 def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = None) -> CheckedPaths:
-    """Look at everything that the run names. Communicates nothing; files are opened and their headers read.
+    """Check every path that the run names. Opens files and reads their headers; communicates nothing.
 
-    world_size None: something else is wrong with the run. Each thing is then looked at by itself, and no checkpoint is
-    compared with the run. own_tokenizer: one that a program hands in, in place of the run's.
+    world_size None: the run has other problems, so the checkpoint is not compared with it. own_tokenizer: the program's
+    tokenizer, used instead of the run's.
     """
     problems: list[str] = [*_unusable_places(run), *_missing_data(run)]
     listed: ListedTokenizer | None = None
@@ -66,7 +66,7 @@ def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | Non
     if found is None and run.checkpoint.load:
         problems += _other_format(Path(run.checkpoint.load))
     opened = tokenizer is not None or run.data.tokenizer is None
-    resolved = run.schedule.epochs is None  # else the length, and with it the rates, are not known before the data are
+    resolved = run.schedule.epochs is None  # otherwise length and rates are unknown until the data are read
     if (
         world_size is not None
         and found is not None
@@ -79,26 +79,27 @@ def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | Non
 
 
 def missing_files(run: Run) -> tuple[str, ...]:
-    """What is wrong with what a run names, in which something else is wrong too: one message tells both."""
+    """The problems of a run's paths, for the message about a run that has other problems too."""
     return check_paths(run, None).problems
 
 
 def other_run(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
-    """Why the run may not go on from this checkpoint, as far as the two runs tell."""
+    """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
     return [f"{found.path}: {problem}" for problem in comparison.problems]
 
 
 def starts_at(run: Run, found: FoundCheckpoint | None) -> tuple[int, int]:
-    """(iteration, consumed samples) that the run starts from."""
+    """The (iteration, consumed samples) that the run starts from."""
     if found is None or run.checkpoint.finetune:
         return 0, 0
     return int(found.progress["iteration"]), int(found.progress["consumed_samples"])
 
 
 def in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
-    """That a run which starts at this iteration will come to checkpoints that are there already: another run's, or its
-    own from before it went back.
+    """A note if --save holds checkpoints of later iterations than the run starts from; it will replace them.
+
+    They are another run's, or the same run's from before it resumed from an earlier checkpoint.
     """
     later = [] if cfg.save is None else [path for number, path in listing(Path(cfg.save)) if number > iteration]
     if not later:
@@ -112,11 +113,11 @@ def in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
 
 
 def _other_format(load: Path) -> Iterator[str]:
-    """A model that another program wrote would not be resumed but passed over, and the run start from scratch."""
+    """A problem if --load is a model of another format: it would be ignored, and the run would start from scratch."""
     try:
         format = recognise(load)
     except ConversionError:
-        return  # nothing is there that anybody knows
+        return  # no known format
     if format != "megazero":
         yield (
             f"--load {load}: is a checkpoint of the format {format}, from which no run can go on; --init-from {load} "
@@ -126,18 +127,19 @@ def _other_format(load: Path) -> Iterator[str]:
 
 @contextmanager
 def _collected(problems: list[str], before: str = "") -> Iterator[None]:
-    """What cannot be opened becomes a problem like the others."""
+    """Turn an error of the block into an entry of `problems`, with `before` in front of its text."""
     try:
         yield
     except ImportError:
-        pass  # told by `requirements`, with what to install
+        pass  # `requirements` reports the package to install
     except (DataError, CheckpointError, ValueError, OSError) as error:
         problems.append(f"{before}{error}")
 
 
 def _tokenizer(run: Run) -> ListedTokenizer | None:
-    """The one that the run names, if it says which kind it is and where it lies: that something of this lacks, the
-    configuration's checks tell.
+    """The run's tokenizer; None if its kind or path is not set (the configuration's checks report that).
+
+    Raises DataError, ValueError, OSError or ImportError if it cannot be opened.
     """
     kind, path = run.data.tokenizer, run.data.tokenizer_path
     if kind is None and path is not None and not os.path.exists(os.path.expanduser(path)):
@@ -146,8 +148,8 @@ def _tokenizer(run: Run) -> ListedTokenizer | None:
 
 
 def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
-    """Prefixes by the flag that names them; none of words that are no list of them, which the configuration's checks
-    tell.
+    """Prefixes of indexed datasets by flag; a flag that cannot be parsed is left out (the configuration's checks report
+    it).
     """
     found: dict[str, tuple[str, ...]] = {}
     with suppress(DataError):
@@ -158,7 +160,7 @@ def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
 
 
 def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
-    """Pairs whose ids are another tokenizer's, as far as they say."""
+    """A problem for each indexed dataset that records another tokenizer than the run's."""
     problems: list[str] = []
     named = [
         (flag, prefix) for flag, prefixes in _pairs(run).items() for prefix in prefixes if path_of(prefix).exists()
@@ -189,10 +191,10 @@ def _missing_data(run: Run) -> list[str]:
 
 
 def _unusable_places(run: Run) -> list[str]:
-    """What the run would fail to write or to look into, found before minutes of preparation instead of after them.
+    """Problems of the outputs and of --load, found before minutes of preparation.
 
-    Only looked at, never tried: every rank comes through here, and thousands of trial files at once would hurt a file
-    system. What a look cannot tell (a full disk) is an error when it is written.
+    Nothing is written for a trial: every rank makes these checks, and thousands of files at once would burden a file
+    system. A problem that only a write shows, such as a full disk, is an error of that write.
     """
     load, metrics = run.checkpoint.load, run.trainer.metrics_file
     folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.trainer.tensorboard_dir}
@@ -215,7 +217,7 @@ def _unusable_places(run: Run) -> list[str]:
 
 
 def _closed(folder: str) -> str | None:
-    """Why nothing can be written into this folder, which may have to be made first; None: nothing speaks against it."""
+    """Why this folder, which may not exist yet, cannot be written into; None if no reason is found."""
     there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):
         return f"{there} is no folder"

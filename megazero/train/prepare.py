@@ -1,7 +1,8 @@
-"""What happens before any process group exists: data, tokenizer, and a look at the checkpoint to resume from.
+"""Preparation before any process group exists: data, tokenizer, and the manifest of the checkpoint to resume from.
 
-Preparing the default corpus or an index can take minutes. Here nobody waits in a collective meanwhile: one process of
-a file system does the work, the others wait for its file lock. And what is wrong here is still a configuration error.
+Preparing the default corpus or an index can take minutes. No rank waits in a collective meanwhile, which could time
+out: one process of a file system does the work, and the others wait for its file lock. Problems that are found here
+are still configuration errors.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from megazero.train.requirements import unfit
 
 DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_PROMPT = "import os\n\n\ndef "
-"""What the default model is asked to continue: its corpus is Python source."""
+"""The prompt of the final sample with the default corpus, which is Python source."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run with nothing left open, its data, and what it resumes from.
+    """A resolved run with its data.
 
-    text     what the data is, in a few words
-    changes  what differs from the run that wrote the checkpoint
+    text     a few words about the data, for the banner
+    found    the checkpoint that it resumes from, if there is one
+    changes  the differences from the run that wrote the checkpoint
     """
 
     run: Run
@@ -51,10 +53,10 @@ class Prepared:
 
 
 def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = None) -> Prepared:
-    """Communicates nothing. Raises ConfigError for data or folders that cannot be used and for a checkpoint of another
-    run.
+    """Resolve the run and prepare its data, on every rank. Communicates nothing.
 
-    own: what a program hands in, in place of what the run names.
+    report: called with lines about progress. own: data and tokenizer of a program, used instead of the run's. Raises
+    ConfigError for data or folders that cannot be used, and for a checkpoint that the run may not resume from.
     """
     if run.trainer.deterministic:
         devices.use_deterministic_algorithms()
@@ -72,7 +74,7 @@ def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = Non
             text = f"{len(own.train):,} samples of the program's own; {epochs}"
         else:
             run, tokenizer, datasets, text = _named_data(run, tokenizer, found, report)
-    except (DataError, ImportError) as error:  # a package that only the data show to be needed: jinja2, for chats
+    except (DataError, ImportError) as error:  # ImportError: the data need a package, such as jinja2 for chats
         raise ConfigError([str(error)]) from error
     changes = _changes(found, run, world_size, datasets)
     run = with_base(run, found)
@@ -82,7 +84,7 @@ def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = Non
 def _named_data(
     run: Run, tokenizer: Tokenizer | None, found: FoundCheckpoint | None, report: Report
 ) -> tuple[Run, Tokenizer | None, Datasets, str]:
-    """The data that the run names, and what follows from them: its tokenizer, its length, what they are in words."""
+    """Prepare the data that the run names: the run with its length, the tokenizer, the datasets, a text about them."""
     if not (run.data.data_path or run.data.instruction_data):
         run, tokenizer, text = _with_default_corpus(run, report)
     else:
@@ -94,7 +96,7 @@ def _named_data(
 
 
 def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:
-    """The run with the default corpus and its tokenizer, which are made where they are not there yet."""
+    """The run with the default corpus, its tokenizer, and a text about it. Makes the corpus if it is missing."""
     corpus = default_corpus(cache_root(run.data), report)
     data = replace(
         run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path
@@ -110,10 +112,12 @@ def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer
 def _ordered_as(
     found: FoundCheckpoint | None, run: Run, build: Callable[[int], tuple[Datasets, str]]
 ) -> tuple[Datasets, str]:
-    """Datasets for the samples asked for; for those used where a checkpoint's order is theirs, as that of earlier
-    versions is.
+    """The datasets in the checkpoint's order of samples, if there is a checkpoint and one of two sizes gives its order.
 
-    build: datasets of at least so many training samples, and what they are.
+    Datasets are built for `samples_asked`. Earlier versions built them for `samples_used`; if the checkpoint has the
+    order of that size, it is used.
+
+    build: returns datasets of at least a number of training samples, and a text about them.
     """
     asked, used = samples_asked(run, found), samples_used(run, found)
     made = build(asked)
@@ -125,9 +129,9 @@ def _ordered_as(
 
 
 def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, text: str, report: Report) -> tuple[Datasets, str]:
-    """At least `needed` training samples and those of validation, and what they are.
+    """Datasets with at least `needed` training samples, and a text about them.
 
-    That pairs are of this tokenizer `look` has seen.
+    `check_paths` has already compared the tokenizer with the one that the data record. Raises DataError.
     """
     assert run.model.vocab_size is not None
     valid = validation_samples(run)
@@ -155,17 +159,16 @@ def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, text: str, rep
 
 
 def samples_asked(run: Run, found: FoundCheckpoint | None) -> int:
-    """Training samples that the datasets are built for, as Megatron-LM does: --train-samples as given, though what is
-    left of them for no whole batch is never used. Epochs, shares of a blend and with these the order from the first
-    sample on follow from it.
+    """The number of training samples that the datasets are built for.
+
+    As in Megatron-LM it is --train-samples, including a rest that fills no batch and is never used. The number of
+    epochs, the shares of a blend and so the whole order of samples depend on it.
     """
     return samples_used(run, found) if run.schedule.train_samples is None else run.schedule.train_samples
 
 
 def samples_used(run: Run, found: FoundCheckpoint | None) -> int:
-    """Training samples that are consumed when the run ends: those of its checkpoint, whose batches may have been
-    others, and its own.
-    """
+    """The number of training samples consumed at the end of the run: the checkpoint's, and those of its own batches."""
     return StepPlan(run.schedule).consumed_at_end(*starts_at(run, found))
 
 
@@ -175,7 +178,7 @@ def validation_samples(run: Run) -> int:
 
 
 def _validates_elsewhere(run: Run) -> bool:
-    """Whether named sets are all that the run validates on: --split leaves its own validation nothing."""
+    """Whether the run validates on named sets only, because --split leaves no validation part."""
     shares = [float(share) for share in run.data.split.split(",")]
     return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
 
@@ -191,22 +194,24 @@ def _changes(found: FoundCheckpoint | None, run: Run, world_size: int, datasets:
 
 
 def _same_order(found: FoundCheckpoint, datasets: Datasets) -> bool:
-    """Whether samples come as they did for the checkpoint; true where it does not say (conversations, before they were
-    counted).
+    """Whether the order of samples is the checkpoint's. True if the checkpoint does not record one, as those of earlier
+    versions for instruction data.
     """
     then = found.progress.get("data_plans")
     return not then or then == [list(plan) for plan in datasets.train.plans]
 
 
 def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> list[str]:
-    """A run of another length may need other epochs, and these are shuffled together: the order changes from the first
-    sample on. That of conversations changes when there are others in the files.
+    """A problem if the order of samples is not the checkpoint's.
+
+    A run of another length may need another number of epochs. Epochs are shuffled together, so all of the order
+    changes. The order of conversations changes if the files have changed.
     """
     then, now = found.progress.get("data_plans") or [], [list(plan) for plan in datasets.train.plans]
     if run.checkpoint.finetune or run.checkpoint.override_data or _same_order(found, datasets):
         return []
     if run.data.instruction_data != run_from(found.run).data.instruction_data:
-        return []  # which is an error of its own
+        return []  # `compare` reports this change
     if run.data.instruction_data:
         return [
             f"--instruction-data {' '.join(run.data.instruction_data)} holds other conversations than when the "

@@ -1,7 +1,7 @@
-"""A probe: the loss of one fixed batch, stored with a checkpoint and computed again after loading it.
+"""The probe: the loss of a fixed batch, stored in a checkpoint and computed again after loading.
 
-A resharding mistake that leaves every tensor with plausible values shows here before the first step, not in a curve
-that is a little worse (BLOOM's loss grew with the number of pipeline stages after a resharding; nothing failed).
+It detects a resharding mistake that leaves plausible values in every tensor, before the first step. Without it, such a
+mistake only makes the loss a little worse (BLOOM's loss grew with the number of pipeline stages after a resharding).
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.engine import PipelineEngine
 
 SAMPLES, SAMPLES_ASYNC = 2, 1
-"""In a probe; fewer where a step waits for little else of a save than this."""
+"""Samples of a probe. With --async-save there are fewer, because the probe is most of what a step waits for."""
 TOLERANCE = {"fp64": 1e-8, "fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
-"""Largest relative difference, by the narrower of the precisions that saved and loaded: rounding, by other layouts too.
+"""The largest allowed relative difference of the loss, by precision; the larger tolerance of the precisions that saved
+and loaded counts. It covers the rounding of different layouts.
 """
 
 
 def probe_batches(run: Run, device: torch.device, samples: int = SAMPLES) -> list[MicroBatch]:
-    """Micro-batches of one sample, tokens from a linear congruence: the same for every layout and data set."""
+    """Micro-batches of one sample, int64 [1, s] on `device`; the same for every layout and data set.
+
+    The token at position x is floor(((1103515245 x + 12345) mod 2^31) / 2^8) mod the vocabulary. The constants are
+    those of the example of rand() in the C standard.
+    """
     length, vocabulary = run.model.seq_length, run.model.vocab_size
     assert vocabulary is not None
     batches = []
@@ -43,10 +48,10 @@ def probe_batches(run: Run, device: torch.device, samples: int = SAMPLES) -> lis
 
 
 def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid, samples: int = SAMPLES) -> float:
-    """Mean loss of the probe on this grid, the same number on every rank: every replica computes it, and the mean is
-    taken.
+    """Mean loss per token of the probe, the same on every rank. Every replica computes it, and the mean is returned.
 
-    engine: for micro-batches of one sample. Travels: one float64 over the world.
+    engine: one for micro-batches of one sample. A collective of the world: forward passes over all stages, and an
+    all-reduce of one float64.
     """
     loss = engine.evaluate(probe_batches(run, grid.device, samples))
     counts = engine.has_loss and grid.at.tp == 0
@@ -58,9 +63,10 @@ def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid, samples: int
 
 
 def check_probe(stored: dict[str, Any] | None, run: Run, engine: PipelineEngine, grid: ProcessGrid) -> str:
-    """Compare with what was stored; a sentence for the banner.
+    """Compute the probe and compare with the stored one; return a sentence for the banner. A collective of the world.
 
-    Raises RuntimeError with both numbers where they differ.
+    Returns "" without a stored probe, with --no-ckpt-probe, or at another sequence length. Raises RuntimeError with
+    both losses if they differ by more than the tolerance.
     """
     if not stored or not run.checkpoint.ckpt_probe or stored["seq_length"] != run.model.seq_length:
         return ""
@@ -77,7 +83,7 @@ def check_probe(stored: dict[str, Any] | None, run: Run, engine: PipelineEngine,
 
 
 def stored_probe(run: Run, engine: PipelineEngine, grid: ProcessGrid) -> dict[str, Any] | None:
-    """What goes into the checkpoint."""
+    """The probe as a checkpoint stores it; None with --no-ckpt-probe. A collective of the world."""
     if not run.checkpoint.ckpt_probe:
         return None
     samples = SAMPLES_ASYNC if run.checkpoint.async_save else SAMPLES

@@ -1,4 +1,4 @@
-"""What a run tells at its end: how its model continues a prompt, and where everything lies."""
+"""The report at the end of a run: a text that the model generates, and the paths of the outputs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megazero.train.banner_parts import pairs
 
 
 def sample(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: Tokenizer | None) -> str | None:
-    """How the model continues the prompt of --sample-prompt, with the prompt; None without a tokenizer or a prompt.
+    """The prompt of --sample-prompt and the model's continuation; None without a tokenizer or a prompt.
 
-    Called by all ranks, whose parameters have been gathered.
+    A collective of all ranks. Their parameters must have been gathered.
     """
     prompt = run.trainer.sample_prompt
     if prompt is None or tokenizer is None:
@@ -40,7 +40,7 @@ def sample(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: Toke
 
 
 def report(run: Run, text: str | None) -> None:
-    """Print the sample, if there is one, and where everything lies. Called by rank 0."""
+    """Print the sample, if there is one, and the paths of the outputs. Called by rank 0."""
     if text is not None:
         print(f"\nThe model continues {run.trainer.sample_prompt!r}:\n\n{harmless(text)}\n", flush=True)
     places = {

@@ -1,4 +1,4 @@
-"""What a run asks of the machine and the installation, looked at before anything is started."""
+"""What a run requires of the machine and the installation, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megazero.system import device as devices
 
 
 class Package(NamedTuple):
-    """What a plain installation lacks.
+    """An optional package, which a plain installation does not have.
 
-    name    as Python and pip know it
-    serves  what needs it
-    asked   whether this run does, as far as its flags tell
+    name    its name in Python and on PyPI
+    serves  the flag or feature that needs it
+    asked   whether the flags of a run need it
     """
 
     name: str
@@ -58,7 +58,7 @@ def absent(run: Run) -> list[str]:
 
 
 def unmet(run: Run) -> list[str]:
-    """What this run would fail with here, each with its flag."""
+    """Flags that this machine cannot serve, each with the reason."""
     kind = devices.kind(run.parallel.device)
     on_cuda = kind == "cuda"
     problems = []
@@ -81,13 +81,13 @@ def unmet(run: Run) -> list[str]:
 
 
 def unfit(run: Run) -> list[str]:
-    """What speaks against this run on this machine: what it lacks, and what cannot be computed here."""
+    """Why this run cannot run on this machine, one sentence for each reason; empty if it can."""
     kernels = _unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]
     return [*absent(run), *kernels, *unmet(run), *_unusable_extensions(run)]
 
 
 def _unusable_extensions(run: Run) -> Iterator[str]:
-    """What of other packages the run names, and cannot have: they are imported here, on every rank."""
+    """Schedules and sinks of other packages that cannot be loaded. This imports those packages, on every rank."""
     wanted = [(f"--lr-decay-style {run.schedule.lr_decay_style}", lambda: style_of(run.schedule.lr_decay_style))]
     wanted += [(f"--sinks {name}", partial(load, SINKS, name)) for name in run.trainer.sinks]
     for flag, find in wanted:
@@ -98,21 +98,19 @@ def _unusable_extensions(run: Run) -> Iterator[str]:
 
 
 def _uncompilable(run: Run) -> list[str]:
-    """What --compile would fail with in the middle of the first step.
-
-    Where every op has a kernel, nothing is compiled.
-    """
+    """Why --compile would fail in the first step. Empty if every op has a kernel, since nothing is compiled then."""
     kind = devices.kind(run.parallel.device)
     reason = try_compiler(kind) if compiled_ops(run, kind) else None
     return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
 
 
 def _impossible_attention(run: Run) -> list[str]:
-    """Why --attention cannot be had on this machine, as far as that shows without trying; on a GPU, building the model
-    tries.
+    """Why the body of --attention cannot be used on this machine, as far as can be said without running it.
+
+    On a GPU, building the model runs it.
     """
     device = torch.device(devices.kind(run.parallel.device))
-    if device.type == "cuda" and not devices.cuda_available():  # which is an error of its own
+    if device.type == "cuda" and not devices.cuda_available():  # reported elsewhere
         return []
     against = problem(run.parallel.attention, attention_workload(run), device)
     return (

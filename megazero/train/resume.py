@@ -1,4 +1,4 @@
-"""Where a run starts from: a checkpoint of its own, the weights of another model, or numbers drawn from the seed."""
+"""The start of a run: from a checkpoint of its own, from the weights of another model, or from the seed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megazero.train.state import TrainingPosition, TrainState
 
 @dataclass(frozen=True)
 class Start:
-    """A state that has been filled.
+    """Where a run starts, after its state has been filled.
 
-    position  how far the run is
-    text      what it starts from, in words
+    position  iteration and consumed samples and tokens
+    text      what it starts from, for the banner
     """
 
     position: TrainingPosition
@@ -30,7 +30,11 @@ class Start:
 def resume(
     run: Run, state: TrainState, checkpoints: Checkpoints, probe_engine: PipelineEngine, grid: ProcessGrid
 ) -> Start:
-    """Fill the state from what `--load` names, else from the run's beginning. Called by all ranks."""
+    """Fill the state from the checkpoint of `--load`; without one, from `--init-from` or the seed.
+
+    A collective of all ranks. Raises Damaged or ValueError for a checkpoint that cannot be loaded, ConversionError for
+    weights of `--init-from`, RuntimeError if the probe's loss has changed.
+    """
     load, init_from = run.checkpoint.load, run.checkpoint.init_from
     found = checkpoints.find()
     beneath = _load_base(run, state, grid)
@@ -52,9 +56,7 @@ def resume(
 
 
 def _load_base(run: Run, state: TrainState, grid: ProcessGrid) -> list[str]:
-    """Fill the frozen weights beneath adapters, which no checkpoint of the run holds; where they are from, in words,
-    if there are any.
-    """
+    """Fill the frozen base weights of adapters, which the run's checkpoints do not hold; return a text about them."""
     base = run.checkpoint.init_from
     if run.lora.lora_rank is None or base is None:
         return []
@@ -62,7 +64,7 @@ def _load_base(run: Run, state: TrainState, grid: ProcessGrid) -> list[str]:
 
 
 def _begin(run: Run, state: TrainState, grid: ProcessGrid) -> str:
-    """Fill the weights of a run's first step: drawn, or those of `--init-from`; in words."""
+    """Fill the weights from `--init-from` or the seed; return a text about them."""
     init_from = run.checkpoint.init_from
     if init_from is not None and run.lora.lora_rank is None:
         return load_weights(init_from, state.optimizer, grid)

@@ -1,4 +1,4 @@
-"""When the loop of a run saves, what it prints about it, and what a failed save means for the run."""
+"""How a run saves: in the foreground or background, what it prints, and what happens when a save fails."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megazero.train.state import TrainingPosition
 PAUSES = (0.0, 1.0, 5.0, 15.0)
 """Seconds before each try of a run's last save.
 
-Together less than the 30 s that a cluster gives a job between SIGTERM and SIGKILL.
+The sum is less than the 30 s that a cluster gives a job between SIGTERM and SIGKILL.
 """
 _ENDS_THE_RUN = (FenceLost, PeerError)
-"""Failures after which another try cannot help: the folder is another job's, or a rank is gone."""
+"""Failures after which another try cannot succeed: another job has the folder, or a rank is gone."""
 
 
 class SavePolicy:
-    """Saves when the loop says so, on the run's thread or in the background.
+    """Saves at the loop's request, on the main thread or in the background.
 
-    record    what is stored with the state; called when the state is, by all ranks
-    note      prints a line for the person who watches the run
-    on_saved  called with the folder and the iteration of each checkpoint that is complete
+    record    returns the `progress` that is stored with the state; all ranks call it together, just before a save
+    note      prints a line in the log
+    on_saved  called with the folder and the iteration of each complete checkpoint
     pauses    seconds before each try of the last save
 
     When a save fails, on a full disk for instance, a warning is printed and training goes on. Earlier checkpoints stay
@@ -51,15 +51,15 @@ class SavePolicy:
         self._checkpoints, self._record, self._note, self._in_background = checkpoints, record, note, in_background
         self._pauses, self._on_saved = pauses, on_saved
         self.saved_at: int | None = None
-        """Iteration that is saved, or being saved; None: none is."""
+        """The iteration that was saved last or is being saved; None if there is none or that save failed."""
         self.superseded = False
-        """Whether another job writes into the folder now. Ranks may learn it at different steps."""
+        """Whether another job has claimed the folder. Ranks may see this at different steps."""
         self.newest: Path | None = None
-        """Folder of the newest checkpoint that this run has completed."""
+        """The folder of the newest checkpoint that this run has completed."""
         self._waited = 0.0
 
     def save(self, position: TrainingPosition) -> None:
-        """Save, unless this very position is saved already or being saved. Called by all ranks."""
+        """Save, unless this position is saved already or being saved. A collective of all ranks."""
         if self.saved_at == position.iteration:
             return
         if self._in_background:
@@ -70,13 +70,13 @@ class SavePolicy:
             self._warn(outcome, "training goes on, and the next save tries again")
 
     def look(self) -> None:
-        """Print how a save in the background has ended, if it has. Communicates nothing."""
+        """Print how a background save has ended, if one has. Communicates nothing."""
         outcome = self._checkpoints.poll()
         if outcome is not None:
             self._tell(outcome)
 
     def finish(self, position: TrainingPosition) -> None:
-        """Return when this position is saved. Raises what prevented the last try. Called by all ranks."""
+        """Return when this position is saved. A collective of all ranks. Raises the error of the last try."""
         if self._checkpoints.busy:
             self._collect()
         tries = len(self._pauses)
@@ -91,7 +91,7 @@ class SavePolicy:
                     raise outcome.error
 
     def _try(self, position: TrainingPosition) -> Outcome:
-        """Save on this thread, and how that ended: well on all ranks or on none. Raises what ends the run."""
+        """Save on this thread and return the outcome, which is the same on all ranks. Raises `_ENDS_THE_RUN`."""
         record = self._record(position)
         try:
             saved = self._checkpoints.save(position.iteration, record)
@@ -113,7 +113,7 @@ class SavePolicy:
         self.saved_at, self._waited = position.iteration, time.perf_counter() - began
 
     def _collect(self) -> None:
-        """Wait for the save under way. Raises what ends the run; other failures are printed."""
+        """Wait for the background save. Raises `_ENDS_THE_RUN`; other failures are printed."""
         outcome = self._checkpoints.wait()
         if outcome is not None:
             self._tell(outcome)

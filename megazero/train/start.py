@@ -1,4 +1,4 @@
-"""What a training process does before torch is imported: that import is what takes time."""
+"""What a training process does before it imports torch, because that import takes seconds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megazero.telemetry.console import outlive_the_console
 from megazero.telemetry.watchdog import STOPPING, StopSignals
 
 CHECKS = frozenset({"--validate-only", "--print-config"})
-"""With one of these nothing is trained. A check is there for what it says, and one that was broken off has found
-nothing right: a lost output and signals do what they do to any program.
+"""Flags of a check, which trains nothing. A check has to tell its result, and an interrupted one has none. So a lost
+output and signals have their default effect.
 """
 
 
 def start_process(arguments: Sequence[str]) -> StopSignals:
-    """To be called with the flags before anything is opened: settings of the allocator, stdout and stderr that may be
-    lost, and the signals that stop a run.
+    """Prepare the process: set up the allocator, make the loss of stdout and stderr harmless, handle stop signals.
 
-    Until the first step signals end the process at once.
+    arguments: the command line's flags. To be called before any file is opened. Until the first step, a signal ends the
+    process at once.
     """
     restart_with_settings()
     signals = StopSignals(early=_end)
     if not CHECKS & {*arguments}:
         outlive_the_console()
         signals.__enter__()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # who started us may have blocked them until they are heard
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # the launcher blocks them until the handlers are installed
     return signals
 
 

@@ -1,4 +1,4 @@
-"""What training changes, and how far it is: all that a checkpoint keeps of a run beside its configuration."""
+"""The state that training changes. A checkpoint holds it and the run's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.zero.state import ModelState
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far the run is. A step that is skipped (non-finite gradient) consumes its samples all the same."""
+    """How far the run is. A skipped step (of a non-finite gradient or loss) consumes its samples too."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -28,10 +28,12 @@ class TrainingPosition:
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a rank holds of the model and its training.
+    """The state of a rank.
 
-    model   parameters, gradients and the optimizer's columns, which a checkpoint keeps as tensors
-    fp8     scales of FP8 products; None without --fp8
+    model      parameters, gradients and the optimizer's columns
+    optimizer  the sharded optimizer and its step count
+    scaler     the loss scale
+    fp8        scales of FP8 products; None without --fp8
     """
 
     model: ModelState
@@ -40,7 +42,7 @@ class TrainState:
     fp8: Fp8 | None
 
     def record(self, position: TrainingPosition) -> dict[str, Any]:
-        """What a checkpoint of this position says beside the tensors. Waits for the device."""
+        """The `progress` of a checkpoint at this position: everything but the tensors. Waits for the device."""
         return {
             **asdict(position),
             "optimizer_steps": float(self.optimizer.step_count.item()),
@@ -49,7 +51,7 @@ class TrainState:
         }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Take back what `record` gave; the tensors have been loaded."""
+        """Restore the values that `record` returned, except the position."""
         self.optimizer.step_count.fill_(progress["optimizer_steps"])
         self.scaler.load_state_dict(progress["loss_scale"])
         if self.fp8 is not None:

@@ -27,19 +27,19 @@ from megazero.train.save_policy import SavePolicy
 from megazero.train.state import TrainingPosition, TrainState
 
 GROWTH = 1.25
-"""Memory that the host's allocator hoards is returned once a rank holds so much more than after its second step, or
-little is left.
+"""Free memory of the host's allocator is returned to the system when a rank's resident set exceeds its size after the
+second step by this factor, or when the host's memory is short.
 """
 
 
 @dataclass
 class Trainer:
-    """What one rank needs to run the loop; `fit` runs it, `steps` gives it into the caller's hand.
+    """The training loop of one rank. `fit` runs it; `steps` is a generator whose caller runs it.
 
-    save_policy  keeps the state of the run at the current position; None: nothing is kept
-    position     from which it goes on; replaced after each step
-    deadline     `time.monotonic()` at which the run saves and stops
-    signals      whether a signal has asked the run to stop; handlers are the entry point's
+    save_policy  saves the state; None: the run saves nothing
+    position     the present position; replaced after each step
+    deadline     `time.monotonic()` at which the run saves and stops; None: no limit
+    signals      requests to stop; the entry point installs the handlers
     """
 
     run: Run
@@ -55,9 +55,9 @@ class Trainer:
     plan: StepPlan = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     losses: dict[str, float] = field(default_factory=dict)
-    """Of the newest evaluation, by metric name."""
+    """The losses of the newest evaluation, by metric name."""
     stopped_by: str | None = None
-    """Why the run stopped before its end, in words."""
+    """Why the run stopped before its end; None while it goes on."""
     steps_here: int = 0
     first_seconds: float = 0.0
     usual_memory: int = 0
@@ -67,14 +67,15 @@ class Trainer:
         self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
 
     def fit(self) -> None:
-        """Train to the end, or to the first reason to stop; whatever the reason, the state is saved."""
+        """Train until the run is finished or stops for another reason; in both cases the state is saved."""
         for _ in self.steps():
             pass
         self.at_the_end()
 
     def steps(self) -> Iterator[StepValues]:
-        """Train one step for each item taken, evaluations and saves at their intervals included, to the end of the run
-        or the first reason to stop. `at_the_end` is the caller's to call.
+        """Train one step for each item taken, with evaluations and saves at their intervals.
+
+        The generator ends when the run is finished or stops. The caller then calls `at_the_end`.
         """
         if self.finished():
             self.log.note(f"nothing left to train: iteration {self.position.iteration} is the run's last")
@@ -89,15 +90,19 @@ class Trainer:
                 self.log.note(f"stopping: {self.stopped_by}")
 
     def finished(self) -> bool:
-        """Whether the run has all its iterations or samples."""
+        """Whether the run has trained all its iterations or samples."""
         return self.plan.finished(self.position.iteration, self.position.consumed_samples)
 
     def train_step(self, *, stop: bool) -> StepValues:
-        """One optimizer step over one global batch; its numbers, of which some may lie on the device.
+        """Make one optimizer step over one global batch; return its values, some of them 0-dim tensors on the device.
 
-        Every rank's gradients are those of the summed loss divided by the positions of the global batch; how many of
-        those count (masks) is known once all ranks have said so, in the step's one packed reduction, and enters the
-        multiplier that the optimizer applies: exact with unequal numbers of valid tokens, and no message of its own.
+        Backward computes gradients of loss_scale * (summed loss) / (positions of the global batch). The loss mask may
+        leave fewer tokens than positions, and ranks may have different numbers of them. The step's packed all-reduce
+        sums the tokens over all ranks, and the optimizer multiplies the gradients by positions / (tokens * loss_scale).
+        So the result is exact, and the count needs no message of its own.
+
+        stop: whether this rank requests a stop. A collective of all ranks: the engine's messages, gradient reductions,
+        one all-reduce of four float64, and gathers of parameters.
         """
         began = time.perf_counter()
         now = self.plan.after(self.position.iteration, self.position.consumed_samples)
@@ -115,7 +120,7 @@ class Trainer:
         squares, loss_sum, tokens, asked = self.reduce(
             self.state.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late)
         )
-        self.signals.begin()  # not earlier: until ranks have met here, each may leave by itself and loses nothing
+        self.signals.begin()  # not before the first reduction: until then a signal may end a rank and nothing is lost
         unscale = positions / (tokens * scale)
         norm = squares.sqrt() * unscale
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
@@ -144,22 +149,22 @@ class Trainer:
         return values
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
-        """Each value's sum over all ranks, in one message, in float64.
+        """The sum of each value over all ranks, as 0-dim float64 tensors; one all-reduce of the world.
 
-        The host waits for no device: numbers are filled in, not copied.
+        The host does not wait for the device: Python numbers become tensors by a fill, not by a copy.
         """
         packed = torch.stack([self.wide(value) for value in values])
         collectives.all_reduce(packed, self.grid.world).wait()
         return list(packed.unbind())
 
     def wide(self, value: Tensor | float) -> Tensor:
-        """0-dim float64 on the device."""
+        """The value as a 0-dim float64 tensor on the device."""
         if isinstance(value, Tensor):
             return value.to(self.grid.device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=self.grid.device)
 
     def count(self, batches: list[MicroBatch]) -> Tensor | float:
-        """Predictions that count in these micro-batches, on the ranks whose loss does (see `reports_loss`), else 0."""
+        """The number of unmasked tokens of these micro-batches; 0 on ranks that do not report the loss."""
         if not self.reports_loss:
             return 0.0
         counts = [batch.labels.numel() if batch.loss_mask is None else batch.loss_mask.sum() for batch in batches]
@@ -167,11 +172,13 @@ class Trainer:
 
     @property
     def reports_loss(self) -> bool:
-        """Every tp rank of the stage with the head knows the same loss; the first of them counts."""
+        """Whether this rank's loss enters the sum over ranks. All tp ranks of the stage with the head have the same
+        loss, so only the first of them reports it.
+        """
         return self.engine.has_loss and self.grid.at.tp == 0
 
     def after_step(self) -> None:
-        """Evaluate and save where the run asks for it."""
+        """Evaluate and save if the position is at an interval. A collective of all ranks."""
         self.limit_memory()
         if self.save_policy is not None:
             self.save_policy.look()
@@ -183,8 +190,8 @@ class Trainer:
             self.save(last=False)
 
     def limit_memory(self) -> None:
-        """Keep the host's heap from growing without end; what a step frees stays for the next, for fresh pages are
-        slow.
+        """Keep the host's heap from growing without limit. Memory that a step frees is otherwise kept for the next one,
+        because new pages are slow.
         """
         self.steps_here += 1
         if self.grid.device.type != "cpu":
@@ -196,9 +203,7 @@ class Trainer:
             devices.return_free_memory(self.grid.device)
 
     def tell_compilation(self, seconds: float) -> None:
-        """Where --compile compiles something, once: what the first step took with compilation, and
-        the second without.
-        """
+        """Log once, if --compile compiles anything, the seconds of the first step (with compilation) and the second."""
         if self.steps_here == 0:
             self.first_seconds = seconds
         elif self.steps_here == 1 and compiled_ops(self.run, self.grid.device):
@@ -208,7 +213,10 @@ class Trainer:
             )
 
     def why_stop(self) -> str | None:
-        """Why all ranks stop after this step, if they do; what one of them learned travelled with its scalars."""
+        """Why all ranks stop after this step; None if they go on.
+
+        The step's reduction has carried the requests of all ranks. Raises RuntimeError if the launcher has died.
+        """
         if not parent_alive():
             raise RuntimeError("the launcher of this rank has died; stopping without saving")
         every = self.run.trainer.exit_interval
@@ -220,7 +228,7 @@ class Trainer:
         return (self.signals.name or self.why_asked()) if self.asked_to_stop.item() > 0 else None
 
     def why_asked(self) -> str:
-        """Why all ranks stop where no signal came to this one: its own clock, or what another rank was told."""
+        """Why all ranks stop, on a rank that received no signal: its deadline, a lost fence, or another rank."""
         minutes = self.run.trainer.exit_duration_in_mins
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return f"--exit-duration-in-mins {minutes:g} has passed"
@@ -229,9 +237,9 @@ class Trainer:
         return "another rank was asked to"
 
     def at_the_end(self) -> None:
-        """Evaluate a finished run, on the test part where that is asked for; save whatever is not saved.
+        """Evaluate a finished run, with --test-iters on the test part too; save if the position is not saved yet.
 
-        Where nothing was left to train there is nothing to do.
+        Does nothing if this process has trained no step. A collective of all ranks.
         """
         if self.steps_here == 0:
             return
@@ -243,7 +251,9 @@ class Trainer:
         self.log.flush()
 
     def save(self, *, last: bool) -> None:
-        """Save, unless this very position is saved already; the last save of a run returns when it is on disk."""
+        """Save, unless this position is saved already. last: return only when it is on disk. A collective of all
+        ranks.
+        """
         if self.save_policy is None:
             return
         self.log.flush()
@@ -254,7 +264,10 @@ class Trainer:
             self.save_policy.save(self.position)
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss of every validation set over `--eval-iters` global batches, always the same ones. Logged."""
+        """Compute and log the mean loss per token of each validation set, by metric name.
+
+        Each evaluation uses the same `--eval-iters` global batches. A collective of all ranks.
+        """
         return self._evaluate(self.batches.valid, self.run.trainer.eval_iters)
 
     def _evaluate(self, sets: Mapping[str, TrainLoader], iterations: int) -> dict[str, float]:
@@ -271,6 +284,6 @@ class Trainer:
         return losses
 
     def loss_of(self, batches: list[MicroBatch]) -> Tensor | float:
-        """Summed loss of these micro-batches without gradients, on the ranks that report it."""
+        """The summed loss of these micro-batches without gradients; 0 on ranks that do not report the loss."""
         loss = self.engine.evaluate(batches)
         return loss if self.reports_loss else 0.0
