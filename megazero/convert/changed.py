@@ -1,4 +1,4 @@
-"""Sources that change another source's tensors as they are read, one tensor at a time."""
+"""Sources that wrap another source and change its tensors as they are read, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megazero.convert.source import WEIGHT, ConversionError, Source
 
 
 class _Changed(Source):
-    """Another source with some of its facts replaced. It shares that source's report and open files."""
+    """Another source with some of its fields replaced. It shares that source's report and open files."""
 
     def __init__(self, source: Source, **facts: object) -> None:
         kept = {
@@ -44,7 +44,7 @@ class Rounded(_Changed):
 
 
 def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:
-    """The tokens with a special role (end of document, ...): where the source names each, and its id."""
+    """(where the source names it, id) of each token with a special role, such as the end of a document."""
     if source.run.data.eod_id is not None:
         yield "end of document", source.run.data.eod_id
     for file in (CONFIG, GENERATION):

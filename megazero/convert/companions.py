@@ -25,7 +25,7 @@ def is_own(path: Path) -> bool:
 
 
 def own(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, Path]:
-    """The files that may be copied. told: is called with one sentence for each of the others."""
+    """The files that may be copied. told: called with one sentence for each of the others."""
     for path in files.values():
         if not is_own(path):
             told(f"{path} is a link to {path.resolve()}, outside of its folder: it is not copied")

@@ -21,15 +21,15 @@ from megazero.system.durable import sync_folder
 from megazero.telemetry.units import duration
 
 SPARE = 1.02
-"""What a target may need beyond the bytes of its tensors: headers, pickles, padding."""
+"""The size of a target over the bytes of its tensors, at most: it has headers, pickles and padding too."""
 
 
 def convert(source: Source, target: Format, output: Path, options: TargetOptions, report: Report) -> None:
     """Write a source as another format into the new folder `output`. The folder appears whole or not at all.
 
-    report: is called with lines about the progress. Memory: a few tensors. Raises ConversionError before anything is
-    written where the target format cannot hold the model, where the output exists, or where the disk is too small.
-    Raises OSError when writing fails; nothing is left behind then.
+    report: called with lines about the progress. Memory: a few tensors. Raises ConversionError before anything is
+    written if the target format cannot hold the model, the output exists, or the disk is too small. Raises OSError if
+    writing fails; what was written is deleted then.
     """
     source = source if target.part is None else target.part(source)
     output = Path(os.path.realpath(output))  # a link stays one, and what it leads to gets the checkpoint
@@ -77,7 +77,7 @@ def refuse(source: Source, target: Format, output: Path, options: TargetOptions)
 
 
 def _too_small(source: Source, target: Format, output: Path, options: TargetOptions) -> list[str]:
-    """Whether the disk has too little room for the output."""
+    """The problem of a disk that has too little room for the output, in a list; else the list is empty."""
     needed = _bytes_read(source, target) * SPARE
     if options.dtype is not None:
         stored = sum(entry.nbytes() for entry in source.entries.values())

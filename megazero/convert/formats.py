@@ -13,11 +13,12 @@ from megazero.convert.source import Source
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """How a target is to be written. `convert` refuses tp, pp and dp for a format without a layout.
+    """How a target is written. `convert` refuses tp, pp and dp for a format without a layout.
 
-    tp, pp  ranks that the files are for
-    dp      ranks that the optimizer's files are for
-    dtype   of the model's weights; None: the dtype that the model computes in. Master weights and moments keep theirs
+    tp, pp  the number of ranks that the files are written for, by axis
+    dp      the number of ranks that the optimizer's files are written for
+    dtype   the dtype of the model's weights; None: the one that the model computes in. Master weights and moments keep
+            their dtype
     """
 
     tp: int = 1
@@ -27,7 +28,7 @@ class TargetOptions:
 
 
 Advance = Callable[[int], None]
-"""Told the bytes of source that have been read since the last call."""
+"""A function that a writer calls with the number of bytes that it has read from the source since its last call."""
 
 
 @dataclass(frozen=True)

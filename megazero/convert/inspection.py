@@ -1,7 +1,6 @@
-"""What is inside a checkpoint, as plain records: for `inspect` and for other programs.
+"""The contents of a checkpoint as plain records, for `inspect` and for other programs.
 
-A checkpoint of our own is read from its manifest, without building the model. One of another program is read through
-its reader.
+A megazero checkpoint is read from its manifest, without building the model; one of another format, through its reader.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ _NATIVE_FILES = "fragments-*-of-*.safetensors"
 
 
 class SourceTensors:
-    """The `Tensors` of a source. It keeps the last tensor that was read, which may be a view of a mapped file."""
+    """The `Tensors` of a source. It keeps the last tensor that was read, which may be a view of a mapped file.
+
+    Memory: one tensor.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -50,13 +52,15 @@ class SourceTensors:
 class Inspected:
     """An open checkpoint; a context manager that closes its files.
 
-    path      its own folder
-    run       the run that wrote it, as far as that is known
-    position  iteration, consumed samples and tokens, ...: what the format says about the training
-    layout    sizes of the axes that wrote it, by name; None where the format does not say
-    files     names and bytes, relative to the folder
-    manifest  of a checkpoint of our own
-    source    of a checkpoint of another program
+    path      the folder of this one checkpoint
+    format    its name in `registry.format_table`
+    run       the configuration of the run that wrote it; what is not known has its default
+    position  iteration, consumed samples and tokens and other facts about the training that the format stores
+    layout    sizes of the axes of the run that wrote it, by name; None if the format does not store them
+    files     size in bytes by name, relative to the folder
+    tensors   the tensors, read in windows
+    manifest  the manifest, for a megazero checkpoint
+    source    the source, for a checkpoint of another format
     """
 
     path: Path
@@ -82,9 +86,10 @@ class Inspected:
         return sum(shape.total_bytes for shape in self.tensors.shapes.values())
 
     def verify(self, threads: int, advance: Callable[[int], None]) -> list[str]:
-        """Everything that is wrong, one sentence each. For a checkpoint of our own every hash is compared.
+        """All problems of the files, one sentence each.
 
-        Other programs record no hashes: every tensor is read once.
+        For a megazero checkpoint, every hash is compared. Other programs store no hashes, so every tensor is read once.
+        threads: used for a megazero checkpoint. advance: called with the bytes read since its last call.
         """
         if self.manifest is not None:
             return verify(self.path, self.manifest, threads, advance)
@@ -163,10 +168,10 @@ def _open_other(path: Path, format: str | None) -> Inspected:
 
 
 def checkpoints_in(root: Path) -> list[Record]:
-    """The checkpoints of a folder by iteration: name, iteration, bytes of the files, whether `latest` names it, and
-    what is wrong with it.
+    """The checkpoints of a folder by iteration: name, iteration, bytes of the files, whether `latest` names it, and its
+    problem or None.
 
-    This reads the manifest and the headers of all files; `verify` reads the rest.
+    Reads the manifest and the headers of all files; `verify` reads the rest.
     """
     named = folders.named(root)
     found = []
@@ -189,10 +194,10 @@ def checkpoints_in(root: Path) -> list[Record]:
 
 
 def contents(inspected: Inspected) -> Record:
-    """Everything about a checkpoint but its values.
+    """Everything about a checkpoint except the values of its tensors.
 
-    config     every field, by section
-    elsewhere  files that other nodes have on their own disks
+    config     every field of the run, by section
+    elsewhere  names of files that are on the disks of other nodes
     """
     tensors = {
         name: {
@@ -230,12 +235,14 @@ def tensor_statistics(inspected: Inspected, name: str) -> Record:
 
 
 def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Record:
-    """What differs between two checkpoints, of any formats and layouts.
+    """The differences between two checkpoints of any formats and layouts.
 
-    config     fields that differ: [a's value, b's]. Between two programs only the model's shape (with derived values
-               worked out) and the precision are compared: the other fields are megazero's own
-    tensors    by name and column: elements, bit_equal, largest and relative difference; None where one is not finite
+    config     fields that differ: [a's value, b's]. If one of the two is of another format, only the model's shape,
+               with derived values filled in, and the precision are compared: the other fields are megazero's own
+    tensors    by name and column: elements, bit_equal, largest and relative difference (None: not finite)
     identical  whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
+
+    advance: called with the bytes compared since its last call. Memory: a few windows, or a tensor of another format.
     """
     ours, theirs = a.tensors.shapes, b.tensors.shapes
     both = [name for name in ours if name in theirs]
@@ -275,7 +282,7 @@ def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Recor
 
 
 def compared_bytes(a: Inspected, b: Inspected) -> int:
-    """Bytes that `compare` reads."""
+    """The number of bytes that `compare` reads."""
     total = 0
     for name, shape in a.tensors.shapes.items():
         other = b.tensors.shapes.get(name)
@@ -302,7 +309,7 @@ def _config_difference(a: Inspected, b: Inspected) -> dict[str, dict[str, list[A
 
 
 def _shape(run: Run) -> dict[str, Any]:
-    """The settings of a model that its weights fix. How it was trained, such as the sequence length, is left out."""
+    """The settings of a model that its weights determine, without settings of training such as the sequence length."""
     return {name: value(run.model) for name, value in SHAPE.items()}
 
 

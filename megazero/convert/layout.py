@@ -9,7 +9,7 @@ from megazero.config.validate import problems_of
 
 
 def layout_problems(model: ModelConfig, *, tp: int, pp: int, dp: int = 1) -> list[str]:
-    """The reasons why it cannot, in the words of the run's validation; empty where it can."""
+    """The reasons why it cannot, which are problems of a run's validation; empty if it can."""
     parallel = ParallelConfig(tp=tp, pp=pp)
     asked = Run(
         replace(model, document_mask=False),

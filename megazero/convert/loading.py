@@ -40,13 +40,14 @@ GREEDY = Sampling(temperature=0.0)
 class LoadedModel:
     """This rank's part of a model, in evaluation mode.
 
-    run        what wrote it, with the layout of this grid
-    stages     the parts of the model that this rank holds
-    chunk_map  which parts of the model they are
-    tokenizer  the model's own, None where the checkpoint leads to none
-    report     what became of the checkpoint's keys
-    ends       tokens at which a generated text ends: the run's end of document, and all that Hugging Face's files
-    beside the model name generation what generation_config.json beside the model says
+    run         the run that wrote it, with the layout of this grid
+    stages      the model chunks that this rank holds
+    chunk_map   which chunk is on which stage
+    tokenizer   the model's own; None if the checkpoint has none that can be opened
+    report      what became of the checkpoint's keys
+    ends        tokens at which a generated text ends: the run's end of document, and those that generation_config.json
+                or config.json of the model names
+    generation  the content of the model's generation_config.json; empty without one
     """
 
     run: Run
@@ -58,7 +59,7 @@ class LoadedModel:
     generation: Mapping[str, Any]
 
     def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
-        """The token that ends a document: the run's, or else the tokenizer's. None where neither has one."""
+        """The token that ends a document: the run's, or else the tokenizer's. None if neither has one."""
         known = self.run.data.eod_id
         return known if known is not None or tokenizer is None else tokenizer.eod_id
 
@@ -70,11 +71,10 @@ def open_model(
     precision: str | None = None,
     format: str | None = None,
 ) -> LoadedModel:
-    """Load this rank's part of the model of a checkpoint of any known format. All dp replicas load the same.
+    """Load this rank's part of the model of a checkpoint of any known format. All dp replicas load the same part.
 
-    precision: of the weights and of the computation; None: the precision of the training. Communicates nothing: every
-    rank reads what it needs. Raises ConversionError for a checkpoint that cannot be opened, or cannot be split over the
-    grid.
+    precision: that of the weights and the computation; None: that of the training. Communicates nothing: every rank
+    reads what it needs. Raises ConversionError if the checkpoint cannot be opened or cannot be split over the grid.
     """
     with open_source(Path(path).expanduser(), format) as source:
         return open_on_grid(source, grid, precision)
@@ -117,9 +117,9 @@ def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> 
 class Model(nn.Module):
     """A whole model in one process, as `load` returns it. Parameters have megazero's global names.
 
-    config     its shape
-    run        the run that wrote it, as far as that is known
-    tokenizer  its own, or None
+    config     the model's shape and settings
+    run        the configuration of the run that wrote it; what is not known has its default
+    tokenizer  the model's tokenizer, or None
     report     what became of the checkpoint's keys
     ends       tokens at which `generate` ends
     """
@@ -142,9 +142,10 @@ class Model(nn.Module):
         return self.stage.logits(None, batch).transpose(0, 1)
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
-        """The ids of a prompt and those that follow, up to one of `ends`.
+        """The ids of a prompt and up to `max_new_tokens` generated ids; generation ends with a token of `ends`.
 
-        `megazero.inference` has more: batches, streams, grids.
+        `megazero.inference.generate` also serves batches, streams and grids. Raises ValueError for a prompt that the
+        model cannot take.
         """
         model = Pipeline.of([self.stage])
         vocabulary = None if self.tokenizer is None else self.tokenizer.vocab_size
@@ -156,12 +157,11 @@ class Model(nn.Module):
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 512, sampling: Sampling = GREEDY
     ) -> str:
-        """The model's answer to the turns of a conversation, {"role": ..., "content": ...} each, by the tokenizer's
-        chat template.
+        """The model's answer to a conversation, by the tokenizer's chat template.
 
-        It ends where `generate` does, or with the template's token for the end of a turn. The answer has no special
-        tokens. Text in a turn that spells a special token stays text. Raises DataError for a model without a chat
-        template, and for turns that the template refuses.
+        messages: the turns, {"role": ..., "content": ...} each. The answer ends as in `generate`, or with the
+        template's token for the end of a turn. It has no special tokens. Text in a turn that spells a special token
+        stays text. Raises DataError for a model without a chat template, and for turns that the template refuses.
         """
         tokens = self._chat_tokens
         ends = self.ends | tokens.ends
@@ -185,9 +185,12 @@ def load(
 ) -> Model:
     """The whole model of a checkpoint in this process, in evaluation mode: `megazero.load`.
 
-    path       a folder of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT), Megatron-DeepSpeed, Megatron-LM or a
-    universal checkpoint
-    precision  fp64, fp32, bf16 or fp16; None: what the model was trained in
-    format     where the folder could be taken for another
+    path       a checkpoint of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT), PEFT, Megatron-DeepSpeed or
+               Megatron-LM, a universal checkpoint, or consolidated weights
+    precision  fp64, fp32, bf16 or fp16; None: the precision of the training
+    device     the device of the parameters
+    format     the name of the format, if the folder could be taken for several
+
+    Raises ConversionError if the checkpoint cannot be read.
     """
     return Model(open_model(path, single_process_grid(device), precision=precision, format=format))

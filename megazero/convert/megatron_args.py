@@ -1,8 +1,8 @@
-"""The arguments in checkpoints of Megatron-LM and its descendants as a model of ours, and the other way.
+"""Conversion between the arguments in checkpoints of Megatron-LM and its descendants and a model of megazero.
 
-Names and meanings: megatron/training/arguments.py of Megatron-LM, megatron/arguments.py of the two Megatron-DeepSpeeds
-(BigScience's, which trained BLOOM, and Microsoft's). Arguments that ask for something that we do not have are refused
-by name, all of them in one error.
+The source of names and meanings is megatron/training/arguments.py of Megatron-LM, and megatron/arguments.py of the two
+Megatron-DeepSpeeds (BigScience's, which trained BLOOM, and Microsoft's). Arguments for features that megazero does not
+have are refused by name, all of them in one error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POSITIONS: Mapping[Any, str] = {
     2: "learned",
     3: "alibi",
 }
-"""Names, and the numbers of BigScience's enumeration, which is all that a pickle keeps of one."""
+"""Names, and the numbers of BigScience's enumeration: a pickle stores only the number of a member."""
 NORMS: Mapping[str, str] = {"layernorm": "layernorm", "rmsnorm": "rmsnorm"}
 
 
@@ -93,11 +93,11 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
         _is_set,
     ),
 }
-"""Argument -> whether its value asks for something that we do not have."""
+"""Argument -> whether its value requires a feature that megazero does not have."""
 
 
 class _Reading:
-    """One pass over the arguments: it takes values and collects what is wrong with them."""
+    """One pass over the arguments, which reads values and collects problems."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -129,9 +129,10 @@ def word_of(value: Any) -> Any:
 
 
 def model_from_args(args: Args, where: str) -> ModelConfig:
-    """The model. Its vocabulary is the true one where the arguments say it, else all rows with padding.
+    """The model that the arguments describe. where: the checkpoint, for errors.
 
-    Raises ConversionError with everything that is missing or not supported.
+    The vocabulary size is the true one if the arguments have it, else that of the padded table. Raises one
+    ConversionError with everything that is missing or not supported.
     """
     read = _Reading(args)
     read.problems += [
@@ -230,7 +231,7 @@ def _activation(args: Args) -> str:
 
 
 def run_from_args(args: Args, model: ModelConfig, precision: str) -> Run:
-    """The other settings of the run that the arguments tell."""
+    """A run with this model and precision, and the optimizer and schedule settings that the arguments have."""
     optimizer: dict[str, Any] = {name: float(args[name]) for name in _OPTIMIZER if args.get(name) is not None}
     schedule: dict[str, Any] = {
         name: kind(args[name]) for name, kind in _SCHEDULE.items() if args.get(name) is not None
@@ -253,9 +254,9 @@ _GELU: Mapping[str, bool] = {"gelu": False, "gelu-tanh": True, "swiglu": False}
 
 
 def args_of(run: Run, *, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Megatron-LM's arguments for a model of ours.
+    """Megatron-LM's arguments for a model of megazero, written for tp x pp ranks.
 
-    Raises ConversionError that lists everything that Megatron-LM does not have.
+    Raises one ConversionError with every setting that Megatron-LM does not have.
     """
     model = run.model
     problems = [f"{what} is nothing that Megatron-LM has" for what, bad in _foreign(model).items() if bad]

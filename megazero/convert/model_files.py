@@ -1,8 +1,8 @@
 """Files of the model that a run started from (config.json, generation_config.json, a tokenizer), kept in its
 checkpoints.
 
-So a fine-tuned model goes back to where it came from with all its files. They are read when the run starts, because
-they may be gone when a checkpoint is written.
+With them a fine-tuned model can be converted back to its original format with all its files. The files are read when
+the run starts, because they may be gone when a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megazero.convert.tokenizers import tokenizer_files
 from megazero.data.progress import to_stderr
 
 OF_THE_MODEL = ("config.json", "generation_config.json")
-"""What stays where the run has a tokenizer of its own choice."""
+"""The files that are kept if the run uses another tokenizer than the model's."""
 
 
 def model_files(run: Run, found: FoundCheckpoint | None) -> Callable[[Path], None] | None:

@@ -1,4 +1,4 @@
-"""What formats and checkpoints are called. Nothing here imports torch, so that a program can name them in its help."""
+"""The names of formats and checkpoints. Nothing here imports torch, so that a program's help can name them quickly."""
 
 from __future__ import annotations
 

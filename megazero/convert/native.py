@@ -34,7 +34,7 @@ from megazero.system.reading import about
 from megazero.zero.fragment import Fragment
 
 FILE_BYTES = 4 << 30
-"""A fragment file is closed once it holds so much."""
+"""A fragment file is closed once it holds this many bytes."""
 
 
 class NativeSource(Source):
@@ -123,8 +123,8 @@ def open_native(path: Path) -> NativeSource:
 def write_native(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
     """Write a folder of one checkpoint, with the moments if the source has them.
 
-    The weight is what the source has (an fp32 master beside moments), unless `options.dtype` narrows it; moments keep
-    their dtype.
+    Weights keep the source's dtype (with moments, that of the fp32 master), unless `options.dtype` is set. Moments keep
+    their dtype. advance: called with the bytes read since its last call. Memory: one tensor.
     """
     inside = folder / folders.folder_name(source.position.iteration)
     inside.mkdir(parents=True)
@@ -141,7 +141,7 @@ def write_native(source: Source, folder: Path, options: TargetOptions, advance: 
 
 
 def _files(source: Source, options: TargetOptions, advance: Advance) -> Iterator[list[Fragment]]:
-    """The entries of each file, in the model's order."""
+    """The fragments of each file, in the model's order, without their values."""
     everything = parameter_specs(source.model)
     group: list[Fragment] = []
     size = 0
@@ -169,7 +169,7 @@ def _values(source: Source, name: str, column: str, dtype: torch.dtype, advance:
 
 
 def _as_recorded(run: Run, dtype: torch.dtype | None) -> Run:
-    """The run without settings that held only when it started (folders, intervals), and with the wanted precision."""
+    """The run without the settings of one start (folders, intervals), with the precision of this dtype."""
     run = replace(run, checkpoint=CheckpointConfig(), trainer=TrainerConfig())
     if dtype is None or dtype == compute_dtype(run.optimizer.precision):
         return run

@@ -9,8 +9,11 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Replicas of one tensor that differed and were averaged in float64. largest: the largest absolute difference from
-    the mean.
+    """Replicas of one tensor that differed and were averaged in float64.
+
+    key      the tensor's key
+    copies   number of replicas
+    largest  the largest absolute difference of an element from the mean
     """
 
     key: str
@@ -38,7 +41,7 @@ class ConversionReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report for a person: numbers, and names where something is unusual."""
+        """The report as lines of text: numbers, and the names of unusual keys."""
         found = [f"keys mapped        {len(self.mapped)}"]
         found += _listed("keys unused", [f"{key} ({why})" for key, why in self.unused.items()])
         found += _listed("tensors filled", [f"{name} ({how})" for name, how in self.filled.items()])

@@ -47,7 +47,7 @@ def agree(key: str, copies: Sequence[Tensor], report: ConversionReport) -> Tenso
         return first
     mean, largest = torch.empty_like(first, memory_format=torch.contiguous_format), 0.0
     blocks = zip(mean.view(-1).split(_BLOCK), *(copy.reshape(-1).split(_BLOCK) for copy in copies), strict=True)
-    for target, *parts in blocks:  # the copies may be of the largest tensor: in float64 not all of it at once
+    for target, *parts in blocks:  # in blocks, because the largest tensor in float64 may not fit in memory
         wide = torch.stack(parts).to(torch.float64)
         middle = wide.mean(dim=0)
         largest = max(largest, float((wide - middle).abs().max()))

@@ -1,8 +1,8 @@
-"""What a checkpoint is to the converters, whatever program wrote it: global tensors under megazero's names.
+"""`Source`: a checkpoint of any format as global tensors under megazero's names.
 
-A reader of a format is a `Source`; a writer is a function that takes one. No format knows of another: n formats are n
-readers and n writers. Nothing is read before it is asked for, so that the largest tensor decides what memory a
-conversion needs.
+A reader of a format is a `Source`; a writer is a function that takes one. Formats are independent of each other: n
+formats need n readers and n writers. A tensor is read on request only, so the largest tensor determines the memory of a
+conversion.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NoCheckpoint(ConversionError):
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """How far the training was when the checkpoint was written; zeros where the format does not say.
+    """How far the training was when the checkpoint was written. What the format does not store is 0.
 
     optimizer_steps  steps that were not skipped, which Adam's bias correction counts
     loss_scale       state of the dynamic loss scale as in `optim.LossScaler.state_dict`, if any
@@ -57,14 +57,15 @@ class SourcePosition:
 class Source:
     """A checkpoint open for reading; a context manager that closes its files. Subclasses implement `read`.
 
-    format     "hf", "megazero", ...
-    path       the folder of this very checkpoint
-    run        what is known of the run that wrote it; `run.model.vocab_size` is set, `run.optimizer.precision` is what
-    the model computes in
-    entries    every tensor of the model, by its global name, in the model's order (`parameter_specs`); nothing else
-    position   how far the training was
-    companions files of the model that are no tensors, by the name they have beside it: config.json, tokenizer.json, ...
-    report     what became of the format's own keys; complete once everything has been read
+    format      the format's name: "hf", "megazero", ...
+    path        the folder of this one checkpoint
+    run         the configuration of the run that wrote it; what is not known has its default. `run.model.vocab_size`
+                is set, and `run.optimizer.precision` is that of the computation
+    entries     exactly the tensors of the model, by global name, in the model's order (`parameter_specs`)
+    position    how far the training was
+    companions  files of the model that are not tensors, by file name: config.json, tokenizer.json, ...
+    report      what became of the format's own keys; complete once everything has been read
+    closing     closes the files
     """
 
     format: str
@@ -77,17 +78,14 @@ class Source:
     closing: ExitStack = field(default_factory=ExitStack)
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
-        """The whole global tensor on the CPU, in its stored dtype: [shape of the entry].
+        """The whole global tensor on the CPU, in its stored dtype and the shape of its entry.
 
-        It may be a view of a mapped file: do not write into it.
+        It may be a view of a mapped file: do not write into it. Raises ConversionError if the files are damaged.
         """
         raise NotImplementedError
 
     def read_box(self, name: str, box: Box, column: str = WEIGHT) -> Tensor:
-        """A part of the tensor, as `read` gives the whole.
-
-        A reader overrides it where it can leave the rest of its files unread.
-        """
+        """A box of the tensor, otherwise as `read`. A reader that can read less than the whole tensor overrides it."""
         return self.read(name, column)[tuple(slice(start, stop) for start, stop in box)]
 
     @property
@@ -113,10 +111,9 @@ class Source:
 def parameter_specs(
     model: ModelConfig, tp: int = 1, tp_index: int = 0, *, adapters: LoraConfig | None = None
 ) -> dict[str, ParameterSpec]:
-    """Every parameter of a model by its global name, in forward order, with the box that a tp rank of a whole-model
-    stage holds. No memory.
+    """The specs of a model's parameters by global name, in forward order, for one tp rank that holds all layers.
 
-    adapters: those of the low-rank adapters instead, which are no part of a model.
+    adapters: return the specs of these low-rank adapters instead. Allocates no parameters.
     """
     group = Group(tuple(range(tp)), tp_index, None)
     lora = None if adapters is None else low_rank(adapters, model)

@@ -16,7 +16,7 @@ from megazero.mpu.parameter import ParameterSpec, spec_of
 def fill_stages(stages: Sequence[Stage], source: Source) -> None:
     """Fill every parameter of a rank's stages with its part of the source's weights, on any layout.
 
-    Communicates nothing: every rank reads its own part. Raises ConversionError where a tensor is missing or has another
+    Communicates nothing: every rank reads for itself. Raises ConversionError if a tensor is missing or has another
     shape.
     """
     for stage in stages:

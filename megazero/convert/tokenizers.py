@@ -11,7 +11,7 @@ from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 
 _FILES = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("vocab.json", "gpt2"))
-"""What says which kind of tokenizer lies beside a model, the most telling first."""
+"""A file of a model and the kind of tokenizer that it stands for. The first file that exists counts."""
 
 
 def tokenizer_files(source: Source) -> tuple[str, str | None] | None:

@@ -1,4 +1,4 @@
-"""Files of one word beside checkpoints, such as `latest`. The word names one of the checkpoints."""
+"""Tracker files: `latest` and the like, which hold the name of one of the checkpoints in their folder."""
 
 from __future__ import annotations
 

@@ -23,19 +23,25 @@ from megazero.system import device as devices
 
 POSITIONS = 32
 TOLERANCE = 1e-4
-"""Of the largest logit: what two programs may differ by that multiply the same float32 weights in another order."""
+"""The allowed difference of logits over the largest logit (at least 1). Two programs that multiply the same float32
+weights in another order differ by less.
+"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """lines: what was compared and found, for a person. holds: whether the two are the same model."""
+    """lines: what was compared and found, as text. holds: whether the two are the same model."""
 
     lines: tuple[str, ...]
     holds: bool
 
 
 def verify(source: Source, output: Path, format: str, report: Report) -> Verdict:
-    """Compare a source with what was written from it. Memory: two tensors, and the model in float32 where that fits."""
+    """Compare a source with the checkpoint in `output` that was written from it.
+
+    report: called with lines about progress. Memory: two tensors, and the model in float32 if that fits. Raises
+    ConversionError if the output cannot be read.
+    """
     with open_source(output, format) as written:
         tensors = _compare_tensors(source, written, report)
         if not tensors.holds:

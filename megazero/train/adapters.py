@@ -89,7 +89,7 @@ def peft_files(run: Run) -> Callable[[Path], None] | None:
 def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
     """Fill this rank's frozen parameters from the checkpoint at `path`; return the name of its format.
 
-    A collective of the world: `opened_alike`, then `agree`. Raises as `init_from.load_weights` does.
+    A collective of the world: `opened_alike` and `raise_on_all_ranks`. Raises as `init_from.load_weights` does.
     """
     failure: Exception | None = None
     name = ""

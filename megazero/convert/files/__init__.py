@@ -1,3 +1,3 @@
-"""Kinds of files that several formats share: torch.save's, torch.distributed.checkpoint's, safetensors. None is
-unpickled by Python's own rules.
+"""Kinds of files that several formats share: torch.save's, torch.distributed.checkpoint's, safetensors. None of them is
+read with `pickle.load`.
 """

@@ -24,7 +24,9 @@ from megazero.convert.source import ConversionError
 from megazero.system.reading import BOUNDS
 
 _ALWAYS = 1 << 20
-"""What calls may be given altogether in any case, beside `BOUNDS.copies` times the pickle's own length."""
+"""The length of arguments that all calls of a pickle may be given together, before `BOUNDS.copies` times its own length
+is added.
+"""
 
 
 class Record:
@@ -78,13 +80,13 @@ def record_type(name: str) -> type[Record]:
 
 @dataclass(frozen=True)
 class Allowed:
-    """A function of ours that files may call under a name."""
+    """A function of this package that a file may call under a name of its own."""
 
     call: Callable[..., Any]
 
 
 class Filled:
-    """Made by an allowed function; its state follows in the file."""
+    """An object that an allowed function makes. Its state follows in the file and is given to `fill`."""
 
     __slots__ = ()
 

@@ -10,4 +10,4 @@ from megazero.convert.hf.tables import Family
 FAMILIES: Mapping[str, Family] = {
     found.model_type: found for found in (bloom.FAMILY, gpt2.FAMILY, llama.FAMILY, opt.FAMILY)
 }
-"""By model_type, in the order in which they are tried for a model that came from elsewhere."""
+"""The families by model_type, in the order in which they are tried for a model of another format."""

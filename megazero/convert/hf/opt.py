@@ -28,7 +28,7 @@ NAMES = Names(
 )
 
 OFFSET = 2
-"""Rows before that of position 0: over there a position counts the tokens so far, and padding has the lower numbers."""
+"""Rows of the position table before that of position 0. transformers adds 2 to a position and gives padding -1."""
 
 
 def _problems(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the tables of several families have in common."""
+"""Settings that the tables of several families share."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import end_of_turn
 
 SHARD_BYTES = 5_000_000_000
-"""What transformers writes into one file at most."""
+"""The most bytes that transformers writes into one file."""
 _METADATA = {"format": "pt"}
 
 

@@ -29,7 +29,7 @@ from megazero.convert.source import WEIGHT, ConversionError, Source
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ROOM = {"qkv": "attention", "output": "attention", "gate": "mlp", "up": "mlp", "down": "mlp"}
-"""Where in a block a layer is."""
+"""The part of a block that a linear layer belongs to."""
 
 
 @dataclass(frozen=True)

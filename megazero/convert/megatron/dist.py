@@ -1,9 +1,9 @@
 """Reading Megatron-LM's torch_dist checkpoints: whole tensors of Megatron-core in a checkpoint of torch.distributed.
 
-The tensors of one name of all layers are one tensor, with the layer as first axis, or one tensor per layer. The first
-matrix of a gated layer is [gate; up] over all ranks. The optimizer's state goes by the names of the model's tensors
-where it was saved for any layout ("fully_sharded_model_space", "fully_reshardable", which name a master fp32_param and
-param). Its values may lie in flat shards.
+A parameter of all layers is stored as one tensor with the layer as first axis, or as one tensor for each layer. The
+first matrix of a gated layer is [gate; up] over all ranks. The optimizer's state has the names of the model's tensors
+if it was saved for any layout ("fully_sharded_model_space", which calls a master fp32_param, or "fully_reshardable",
+which calls it param). Its values may be in flat shards.
 """
 
 from __future__ import annotations

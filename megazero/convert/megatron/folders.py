@@ -13,7 +13,7 @@ from megazero.convert.tracker import word_in
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-"""A rank's file; the second where a distributed optimizer had its state beside it."""
+"""The name of a rank's file; it is the second if a distributed optimizer wrote its state into another file."""
 METADATA = ".metadata"
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 

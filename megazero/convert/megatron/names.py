@@ -46,9 +46,9 @@ _WHOLE: Mapping[str, tuple[str, ...]] = {
     "head.weight": ("output_layer.weight", f"{LEGACY}.output_layer.weight"),
 }
 EMBEDDING, FINAL = _WHOLE["embedding.word.weight"], _WHOLE["head.norm.weight"]
-"""Names of what the model's first and its last part have."""
+"""The names of the embedding, which the first stage has, and of the final norm, which the last stage has."""
 TIED_COPIES = ("output_layer.weight", "word_embeddings_for_head.weight")
-"""What the last stage calls its copy of a tied embedding."""
+"""The names of the last stage's copy of a tied embedding."""
 
 _IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "attention_norm": ("self_attention.linear_qkv.layer_norm_", "input_layernorm.", "input_norm."),
@@ -64,7 +64,7 @@ _IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "mlp.down": ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
 }
 BLOCKS = ("decoder.layers", *(f"{LEGACY}.{blocks}.layers" for blocks in LEGACY_BLOCKS))
-"""What stands before a layer's number."""
+"""The prefixes of a layer's number."""
 
 NUMBERED = re.compile(rf"({'|'.join(map(re.escape, BLOCKS))})\.(\d+)\.(.*)")
 

@@ -41,7 +41,7 @@ class OptimizerState:
 
 
 class _Unclear(Exception):
-    """Nothing shows which number is which parameter."""
+    """The files do not show which number belongs to which parameter."""
 
 
 def optimizer_state(

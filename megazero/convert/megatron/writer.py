@@ -27,8 +27,8 @@ from megazero.convert.shards import cut
 from megazero.convert.source import ConversionError, Source
 
 KeyedNames = tuple[str, tuple[str, ...]]
-"""A tensor of theirs: its key, layers counted in the stage, and those of ours that its rows are made of, one after the
-other.
+"""A tensor of Megatron: its key, with layers counted within the stage, and the global names of our tensors that make
+its rows, in order.
 """
 
 

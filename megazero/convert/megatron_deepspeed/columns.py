@@ -19,7 +19,7 @@ from megazero.convert.shards import agree, join
 from megazero.convert.source import ConversionError
 
 Held = Mapping[tuple[int, str], tuple[int, list[PartitionSlice]]]
-"""Of one tp rank: (layer, key) -> (model-parallel rank whose files hold it, where)."""
+"""For one tp rank: (layer, key) -> (model-parallel rank whose files hold the parameter, its slices)."""
 
 
 class Columns:

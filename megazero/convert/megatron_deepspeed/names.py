@@ -15,7 +15,7 @@ from megazero.config.schema import ModelConfig
 from megazero.convert.source import ConversionError, parameter_specs
 
 TIED = "tied_modules.embed."
-"""What stands before a parameter of the tied embedding in the optimizer's files, which know no layer for it."""
+"""The prefix of the tied embedding's parameters in the optimizer's files, which give it no layer number."""
 
 _EMBEDDING: Mapping[str, str] = {
     "embedding.word.weight": "word_embeddings.weight",

@@ -1,4 +1,4 @@
-"""What the shapes of a checkpoint's tensors say about the model, where the arguments do not say it or are missing."""
+"""The model's settings from the shapes of its tensors, for arguments that are incomplete or missing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError
 
 SEQUENCE = 2048
-"""Assumed where nothing says how long samples were; only models with a table of positions depend on it, and they say
-it.
+"""The sequence length if neither arguments nor shapes have it. A model with learned positions depends on it, but its
+table's shape has it.
 """
 
 

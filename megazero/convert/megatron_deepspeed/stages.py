@@ -28,7 +28,7 @@ class Written:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What is written where. tensors: in the pipeline's order. stages: the layers of each stage."""
+    """The tensors to write, in the pipeline's order, and the layers of each stage."""
 
     model: ModelConfig
     layers: Layers

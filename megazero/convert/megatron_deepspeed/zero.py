@@ -53,7 +53,7 @@ class PartitionSlice:
 
 @dataclass
 class Zero:
-    """What the optimizer's files hold, before any value is read.
+    """The contents of the optimizer's files, before any value is read.
 
     slices  per model-parallel rank: parameter -> where its elements are, in order
     dtypes  column -> dtype; masters alone where the optimizer has no two moments

@@ -26,7 +26,7 @@ from megazero.convert.megatron_deepspeed.stages import WritePlan, Written
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Source
 
 VERSION = "0.10.0"
-"""Of DeepSpeed, whose files look like these; it asks for one."""
+"""The version of DeepSpeed whose files have this form. A file has to name one."""
 _ADDRESS = record_type("deepspeed.utils.tensor_fragment.fragment_address")
 
 
@@ -79,7 +79,7 @@ def _order(groups: int) -> list[tuple[int, str]]:
 
 
 def _tell(source: Source, planned: WritePlan, stage: int, advance: Advance, whole: bool) -> None:
-    """Report a stage's moments as read. A tied embedding counts once, although the last stage writes it again."""
+    """Advance by a stage's moments. A tied embedding counts once, although the last stage writes it again."""
     for written in planned.of_stage(stage):
         if whole or written.where.layer != planned.layers.embedding:
             for name in written.names:

@@ -1,4 +1,4 @@
-"""A model of ours among whole tensors under Megatron-DeepSpeed's names, wherever they lie: a folder each, or one state
+"""A model of megazero from whole tensors under Megatron-DeepSpeed's names, in a folder for each or in one state
 dictionary.
 """
 
@@ -29,8 +29,8 @@ WORD_KEY = "word_embeddings.weight"
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A whole tensor before it is read. flags: what a universal checkpoint says of it beside its value. read: of a
-    column, the value.
+    """A whole tensor before it is read. flags: other entries of its file in a universal checkpoint. read: returns the
+    value of a column.
     """
 
     shape: tuple[int, ...]
@@ -40,8 +40,8 @@ class WholeTensor:
 
 
 class WholeTensors:
-    """The parameters of a checkpoint by (layer, key) of Megatron-DeepSpeed's pipeline, and which of them make a model
-    of ours.
+    """The parameters of a checkpoint by (layer, key) of Megatron-DeepSpeed's pipeline, and those of them that make each
+    tensor of our model.
     """
 
     def __init__(self, where: str, parameters: Mapping[str, WholeTensor], report: ConversionReport) -> None:

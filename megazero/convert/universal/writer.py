@@ -24,7 +24,7 @@ from megazero.convert.universal.names import written_names
 DS_VERSION = "0.19.8"
 """The DeepSpeed whose reading of these files is tested. It refuses files that name none."""
 UNIVERSAL_VERSION = 0.2
-"""What the parameters' dictionaries below need: sub-parameters.
+"""The format version that the parameters' dictionaries below need, because they have sub-parameters.
 
 From 0.4 on, shard widths are expected where shapes are uneven.
 """
