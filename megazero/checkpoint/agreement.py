@@ -39,8 +39,7 @@ def raise_on_all_ranks(world: Group, device: torch.device, error: Exception | No
 
 
 def attempt_on_all_ranks(world: Group, device: torch.device, action: Callable[[], Any] | None) -> None:
-    """Run this rank's action, if it has one, then `raise_on_all_ranks`: return only when no rank has failed. A
-    collective."""
+    """Run this rank's action, if it has one, then `raise_on_all_ranks`. A collective."""
     failure: Exception | None = None
     try:
         if action is not None:

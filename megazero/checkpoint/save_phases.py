@@ -73,7 +73,7 @@ class SavePhases:
 
         fragments: what this rank writes. world: the group of all ranks, over which the phases agree. device: the device
         of the messages' tensors. A collective of the world; no tensor values are communicated. Returns when the
-        checkpoint is on disk on every file system. A failure of one rank is raised on all (`agreement.raise_on_all_ranks`):
+        checkpoint is on disk on every file system. A failure of one rank is raised on all (`raise_on_all_ranks`):
         FenceLost if another run has claimed the folder, OSError if a file operation fails, CheckpointError if the files
         do not match the layout. After an error either no checkpoint has changed, or the new one is complete.
         """

@@ -102,9 +102,9 @@ def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> s
     """Fill this rank's weights from the checkpoint at `path`; return a text for the banner.
 
     The text names what was read, and keys that were not used or were filled. If the model has more tokens than the
-    checkpoint, the new rows start as the mean of the others. A collective of the world: `opened_alike`, an error check, and
-    the gathers of `after_load`. Raises ConversionError (on the other ranks a CheckpointError with its text) if the
-    checkpoint cannot be read or does not fit the model.
+    checkpoint, the new rows start as the mean of the others. A collective of the world: `opened_alike`,
+    `raise_on_all_ranks` and the gathers of `after_load`. Raises ConversionError (on the other ranks a CheckpointError
+    with its text) if the checkpoint cannot be read or does not fit the model.
     """
     failure: Exception | None = None
     told = ""
