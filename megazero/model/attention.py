@@ -1,8 +1,9 @@
 """Causal self-attention with grouped queries.
 
 s sequence, b micro-batch, h hidden, n heads, g key-value heads, r = n/g, d head dim, t = tp size. Query, key and value
-come from one projection whose rows are stored [g, r + 2, d], so that a shard is one slice: key-value head j is stored
-behind its query heads j*r .. j*r + r - 1.
+come from one projection. Its rows are stored as [g, r + 2, d]: key-value head j follows its query heads
+j*r .. j*r + r - 1. So a tensor-parallel shard is one contiguous slice.
+(Grouped queries: Ainslie et al. 2023, arXiv:2305.13245.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from megazero.model.position import AlibiSlopes, RotaryAngles
 
 
 class Attention(nn.Module):
-    """[s(/t), b, h] -> the same. The heads are split over tp, key-value heads with their query heads."""
+    """Attention of block `number`: [s(/t), b, h] -> the same. tp splits key-value heads with their query heads.
+
+    Communicates what its two parallel linear layers do. Raises ValueError when g does not divide n, or t does not
+    divide g.
+    """
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
@@ -64,7 +69,7 @@ class Attention(nn.Module):
     def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
         """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t].
 
-        With a past: on its keys too.
+        With `batch.past` it stores the new keys and values there and also attends to those of earlier tokens.
         """
         heads = self.groups, self.repeats, self.size
         slopes = None if self.slopes is None else self.slopes(mixed)
@@ -75,7 +80,7 @@ class Attention(nn.Module):
             return cached_attention(mixed, *kept, *heads, scale=scale, slopes=slopes)
         if past is not None:
             keep(mixed, *past.layers[self.number], past.slots, *heads)
-        with compiled_bodies(self.compile_ops):  # recomputed, the core runs by itself
+        with compiled_bodies(self.compile_ops):  # again here, since recomputation runs the core outside its block
             dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
             documents = batch.documents
             return causal_attention(

@@ -1,4 +1,4 @@
-"""What one forward pass works on."""
+"""The input of a forward pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Past:
-    """Keys and values of the tokens before a batch's own, and where its own are to be kept. L positions that there is
-    room for.
+    """The key-value cache of text generation, with room for L positions in each slot.
 
     layers     by block number: keys and values, [slots, g/t, L, d] each
-    slots      int64 [b], ascending: the slot that each row continues
-    positions  int64 [s, b]: where the batch's tokens stand; None: all rows begin, at position 0
-    reach      no token of the batch stands at this position or beyond it
+    slots      int64 [b], ascending: the slot of each row of the batch
+    positions  int64 [s, b]: position of each token of the batch; None: all rows begin at position 0
+    reach      all positions of the batch are less than this
     """
 
     layers: Mapping[int, tuple[Tensor, Tensor]]
@@ -27,18 +26,16 @@ class Past:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one micro-batch. b micro-batch size, s sequence length. All tensors on the run's device.
+    """Samples of one micro-batch. b micro-batch size, s sequence length. All tensors are on the run's device.
 
     tokens       int64 [b, s], inputs
     labels       int64 [b, s], the token that follows each input
-    loss_mask    bool [b, s] or None: which predictions count; None means all
+    loss_mask    bool [b, s]: which predictions count in the loss; None: all
     samples      int64 [b]: number of each sample in the run's order, which keys its dropout
-    documents    int64 [b, s] or None: number of each token's document within its sample; None: one document
-    positions    int64 [b, s] or None: where each token stands for a learned table of positions; None: where it stands
-    in the sample
-    loss_factor  0-dim or None: what the backward of the micro-batch's summed loss starts from, where that is known
-    ahead
-    past         None but where text is generated: the tokens continue what is kept there
+    documents    int64 [b, s]: number of each token's document within its sample; None: one document
+    positions    int64 [b, s]: position of each token in the learned position table; None: its position in the sample
+    loss_factor  0-dim: the gradient with which the backward of the summed loss starts; None where it is not known yet
+    past         the key-value cache, in text generation only; else None
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""One transformer block, pre-normalised: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden))."""
+"""One pre-norm transformer block: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden))."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.model.mlp import Mlp
 
 
 class Block(nn.Module):
-    """Block `number`, counted over the whole model. [s(/t), b, h] -> the same."""
+    """The transformer block with this global number: [s(/t), b, h] -> the same."""
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()

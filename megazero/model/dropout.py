@@ -1,6 +1,6 @@
 """Dropout whose mask is a pure function of (seed, sample, layer, site, global index).
 
-Layouts, sequence parallelism and recompute all draw the same mask, and no random state has to be kept.
+The mask is the same on every layout, with and without sequence parallelism or recomputation. No random state is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megazero.mpu.random import DropoutKey, add_hidden_dropout, attention_dropou
 
 
 class Site(IntEnum):
-    """Where in a layer a mask is drawn; the embedding counts as layer 0. The numbers are part of a run's identity."""
+    """The dropouts of a layer; the embedding's is one of layer 0. The numbers key the masks and must not change."""
 
     EMBEDDING = 0
     ATTENTION_PROBABILITIES = 1
@@ -23,7 +23,7 @@ class Site(IntEnum):
 
 
 class HiddenDropout(nn.Module):
-    """Dropout on the hidden state, [s(/t), b, h] -> the same; identity in evaluation and for p = 0."""
+    """Dropout of hidden states [s(/t), b, h] -> the same. It is the identity in evaluation and for p = 0."""
 
     def __init__(self, layer: int, site: Site, layout: ModelLayout) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class HiddenDropout(nn.Module):
         return hidden_dropout(hidden, self.p, self.key, samples, self.layout.sequence_offset(hidden.shape[0]))
 
     def add(self, hidden: Tensor, residual: Tensor, samples: Tensor) -> Tensor:
-        """residual + dropout(hidden), in one pass."""
+        """residual + dropout(hidden) in one pass; all [s(/t), b, h]."""
         p = self.p if self.training else 0.0
         return add_hidden_dropout(
             hidden, None, residual, p, self.key, samples, self.layout.sequence_offset(hidden.shape[0])
@@ -46,7 +46,7 @@ class HiddenDropout(nn.Module):
 
 
 class AttentionDropout(nn.Module):
-    """Dropout on attention probabilities, [b, n/t, s, s] -> the same; identity in evaluation and for p = 0."""
+    """Dropout of attention probabilities [b, n/t, s, s] -> the same. It is the identity in evaluation and for p = 0."""
 
     def __init__(self, layer: int, layout: ModelLayout) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from megazero.mpu.parameter import Parameter, ParameterKind, StateGroup, shard
 class Embedding(nn.Module):
     """Word embedding, learned positions if any, normalisation if any (BLOOM), dropout.
 
-    tied: the word embedding is held by another pipeline rank too, as its head.
+    tied: another pipeline rank holds the word embedding too, as its tied head.
     """
 
     def __init__(self, layout: ModelLayout, *, tied: bool) -> None:
@@ -43,7 +43,10 @@ class Embedding(nn.Module):
         self.dropout = HiddenDropout(0, Site.EMBEDDING, layout)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """tokens int64 [b, s] -> [s(/t), b, h]. The word embedding all-reduces over tp, or reduce-scatters along s."""
+        """batch.tokens [b, s] -> [s(/t), b, h].
+
+        Communicates an all-reduce of the word embedding over tp, or under sp a reduce-scatter along s.
+        """
         hidden: Tensor = self.word(batch.tokens)
         if self.position is not None:
             hidden = self.position(hidden, batch.past, batch.positions)
@@ -53,10 +56,10 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A table of positions, replicated over tp; under sequence parallelism each rank reads (and has gradients in) its
-    own rows.
+    """A table of learned positions, replicated over tp. Row p + offset belongs to position p.
 
-    Position p has row p + offset. Rows before that (OPT's, which stand for padding over there) are never read here.
+    Under sequence parallelism each rank reads the rows of its own positions, and its gradient is a partial sum. The
+    first `offset` rows are never read (OPT has two, for padding).
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -72,9 +75,9 @@ class LearnedPositions(nn.Module):
         self.weight = Parameter(spec, layout.dtype, layout.device)
 
     def forward(self, hidden: Tensor, past: Past | None = None, positions: Tensor | None = None) -> Tensor:
-        """[s(/t), b, h] plus the positions' vectors; positions int64 [b, s], where they are not those of the sample.
+        """hidden [s(/t), b, h] plus the vectors of its positions.
 
-        Raises ValueError when the sequence is longer than the table.
+        positions: int64 [b, s]; None: 0 to s - 1. Raises ValueError when the sequence is longer than the table.
         """
         length = hidden.shape[0]
         offset = self.layout.model.position_offset

@@ -19,11 +19,10 @@ from megazero.mpu.parameter import Parameter, ParameterKind, StateGroup, shard
 
 
 class Head(nn.Module):
-    """Normalisation and an output weight without bias, sharded over the vocabulary.
+    """Normalisation and an output weight without bias, whose vocabulary is split over tp.
 
-    shared: the word embedding's own parameter, where the embedding is tied and lies on this rank.
-    tied_copy: the embedding is tied and lies on another pipeline rank; this one holds a copy that is the same global
-    parameter.
+    shared     the word embedding's parameter, if the embedding is tied and on this pipeline rank
+    tied_copy  the embedding is tied and on another pipeline rank. The weight is a copy of the same global parameter
     """
 
     def __init__(self, layout: ModelLayout, *, shared: Parameter | None, tied_copy: bool) -> None:
@@ -50,7 +49,10 @@ class Head(nn.Module):
         return Parameter(spec, self.layout.dtype, self.layout.device)
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """[s(/t), b, h] -> sum of the token losses that count, 0-dim (float32 for 16-bit, else the model's dtype)."""
+        """[s(/t), b, h] -> sum of the counted token losses, 0-dim, float32 for 16-bit models, else the model's dtype.
+
+        Communicates over tp what `head_loss` does, and under sp an all-gather of the normalised input along s.
+        """
         layout = self.layout
         enter = gather_sequence if layout.sequence_parallel else copy_to_tp
         x = enter(self.norm(hidden), layout.tp)
@@ -67,8 +69,10 @@ class Head(nn.Module):
         )
 
     def logits(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[s(/t), b, h] -> the whole logits [s, b, v] without padding, all-gathered over tp; with `positions` int64 [b]
-        only those of one position in each row, [1, b, v].
+        """[s(/t), b, h] -> logits [s, b, v] of the real vocabulary, on every tp rank.
+
+        positions: int64 [b], one position in each row, for logits [1, b, v]. Communicates an all-gather of the logits
+        over tp, and under sp one of the normalised input along s.
         """
         layout = self.layout
         enter = gather_sequence if layout.sequence_parallel else copy_to_tp

@@ -1,4 +1,4 @@
-"""What every layer of a model is built from: the model's shape and how it lies on this rank."""
+"""The model's shape and its layout on this rank, from which every layer is built."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The model and how this rank holds it; an argument of every layer's constructor.
+    """The model and its layout on this rank; an argument of every layer's constructor.
 
-    dtype                of parameters, activations and messages between stages
-    tp                   tensor-parallel group; only its ranks and index are read while building
-    sequence_parallel    activations outside the tensor-parallel regions are sharded along s
+    model                the model's shape
+    tp                   tensor-parallel group; construction reads only its size and index
+    dtype                dtype of parameters, activations and messages between stages
+    sequence_parallel    whether activations outside the tensor-parallel regions are sharded along s
     recompute            none, selective (the attention core), full (whole blocks)
-    recompute_num_layers with full: blocks whose global number is a multiple of this
+    recompute_num_layers with full: only blocks whose global number is a multiple of this are recomputed
     seed                 keys dropout
-    compile              ops of the blocks without a kernel run what torch.compile makes of them
-    attention            what the run asks for, and this rank has, to compute attention with
+    label_smoothing      of the training loss; evaluation uses none
+    z_loss               weight of the z-loss in the training loss; evaluation uses none
+    compile              whether ops of the blocks without a kernel run through torch.compile
+    attention            the way of computing attention that the run asks for, and those that this rank has
     fp8                  the state of FP8 products; None: all products are of `dtype`
-    lora                 low-rank adapters beside linear layers of the blocks, and nothing else is trained; None:
-    everything is
-    label_smoothing, z_loss  of the training loss; evaluation is plain cross-entropy
+    lora                 low-rank adapters of the blocks' linear layers, which alone are trained; None: no adapters, all
+                         parameters are trained
+
+    Raises ValueError for an unknown `recompute` or a `recompute_num_layers` below 1.
     """
 
     model: ModelConfig
@@ -65,26 +69,26 @@ class ModelLayout:
 
     @property
     def std(self) -> float:
-        """Standard deviation of weights at the start."""
+        """Standard deviation of initial weights."""
         return self.model.init_method_std
 
     @property
     def output_std(self) -> float:
-        """That of the layers which write into the residual stream: std / sqrt(2 L), as in GPT-2 and BLOOM."""
+        """The same for layers that write into the residual stream: std / sqrt(2 L), as in GPT-2 and BLOOM."""
         return self.model.init_method_std / math.sqrt(2 * self.model.num_layers)
 
     @property
     def placed(self) -> dict[str, Any]:
-        """What every parallel layer is told about this rank."""
+        """Arguments of every parallel layer that describe this rank."""
         return {"sequence_parallel": self.sequence_parallel, "dtype": self.dtype, "device": self.device}
 
     @property
     def linear(self) -> dict[str, Any]:
-        """What every linear layer of a block is told beside that."""
+        """Arguments of every linear layer of a block: `placed` with FP8 and adapters."""
         return self.placed | {"fp8": self.fp8, "lora": self.lora}
 
     def column(self, number: int, name: str) -> ColumnParallelLinear:
-        """A linear layer of block `number` whose outputs tp ranks share out."""
+        """A column-parallel linear layer of block `number`. name: as in `config.inventory`."""
         entry = self._linears[name]
         assert entry.tp_axis == 0
         name = f"{block(number)}.{name}"
@@ -93,7 +97,7 @@ class ModelLayout:
         )
 
     def row(self, number: int, name: str) -> RowParallelLinear:
-        """A linear layer of block `number` whose inputs tp ranks share out; it writes into the residual stream."""
+        """A row-parallel linear layer of block `number`, which writes into the residual stream."""
         entry = self._linears[name]
         assert entry.tp_axis == 1
         name = f"{block(number)}.{name}"
@@ -106,17 +110,15 @@ class ModelLayout:
         return {linear.name: linear for linear in linears(self.model)}
 
     def recomputes_block(self, number: int) -> bool:
-        """Whether the block with this global number is recomputed in backward as a whole."""
+        """Whether backward recomputes the whole block with this global number."""
         return self.recompute == "full" and number % self.recompute_num_layers == 0
 
     def sequence_offset(self, local_length: int) -> int:
-        """Global position of the first of `local_length` positions that this rank holds outside the tensor-parallel
-        regions.
-        """
+        """Global position of the first of this rank's `local_length` positions outside the tensor-parallel regions."""
         return sequence_offset(local_length, self.tp, self.sequence_parallel)
 
     def norm(self, name: str) -> LayerNorm | RMSNorm:
-        """The configured normalisation over h: [s(/t), b, h] -> the same."""
+        """The model's kind of normalisation over h: [s(/t), b, h] -> the same."""
         kind = RMSNorm if self.model.norm == "rmsnorm" else LayerNorm
         return kind(
             name,

@@ -12,7 +12,10 @@ from megazero.mpu.layers import column_parallel_pair
 
 
 class Mlp(nn.Module):
-    """down(act(up(x))), or down(silu(gate(x)) * up(x)) for swiglu. [s(/t), b, h] -> the same."""
+    """down(act(up(x))), or for swiglu down(silu(gate(x)) * up(x)): [s(/t), b, h] -> the same.
+
+    (SwiGLU: Shazeer 2020, arXiv:2002.05202.) Communicates what its parallel linear layers do.
+    """
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
@@ -22,7 +25,7 @@ class Mlp(nn.Module):
         self.down = layout.row(number, DOWN)
 
     def forward(self, hidden: Tensor, samples: Tensor | None = None) -> Tensor:
-        """samples: int64 [b], numbers of the samples, for the dropout of adapters."""
+        """samples: int64 [b], numbers of the samples in the run's order, which key the adapters' dropout."""
         if self.gate is not None:
             return self.down(swiglu(*column_parallel_pair(self.gate, self.up, hidden, samples)), samples)
         return self.down(ACTIVATIONS[self.activation](self.up(hidden, samples)), samples)

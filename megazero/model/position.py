@@ -1,7 +1,8 @@
-"""Positions that enter through attention: ALiBi's slopes and rotary's angles, as constants on the device of their use.
+"""Positions that attention uses: slopes of ALiBi and angles of rotary positions, as constants on their device.
 
-Both are built on first use and kept: a host-to-device copy in every forward would stall the device, and a stage may be
-built without memory (on "meta").
+Both are made on first use, since a stage may be built without memory (on "meta"). They are then kept, since a copy to
+the device in every forward would stall it. (ALiBi: Press et al. 2021, arXiv:2108.12409; rotary: Su et al. 2021,
+arXiv:2104.09864.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megazero.model.batch import Past
 
 
 class AlibiSlopes:
-    """The slopes of this rank's heads: a slice of those of the global number of heads."""
+    """The slopes of this tp rank's heads: a slice of the slopes of all heads."""
 
     def __init__(self, heads: int, rank: int, size: int) -> None:
         part = heads // size
@@ -31,7 +32,7 @@ class AlibiSlopes:
 
 
 class RotaryAngles:
-    """cos and sin of every position, kept for the longest sequence seen."""
+    """cos and sin of every position, kept for the longest sequence so far. Raises ValueError for an odd head_dim."""
 
     def __init__(self, head_dim: int, base: float) -> None:
         if head_dim % 2:
@@ -40,9 +41,9 @@ class RotaryAngles:
         self.tables: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, like: Tensor, past: Past | None = None) -> tuple[Tensor, Tensor]:
-        """For `like` [s, b, ...]: cos and sin on its device, float64 for float64, else float32.
+        """cos and sin for `like` [s, b, ...] on its device, float64 for float64, else float32.
 
-        [s, 1, 1, d/2], or [s, b, 1, 1, d/2] where the rows continue something, each at positions of its own.
+        [s, 1, 1, d/2]; with positions in `past` (each row has its own) [s, b, 1, 1, d/2].
         """
         positions = None if past is None else past.positions
         length, kept = like.shape[0] if positions is None or past is None else past.reach, self.tables

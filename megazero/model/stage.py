@@ -1,4 +1,4 @@
-"""The part of a model that one pipeline stage (or virtual stage) holds: layers it does not hold are absent."""
+"""The part of a model in one model chunk of a pipeline stage. Layers of other chunks are absent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megazero.mpu.random import initialise as initialise_parameter
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Which layers of the model a stage holds; blocks are global numbers, in steps of one."""
+    """Which layers of the model a chunk holds. blocks: a range of global numbers with step 1."""
 
     blocks: range
     has_embedding: bool
@@ -30,18 +30,20 @@ class StageSpec:
 
 
 def whole_model(model: ModelConfig) -> StageSpec:
-    """The stage that is the whole model."""
+    """The spec of a stage that holds the whole model."""
     return StageSpec(range(model.num_layers), True, True)
 
 
 class Stage(nn.Module):
-    """Embedding, blocks and head, as far as they are here. Parameters are named as in the whole model, and have no
-    values yet.
+    """Those of embedding, blocks and head that `spec` names. Parameters are named as in the whole model.
 
-    Construction communicates nothing: any rank's stage can be built anywhere, on the device "meta" without memory.
+    Construction leaves parameters uninitialised and communicates nothing. So any rank's stage can be built anywhere; on
+    the device "meta" it takes no memory.
 
-    tied_across_stages: embedding and head share one weight and lie on different pipeline ranks.
-    shared_embedding: the embedding of another chunk of this rank, for a tied head.
+    tied_across_stages  embedding and head are tied and on different pipeline ranks
+    shared_embedding    the embedding of another chunk of this rank, for a tied head
+
+    Raises ValueError where these contradict the model, or a tied head has no embedding.
     """
 
     def __init__(
@@ -89,21 +91,23 @@ class Stage(nn.Module):
         return [*(u for u in ends[:1] if u is not None), *self.blocks.values(), *(u for u in ends[1:] if u is not None)]
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
-        """hidden [s(/t), b, h] of the stage before, None on the first -> hidden; with the head the sum of token losses,
-        0-dim.
+        """hidden [s(/t), b, h] of the previous chunk (None for the first) -> hidden of this chunk, [s(/t), b, h].
+
+        With the head: the sum of the counted token losses, 0-dim.
         """
         hidden = self.trunk(hidden, batch)
         return hidden if self.head is None else self.head(hidden, batch)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch, positions: Tensor | None = None) -> Tensor:
-        """As `forward` on the stage with the head, but the logits [s, b, v] on every tp rank; with `positions`, int64
-        [b], those of one position in each row, [1, b, v].
+        """The logits of the chunk with the head, [s, b, v] on every tp rank. Arguments as in `forward`.
+
+        positions: int64 [b], one position in each row, for logits [1, b, v].
         """
         assert self.head is not None
         return self.head.logits(self.trunk(hidden, batch), positions)
 
     def trunk(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Everything but the head."""
+        """The embedding and the blocks of this chunk: hidden [s(/t), b, h] or None -> [s(/t), b, h]."""
         if self.embedding is not None:
             hidden = self.embedding(batch)
         assert hidden is not None, "a stage without the embedding needs the hidden state of the stage before"
@@ -116,9 +120,7 @@ class Stage(nn.Module):
 
 
 def initialise(stage: Stage, seed: int) -> None:
-    """Fill the parameters with their first values, which depend on the seed, their global names and global indices
-    only.
-    """
+    """Set the initial values of all parameters. They depend only on the seed, the global names and global indices."""
     for parameter in stage.parameters():
         with torch.no_grad():
             initialise_parameter(parameter, spec_of(parameter), seed)
