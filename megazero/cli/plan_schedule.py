@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
 from megazero.cli.ending import status_of
 from megazero.cli.parser import command_parser, taken_out
@@ -13,6 +15,7 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
 from megazero.config.source import ConfigSource
 from megazero.optim.step_plan import StepPlan
+from megazero.system.reading import BOUNDS
 
 DESCRIPTION = """
 Learning rate, batch size and consumed samples of any iteration of a run, without starting one.
@@ -27,23 +30,35 @@ EXAMPLES = (
 FLAG = "--iterations"
 
 
-def chosen(words: str) -> Iterator[int]:
-    """The numbers in "1,100,5-8"."""
+PART = re.compile(r"([0-9]{1,16})(?:-([0-9]{1,16}))?")
+"""A number, or the first and the last of a range."""
+
+
+def chosen(words: str) -> list[range]:
+    """The numbers in "1,100,5-8". A range is not written out: it may be of any length. Raises ValueError."""
+    found = []
     for part in words.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
+        read = PART.fullmatch(part.strip())
+        if read is None:
+            raise ValueError(f"{part!r} is neither a number nor a range")
+        first, last = int(read[1]), int(read[2] or read[1])
+        if not 1 <= first <= last <= BOUNDS.count:
+            raise ValueError(f"{part.strip()} does not count up within 1 and {BOUNDS.count:,}")
+        found.append(range(first, last + 1))
+    return found
 
 
-def milestones(progress: StepPlan) -> list[int]:
+def milestones(progress: StepPlan) -> list[range]:
     """Powers of ten and the last iteration."""
     last = progress.total_iterations or 1
-    return sorted({10**k for k in range(len(str(last))) if 10**k <= last} | {last})
+    numbers = sorted({10**k for k in range(len(str(last))) if 10**k <= last} | {last})
+    return [range(number, number + 1) for number in numbers]
 
 
-def show(schedule: ScheduleConfig, iterations: Sequence[int] | None) -> None:
+def show(schedule: ScheduleConfig, iterations: Sequence[range] | None) -> None:
     progress = StepPlan(schedule)
     total = progress.total_iterations
-    for iteration in milestones(progress) if iterations is None else iterations:
+    for iteration in chain.from_iterable(milestones(progress) if iterations is None else iterations):
         step = progress.step(iteration)
         line = {
             "iteration": step.iteration,
@@ -79,11 +94,9 @@ def main(argv: Sequence[str]) -> int:
     iterations = None
     if value is not None:
         try:
-            iterations = list(chosen(value))
-            if not iterations or min(iterations) < 1:
-                raise ValueError(value)
-        except ValueError:
-            problems.append(f"{FLAG} {value}: numbers from 1 with commas between, as 1,100 or 1-5")
+            iterations = chosen(value)
+        except ValueError as error:
+            problems.append(f"{FLAG} {value}: {error}; give numbers from 1 with commas between, as 1,100 or 1-5")
     try:
         schedule = parse_run(rest, None, model_of).schedule
         if schedule.epochs is not None:

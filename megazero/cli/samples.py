@@ -8,7 +8,7 @@ from pathlib import Path
 from megazero.config.schema import DataConfig
 from megazero.data.build import build_datasets, parse_data_path, parse_valid_data_path
 from megazero.data.indexed import DataError
-from megazero.data.inspect import describe, dump, parse_samples, summary
+from megazero.data.inspect import check_dump, describe, dump, parse_samples, summary
 from megazero.data.progress import to_stderr
 from megazero.data.tokenizer import build_tokenizer
 
@@ -17,6 +17,8 @@ def run(args: argparse.Namespace) -> None:
     """Print it. Raises DataError."""
     if args.seq_length is None and (args.dump or args.samples):
         raise DataError(f"{'--dump' if args.dump else '--samples'} needs --seq-length: the tokens of a sample")
+    if args.dump:
+        check_dump(Path(args.dump), args.first)
     for prefix in dict.fromkeys(
         (*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())
     ):

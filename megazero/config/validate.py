@@ -155,13 +155,25 @@ MOST: Mapping[str, int] = MappingProxyType(
 """
 
 
+FOR_NONE: Mapping[str, str] = MappingProxyType(
+    {
+        "eval_interval": "no evaluation at all is --eval-iters 0",
+        "save_interval": "without it a run saves at its end only",
+        "exit_interval": "without it a run goes on to its end",
+        "lora_rank": "without it there are no adapters",
+    }
+)
+"""What to say of a 0 that is meant as none, where none is not 0."""
+
+
 def out_of_range(name: str, value: Any) -> str | None:
     """What a field's value must be, where it is not. None and words are in range."""
     allowed, most = RANGES.get(name), MOST.get(name, BOUNDS.count)
     if value is None or isinstance(value, str | bool):
         return None
     if allowed is not None and not allowed.holds(value):
-        return f"must be {allowed}"
+        hint = f"; {FOR_NONE[name]}" if value == 0 and name in FOR_NONE else ""
+        return f"must be {allowed}{hint}"
     return f"must be at most {most:,}" if isinstance(value, int) and value > most else None
 
 

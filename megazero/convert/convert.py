@@ -59,13 +59,7 @@ def refuse(source: Source, target: Format, output: Path, options: TargetOptions)
     problems = []
     if target.write is None:
         problems.append(f"--to {target.name}: this format is read only")
-    if not target.has_layout and (options.tp, options.pp) != (1, 1):
-        problems.append(f"--tp {options.tp} --pp {options.pp}: {target.name} has no layout; its files open on any")
-    if options.dp < 1:
-        problems.append(f"--dp {options.dp}: must be at least 1")
-    if options.dp > 1 and not (target.has_layout and target.has_optimizer):
-        problems.append(f"--dp {options.dp}: {target.name} has no files per data-parallel rank")
-    problems += layout_problems(source.model, tp=options.tp, pp=options.pp)
+    problems += _layout_problems(source, target, options)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         problems.append(f"--output {output}: is there already; nothing is overwritten")
     above = next(path for path in output.absolute().parents if path.exists())
@@ -74,6 +68,19 @@ def refuse(source: Source, target: Format, output: Path, options: TargetOptions)
     problems += _too_small(source, target, output, options)
     if problems:
         raise ConversionError("; ".join(problems))
+
+
+def _layout_problems(source: Source, target: Format, options: TargetOptions) -> list[str]:
+    """Why the target cannot have the layout that was asked for."""
+    asked = {"--tp": options.tp, "--pp": options.pp, "--dp": options.dp}
+    problems = [f"{flag} {size}: must be at least 1" for flag, size in asked.items() if size < 1]
+    if problems:
+        return problems
+    if not target.has_layout and (options.tp, options.pp) != (1, 1):
+        problems.append(f"--tp {options.tp} --pp {options.pp}: {target.name} has no layout; its files open on any")
+    if options.dp > 1 and not (target.has_layout and target.has_optimizer):
+        problems.append(f"--dp {options.dp}: {target.name} has no files per data-parallel rank")
+    return [*problems, *(layout_problems(source.model, tp=options.tp, pp=options.pp) if target.has_layout else ())]
 
 
 def _too_small(source: Source, target: Format, output: Path, options: TargetOptions) -> list[str]:

@@ -36,13 +36,21 @@ def first_samples(samples: Samples, count: int) -> NDArray[np.int64]:
     return np.stack([sample.tokens if isinstance(sample, PackedSample) else sample for sample in found])
 
 
+def check_dump(path: Path, first: int) -> None:
+    """What is wrong with a dump is known before any data are read. Raises DataError."""
+    if first < 1:
+        raise DataError(f"--first {first}: must be at least 1")
+    if path.exists() or path.is_symlink():
+        raise DataError(f"--dump {path}: is there already; nothing is overwritten")
+    if not path.parent.is_dir():
+        raise DataError(f"--dump {path}: there is no folder {path.parent}")
+
+
 def dump(datasets: Datasets, path: Path, first: int) -> None:
     """An .npz with the first samples of each split that is not empty, and `lengths` of all three.
 
     Whole or not at all.
     """
-    if first < 1:
-        raise DataError(f"--first {first}: must be at least 1")
     splits = {name: getattr(datasets, name) for name in SPLITS}
     arrays = {name: first_samples(samples, first) for name, samples in splits.items() if len(samples)}
     arrays["lengths"] = np.array([len(samples) for samples in splits.values()], dtype=np.int64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megazero.cli.plan_schedule import main
+from megazero.cli.plan_schedule import chosen, main
 
 
 def show(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
@@ -33,6 +33,21 @@ def test_any_flags(capsys: pytest.CaptureFixture[str]) -> None:
         {"iteration": 2, "consumed_samples": 16, "lr": 0.25, "global_batch_size": 8},
         {"iteration": 3, "consumed_samples": 24, "lr": 0.5, "global_batch_size": 8},
     ]
+
+
+def test_a_range_of_any_length_is_not_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen("7,1-99999999999") == [range(7, 8), range(1, 10**11)]
+    (line,) = show(capsys, "--iterations", "9000000000000000", "--train-iters", "10000000000", "--lr", "0.5")
+    assert line["consumed_samples"] == 9000000000000000 * line["global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    "words", ["0", "3-1", "1,", "", "-5", "1-2-3", "1.5", "\u0663", "9" * 17, "1-9007199254740993"]
+)
+def test_no_numbers_are_a_mistake(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--iterations", words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "1 problem" in said.err and f"--iterations {words}:" in said.err
 
 
 def test_mistakes_end_with_2_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:

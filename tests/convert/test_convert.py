@@ -6,7 +6,9 @@ import fcntl
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import FORMAT, open_native
+from megazero.convert.registry import format_table
 from megazero.convert.report import ConversionReport, Disagreement
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
@@ -132,6 +135,13 @@ def test_an_output_below_a_file_and_no_ranks_are_said_before(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConversionError, match=r"--dp 0: must be at least 1.*file is a file"):
         convert(made(), FORMAT, tmp_path / "file" / "a" / "b", TargetOptions(dp=0), silent)
+
+
+@pytest.mark.parametrize(("to", "sizes"), [("megazero", {"tp": 0}), ("megatron", {"tp": 0, "pp": -1, "dp": 0})])
+def test_a_size_below_one_is_one_message(to: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConversionError) as caught:
+        convert(made(), format_table()[to], tmp_path / "x", replace(TargetOptions(), **sizes), silent)
+    assert str(caught.value) == "; ".join(f"--{axis} {size}: must be at least 1" for axis, size in sizes.items())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""`megazero inspect-data`: the file that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.cli.inspect_data import main
+from tests.data.pairs import write_pair
+
+
+def test_a_dump_takes_no_existing_files_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pair(tmp_path / "q", [40])
+    words = [
+        "--data-path",
+        str(tmp_path / "q"),
+        "--seq-length",
+        "8",
+        "--split",
+        "1",
+        "--data-cache-path",
+        str(tmp_path),
+    ]
+    (file := tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing yet")
+    for place, told in (
+        (file, f"--dump {file}: is there already; nothing is overwritten"),
+        (tmp_path, f"--dump {tmp_path}: is there already; nothing is overwritten"),
+        (tmp_path / "link", f"--dump {tmp_path}/link: is there already; nothing is overwritten"),
+        (tmp_path / "no" / "x.npz", f"--dump {tmp_path}/no/x.npz: there is no folder {tmp_path}/no"),
+        (file / "x.npz", f"--dump {file}/x.npz: there is no folder {file}"),
+    ):
+        assert main([*words, "--dump", str(place)]) == 2
+        said = capsys.readouterr()
+        assert said.err.splitlines() == [f"error: {told}"] and said.out == ""
+    assert file.read_text() == "mine"
+    assert main([*words, "--dump", str(tmp_path / "x.npz")]) == 0
+    assert np.load(tmp_path / "x.npz")["train"].shape[1] == 9
