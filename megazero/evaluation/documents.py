@@ -1,6 +1,4 @@
-"""Documents to be scored, one after the other: from .bin/.idx pairs as they are, from text and jsonl through a
-tokenizer.
-"""
+"""Streams of documents to score: from .bin/.idx pairs as they are, or from text and jsonl through a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,8 +16,12 @@ from megazero.evaluation.windows import Ids
 
 @dataclass(frozen=True)
 class Document:
-    """source: file or prefix it is from; number: its place there, from 0. nbytes: of its text as UTF-8, None where only
-    ids are known.
+    """A document to score.
+
+    source  the file or prefix that it is from
+    number  its index there, from 0
+    ids     its tokens
+    nbytes  bytes of its text in UTF-8; None if only ids are known
     """
 
     source: str
@@ -29,7 +31,7 @@ class Document:
 
 
 def indexed_documents(prefix: str) -> Iterator[Document]:
-    """The documents of PREFIX.bin and PREFIX.idx, whatever separators they hold. Raises DataError."""
+    """The documents of PREFIX.bin and PREFIX.idx, with the separators that they have. Raises DataError."""
     data = IndexedDataset(prefix)
     data.check()
     bounds = data.document_indices
@@ -42,7 +44,7 @@ def indexed_documents(prefix: str) -> Iterator[Document]:
 def text_documents(
     inputs: Sequence[str | Path], reader: ReaderOptions, tokenizer: Tokenizer, append: int | None = None
 ) -> Iterator[Document]:
-    """The documents of files and folders, as `megazero prepare-data` reads them. append: a token that ends each.
+    """The documents of files and folders, as `megazero prepare-data` reads them. append: a token added to each.
 
     Raises DataError.
     """

@@ -1,13 +1,12 @@
-"""A model on a grid as the LM Evaluation Harness (lm_eval) wants one: log-likelihoods of continuations and texts, and
-generation.
+"""A model on a grid for the LM Evaluation Harness (lm_eval): log-likelihoods of continuations and texts, generation.
 
-Every rank of the grid holds one of these, makes the same calls and gets the same answers; to the harness each says that
-it is rank 0 of 1, which is how it expects a model that is split over processes to look. `megazero.harness` opens one
-from a checkpoint, under a name.
+Every rank of the grid has an object, makes the same calls and gets the same answers. Each tells the harness that it is
+rank 0 of 1, because the harness expects this of a model that is split over processes. `megazero.harness` registers it
+under a name, and opens it from a checkpoint.
 
-Conventions are those of the harness's own `HFLM`, so that numbers can be compared: texts begin with the tokenizer's
-begin token where it has such a habit, special tokens that a text spells are tokens, those that are generated are left
-out of the text, a context too long is cut at its left, documents roll in windows that overlap by one token.
+The conventions are those of the harness's own `HFLM`, so that numbers can be compared. A text begins with the
+tokenizer's begin token if the tokenizer adds one. Special tokens that a text spells are special tokens; generated ones
+are left out of the text. A context that is too long loses its left end. Windows of a document overlap by one token.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 PORTION = 2048
-"""Requests that are scored together: enough to find some of one length."""
+"""Requests that are sorted by length and scored together, so that a micro-batch has requests of similar length."""
 MOST_NEW_TOKENS = 256
-"""Where a task does not say; as in HFLM."""
+"""The most new tokens if a task sets no limit, as in HFLM."""
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How texts become tokens.
+    """A tokenizer and its tokens with a special role.
 
-    eot     ends a text
-    prefix  stands before a text that has no context
-    begins  is put before every text; empty where the tokenizer has no such habit
-    ends    more tokens at which a generated text ends, and which are part of it unless they are special
+    eot     the token that ends a text
+    prefix  the token before a text without context
+    begins  tokens before every text; empty if the tokenizer adds none
+    ends    further tokens that end a generated text; they are part of the text unless they are special
     """
 
     tokenizer: Tokenizer
@@ -69,7 +68,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How one text is to be generated: the harness's generation arguments, understood."""
+    """How one text is generated: stop strings, the most new tokens, and sampling."""
 
     until: tuple[str, ...]
     most: int
@@ -77,9 +76,9 @@ class GenerationSettings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], end: str) -> GenerationSettings:
-        """end: the text of the end token, which always ends a generation.
+        """The settings from the harness's generation arguments. end: the text of the end token, always a stop string.
 
-        Raises ValueError for arguments that have no meaning here.
+        Raises ValueError for arguments that this model does not have.
         """
         rest = dict(arguments)
         until = rest.pop("until", None) or []
@@ -109,9 +108,9 @@ class GenerationSettings:
 
 
 class HarnessModel(TemplateLM):
-    """The adapter over parts that exist already.
+    """The harness's interface to a `Scorer` and to `generate`.
 
-    max_length: tokens that the model reads at once, context and continuation together
+    max_length: the most tokens that the model reads at once, context and continuation together
     """
 
     backend = "causal"
@@ -125,7 +124,7 @@ class HarnessModel(TemplateLM):
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        """Raises DataError where the tokenizer has none."""
+        """The tokenizer's chat template. Raises DataError if it has none."""
         return template_of(self.tokens.tokenizer)
 
     @property
@@ -142,27 +141,27 @@ class HarnessModel(TemplateLM):
 
     @property
     def batch_size(self) -> int:
-        """Rows of one forward pass."""
+        """The number of rows of a forward pass."""
         return self.scorer.micro_batch_size
 
     @property
     def tokenizer_name(self) -> str:
-        """What requests are cached under, where they are texts of a chat template."""
+        """The key under which the harness caches requests that a chat template has made: a hash of the template."""
         template = self._template
         return hashlib.sha256(f"{template.source}{sorted(template.variables.items())}".encode()).hexdigest()[:16]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The program that `apply_chat_template` runs. A tokenizer with several has the one called default here.
+        """The source of the template that `apply_chat_template` uses: the one called default, if there are several.
 
-        Raises ValueError for others.
+        Raises ValueError for the name of another template.
         """
         if chat_template not in (None, False, True, "default"):
             raise ValueError(f"apply_chat_template {chat_template}: only the default chat template is used")
         return self._template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The turns as one text. Where a template refuses a system's turn it goes without, as in HFLM, and says so
-        once.
+        """The turns as one text. If the template refuses turns of the system, they are left out, as in HFLM, with one
+        warning.
         """
         try:
             return self._template.prompt(chat_history, answer=add_generation_prompt)
@@ -182,7 +181,7 @@ class HarnessModel(TemplateLM):
             if isinstance(tokenizer, HuggingFaceTokenizer)
             else tokenizer.encode(string)
         )
-        there = ids[: len(begins)] == begins  # a chat template may have put it there
+        there = ids[: len(begins)] == begins  # a chat template may have added them
         return ids if there or add_special_tokens is False else [*begins, *ids]
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -197,8 +196,9 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **unused: Any,
     ) -> list[tuple[float, bool]]:
-        """(log-probability in nats, whether greedy decoding gives this continuation) of each request (texts, context,
-        continuation).
+        """(log-probability of the continuation in nats, whether greedy decoding generates it) for each request.
+
+        A request is (texts, context ids, continuation ids). A collective of all ranks.
         """
         found: list[tuple[float, bool]] = []
         for start in range(0, len(requests), PORTION):
@@ -211,8 +211,9 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in nats; each token scored once, from up to max_length
-        tokens before it.
+        """The log-probability of each whole text, in nats. Each token is scored once, after at most max_length tokens.
+
+        A collective of all ranks.
         """
         windowing = Windowing(self.max_length, self.max_length, self.prefix_token_id)
         texts = [request.args[0] for request in requests]
@@ -227,7 +228,10 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to a stop sequence, the end token or the length that the request asks for."""
+        """The text that follows each context, up to a stop string, the end token or the request's length.
+
+        A collective of all ranks. Raises ValueError for arguments of a request that this model does not have.
+        """
         end = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         asked = [(request.args[0], request.args[1]) for request in requests]
         all_settings = [GenerationSettings.of(arguments, end) for _, arguments in asked]
@@ -239,7 +243,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _prompt(self, context: str, settings: GenerationSettings) -> list[int]:
-        """The context's last tokens, as many as leave room for the new ones."""
+        """The last tokens of the context that fit into max_length together with the new tokens."""
         room = self.max_length - settings.most
         if room < 1:
             raise ValueError(
@@ -248,8 +252,8 @@ class HarnessModel(TemplateLM):
         return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
     def _shared(self, prompts: Sequence[list[int]], all_settings: Sequence[GenerationSettings]) -> list[list[int]]:
-        """New tokens of every prompt. The dp replicas take batches in turn; travels: a table of all new tokens, over
-        the world.
+        """The new tokens of every prompt. The dp replicas take batches in turn. An all-reduce over the world of an
+        int64 table [prompts, most new tokens] gives all ranks the result.
         """
         grid = self.scorer.grid
         batches = list(_batches(prompts, all_settings, self.batch_size))
@@ -270,7 +274,7 @@ class HarnessModel(TemplateLM):
 
         def ends(row: int, token: int) -> bool:
             new[row].append(token)
-            # A character may take several tokens, and tokens before a stop sequence may join its first.
+            # A character may take several tokens, and the first token of a stop string may have other text before it.
             recent = (
                 self.tok_decode(new[row][-4 * len(stop) - 4 :], skip_special_tokens=False) for stop in settings.until
             )
@@ -286,9 +290,7 @@ class HarnessModel(TemplateLM):
         )
 
     def _cut(self, tokens: Sequence[int], settings: GenerationSettings) -> str:
-        """The text before the end token and the first stop sequence; special tokens are no text, and as a stop they are
-        the last token.
-        """
+        """The text before the end token and the first stop string, without special tokens."""
         kept = tokens[: tokens.index(self.eot_token_id)] if self.eot_token_id in tokens else tokens
         text = self.tok_decode(kept)
         for stop in settings.until:
@@ -299,8 +301,8 @@ class HarnessModel(TemplateLM):
 def _batches(
     prompts: Sequence[Sequence[int]], all_settings: Sequence[GenerationSettings], size: int
 ) -> Iterator[list[int]]:
-    """Numbers of prompts that are generated together: those with the same settings, long ones first, so that a
-    batch that memory cannot hold fails at once.
+    """Indices of prompts that are generated together: those with the same settings, the longest first, so that a lack
+    of memory shows at once.
     """
     by_settings: dict[GenerationSettings, list[int]] = {}
     for number, settings in enumerate(all_settings):

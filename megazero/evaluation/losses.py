@@ -1,5 +1,5 @@
-"""Losses of chosen tokens from the last stage's hidden states, in blocks of rows: whole logits never exist, and none
-travel.
+"""Losses of chosen tokens from the last stage's hidden states, in blocks of rows. The logits of all rows never exist at
+once, and logits are not communicated.
 
 s sequence, b micro-batch, h hidden, v padded vocabulary, t = tp size.
 """
@@ -23,10 +23,10 @@ def token_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """(losses float64 [b, s], hits bool [b, s] or None), the same on every tp rank.
 
-    hidden   [s(/t), b, h] of the last block
+    hidden   [s, b, h], the last block's output; under sequence parallelism [s/t, b, h]
     labels   int64 [b, s]
-    counted  bool [b, s]: whose loss is wanted; elsewhere it is 0, and the head does no work
-    greedy   say which labels are what argmax over the vocabulary gives, the first of equal ones; True where not counted
+    counted  bool [b, s]: the positions to score; at others the loss is 0, hits is True, and the head computes nothing
+    greedy   also return in `hits` whether a label is the argmax over the vocabulary (the first of equal logits)
 
     A loss is natural-log cross-entropy, without label smoothing and z-loss. Communication per block of rows: that of
     `VocabularyLoss.of`; with `greedy` an all-reduce of as many maxima and minima; under sequence parallelism the hidden
@@ -54,14 +54,17 @@ def token_losses(
 
 
 def _blocks(rows: int, weight: Tensor) -> list[slice]:
-    """Rows whose logits exist together."""
+    """The blocks of rows whose logits are computed together."""
     kind = weight.device.type if weight.device.type in BLOCK_BYTES else "cuda"
     most = max(1, BLOCK_BYTES[kind] // (weight.shape[0] * weight.element_size()))
     return [slice(start, start + most) for start in range(0, rows, most)]
 
 
 def _argmax(logits: Tensor, loss: VocabularyLoss) -> Tensor:
-    """The first of the likeliest tokens of rows of logits [N, v/t], padding apart: int64 [N], replicated."""
+    """The first of the likeliest tokens, without padding, of logits [N, v/t]: int64 [N], the same on every tp rank.
+
+    Two all-reduces of N elements over tp.
+    """
     group, width = loss.group, logits.shape[1]
     start = group.index * width
     real = min(max(loss.vocab - start, 0), width)

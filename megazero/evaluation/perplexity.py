@@ -1,4 +1,4 @@
-"""Loss and perplexity of documents, in portions: memory does not grow with the text."""
+"""Loss and perplexity of documents. They are scored in portions, so memory does not grow with the text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import Ids, Window, document_windows
 
 PORTION = 1 << 20
-"""Tokens that are read before they are scored: enough to find documents of one length."""
+"""Tokens that are read before they are sorted by length and scored."""
 
 
 @dataclass(frozen=True)
 class Windowing:
     """How documents become windows: see `document_windows`.
 
-    prefix: a token that is put before each document, so that its first token is scored as well; None: that one is
+    prefix: a token before each document, so that the document's first token is scored as well; None: the first token is
     context only
     """
 
@@ -35,7 +35,7 @@ class Windowing:
 
 
 def _exp(value: float) -> float:
-    """Infinity where the number is too large."""
+    """e to the power of `value`; infinity if that is too large for float64."""
     try:
         return math.exp(value)
     except OverflowError:
@@ -44,7 +44,7 @@ def _exp(value: float) -> float:
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """Of a document: the tokens that were scored, and the sum of their losses in nats."""
+    """The score of a document: the number of scored tokens, and the sum of their losses in nats."""
 
     document: Document
     tokens: int
@@ -55,7 +55,7 @@ class DocumentScore:
         return self.loss / self.tokens if self.tokens else math.nan
 
     def record(self) -> dict[str, str | int | float | None]:
-        """For JSON, where what is no finite number is None. tokens: those scored; loss: their mean, in nats."""
+        """The score as JSON values; a number that is not finite is None. loss: the mean per token in nats."""
         numbers = {"loss": self.mean, "total_loss": self.loss, "perplexity": _exp(self.mean)}
         record: dict[str, str | int | float | None] = {
             "source": self.document.source,
@@ -68,9 +68,9 @@ class DocumentScore:
 
 @dataclass
 class Totals:
-    """Of all documents. Losses are added in float64 as they come, rounded once per 65,536 documents (math.fsum).
+    """The sums over all documents. Losses are added by math.fsum, which rounds once for 65,536 documents.
 
-    nbytes: of their text; None where it is not known of all
+    nbytes: bytes of their text in UTF-8; None if it is not known for all
     """
 
     documents: int = 0
@@ -92,8 +92,10 @@ class Totals:
         return math.fsum(self.losses)
 
     def record(self, every_token: bool) -> dict[str, int | float | None]:
-        """For JSON. every_token: whether first tokens were scored, without which bits per byte would leave out what
-        they cost.
+        """The totals as JSON values; a number that is not finite is None.
+
+        every_token: whether first tokens were scored too. Otherwise there are no bits per byte, because the loss of the
+        first tokens would be missing.
         """
         mean = self.loss / self.tokens if self.tokens else math.nan
         per_byte = self.loss / math.log(2) / self.nbytes if self.nbytes and every_token else math.nan
@@ -109,8 +111,9 @@ class Totals:
 def score_documents(
     scorer: Scorer, documents: Iterable[Document], windowing: Windowing, portion: int = PORTION
 ) -> Iterator[DocumentScore]:
-    """Scores in the order of the documents, on every rank, which all give the same documents. portion: tokens scored in
-    one go.
+    """Yield the scores in the order of the documents. A collective: every rank calls it with the same documents.
+
+    portion: tokens that are scored together. Raises DataError that names a document that cannot be scored.
     """
     waiting: list[Document] = []
     tokens = 0

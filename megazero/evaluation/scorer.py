@@ -1,5 +1,5 @@
-"""Windows scored on a grid: sorted by length into micro-batches, dealt to the dp replicas, run through the pipeline,
-summed up everywhere.
+"""Scoring windows on a grid: they are sorted by length into micro-batches, divided among the dp replicas and run
+through the pipeline. An all-reduce gives all ranks the scores.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.schedule import chunk_map, stage_schedule
 
 PADDING = 64
-"""Lengths are padded to a multiple, so that there are few: micro-batches of one shape go through the pipeline together.
+"""Lengths are padded to a multiple of this, so that there are few: micro-batches of one shape go through the pipeline
+together.
 """
 _PER_STAGE = 4
-"""Micro-batches under way together, per pipeline stage."""
+"""Micro-batches that go through the pipeline together, for each stage."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of a window. loss: sum over the tokens that count, in nats. greedy: whether each was the likeliest; None where
-    nobody asked.
+    """The score of a window. loss: the sum over its scored tokens, in nats. greedy: whether each of them was the
+    likeliest; None if it was not computed.
     """
 
     loss: float
@@ -45,13 +46,14 @@ class Score:
 
 
 def longest_context(model: ModelConfig) -> int | None:
-    """Tokens that the model can read at most: rows of its position table; None where it has none."""
+    """The most tokens that the model can read: the rows of its position table; None if it has no table."""
     return max_positions(model) if model.position_embedding == "learned" else None
 
 
 class _Scored(nn.Module):
-    """The last stage with losses per window instead of their sum: they wait in `found`, one tensor [b, 3] per
-    micro-batch.
+    """The last stage, with the loss of each window instead of their sum.
+
+    found: for each micro-batch a float64 tensor [b, 3]: the window's number, its loss, whether greedy.
     """
 
     def __init__(self, stage: Stage, greedy: bool) -> None:
@@ -70,11 +72,10 @@ class _Scored(nn.Module):
 
 
 class Scorer:
-    """A model that lies on a grid, ready to score. Every rank of the grid makes one and calls `score` with the same
-    windows.
+    """A model on a grid that scores windows. Every rank of the grid makes one and calls `score` with the same windows.
 
-    stages            this rank's, with their values
-    micro_batch_size  windows of one forward pass
+    stages            this rank's model chunks, with their weights
+    micro_batch_size  the most windows of a forward pass
     """
 
     def __init__(self, run: Run, stages: Sequence[Stage], grid: ProcessGrid, micro_batch_size: int = 8) -> None:
@@ -84,18 +85,17 @@ class Scorer:
         self.chunk_map = chunk_map(self._schedule, grid.pp.size, len(self.stages))
         self._channels = Channels(grid, and_back=self.chunk_map.and_back) if grid.pp.size > 1 else None
         self.device_tokens = 0
-        """Tokens that went through this rank's stages so far, padding included."""
+        """Tokens that went through this rank's chunks so far, padding included."""
 
     @property
     def has_head(self) -> bool:
         return self.chunk_map.last_stage == self.grid.pp.index
 
     def score(self, windows: Sequence[Window], *, greedy: bool = False) -> list[Score]:
-        """The score of every window, in their order, the same on every rank.
+        """The score of every window, in their order, the same on every rank. A collective of the world.
 
-        Travels: what a forward pass sends between stages and within tp; 24 bytes per window, all-reduced over the
-        world. Raises DataError where a window is longer than the model's position table, or holds a token that the
-        model has not.
+        Communicates the messages of forward passes between stages and within tp, and an all-reduce over the world of 24
+        bytes for each window. Raises DataError as `check` does.
         """
         self.check(windows)
         size = self.micro_batch_size
@@ -117,7 +117,7 @@ class Scorer:
         return [Score(loss, bool(hit) if greedy else None) for loss, hit, _ in rows]
 
     def check(self, windows: Sequence[Window]) -> None:
-        """Raises DataError for what cannot be scored."""
+        """Raise DataError for a token outside the vocabulary, or a window that is longer than the position table."""
         vocabulary = self.run.model.vocab_size
         assert vocabulary is not None
         for window in windows:
@@ -131,7 +131,7 @@ class Scorer:
             raise DataError(f"a window of {longest} tokens is longer than the model's {most} learned positions")
 
     def _padded(self, length: int) -> int:
-        """Of the lengths that are used the least that holds so many tokens."""
+        """The padded length of a window: the least length in use that has room for it."""
         most = longest_context(self.run.model)
         padded = -(-length // PADDING) * PADDING
         if most is not None:
@@ -141,7 +141,7 @@ class Scorer:
         return -(-padded // multiple) * multiple
 
     def _batch(self, windows: Sequence[Window], numbers: Sequence[int]) -> MicroBatch:
-        """Windows side by side, padded to the right, where a causal model reads nothing for the tokens before."""
+        """Windows as the rows of a micro-batch, padded on the right, where a causal model does not look."""
         length = self._padded(max(windows[number].length for number in numbers))
         tokens = torch.zeros(len(numbers), length, dtype=torch.int64)
         labels, counted = torch.zeros_like(tokens), torch.zeros(tokens.shape, dtype=torch.bool)
@@ -155,8 +155,8 @@ class Scorer:
         return MicroBatch(tokens.to(device), labels.to(device), counted.to(device), samples.to(device))
 
     def _run(self, batches: Sequence[MicroBatch], greedy: bool, table: Tensor) -> None:
-        """Micro-batches of one shape through the pipeline; losses, flags and that there was one go into the table's
-        rows.
+        """Run micro-batches of one shape through the pipeline. Row i of `table` gets window i's loss, its greedy flag,
+        and 1 because it was scored.
         """
         rows, length = batches[0].tokens.shape
         layout = self.stages[0].layout

@@ -1,4 +1,4 @@
-"""Documents cut into windows that a model of limited context can score: each token counted in exactly one of them."""
+"""Windows of documents for a model of limited context. Each token is scored in exactly one window."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Ids = Sequence[int] | NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Window:
-    """What is scored in one forward pass of a sequence.
+    """A sequence that is scored in one forward pass.
 
     ids     n + 1 tokens: the model reads the first n and predicts the last n
-    scored  how many predictions count, the last ones: 1 to n
+    scored  the number of predictions that count, 1 to n. They are the last ones
     """
 
     ids: Ids
@@ -27,20 +27,19 @@ class Window:
 
     @property
     def length(self) -> int:
-        """Tokens that the model reads."""
+        """The number of tokens that the model reads."""
         return len(self.ids) - 1
 
 
 def document_windows(ids: Ids, context: int, stride: int) -> Iterator[Window]:
-    """Windows that score every token of a document but the first, once each.
+    """Windows that score every token of a document except the first, once each.
 
-    context  tokens that the model reads at most
-    stride   tokens that a window scores where another comes before it, 1 to `context`: the first of them is predicted
-             from at least context - stride + 1 tokens. With stride = context windows share nothing but the token at
-             their edge
+    context  the most tokens that the model reads
+    stride   the tokens that each window after the first scores, 1 to `context`: the first of them is predicted from at
+             least context - stride + 1 tokens. With stride = context, consecutive windows share only one token
 
-    The first window scores all it can; the last one reaches back as far as the context allows. These are the windows of
-    the LM Evaluation Harness (`get_rolling_token_windows`, whose context_len is context - stride + 1).
+    The first window scores as many tokens as fit. The last one begins as early as the context allows. These are the
+    windows of the LM Evaluation Harness (`get_rolling_token_windows`, whose context_len is context - stride + 1).
     """
     assert 1 <= stride <= context
     stop = min(len(ids), context + 1)
@@ -53,9 +52,9 @@ def document_windows(ids: Ids, context: int, stride: int) -> Iterator[Window]:
 
 
 def continuation_window(before: Sequence[int], after: Sequence[int], context: int) -> Window:
-    """A window that scores `after` behind as much of `before` as fits.
+    """A window that scores `after`, with as many of the last tokens of `before` as fit in front.
 
-    Raises ValueError where even `after` does not.
+    Raises ValueError if `after` is empty or longer than the context, or `before` is empty.
     """
     if not 1 <= len(after) <= context or not before:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What one rank has read, for all of them."""
+"""A value that rank 0 reads, broadcast to all ranks as JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from megazero.mpu.grid import ProcessGrid
 
 
 def read_on_first_rank(grid: ProcessGrid, read: Callable[[], Any]) -> Any:
-    """What `read` returns on rank 0, on every rank: anything that JSON holds. Called by all ranks; two broadcasts over
-    the world.
+    """Call `read` on rank 0, and return its result, which must be JSON, on every rank.
 
-    A DataError that `read` raises is raised on every rank.
+    A collective of the world: two broadcasts. A DataError that `read` raises is raised on every rank.
     """
     if grid.world.size == 1:
         return read()
@@ -35,7 +34,7 @@ def read_on_first_rank(grid: ProcessGrid, read: Callable[[], Any]) -> Any:
 
 
 def _answer(read: Callable[[], Any]) -> bytes:
-    """JSON of ASCII characters: half a surrogate pair, as a terminal may send it, travels too."""
+    """The result or the error as JSON in ASCII, which can also encode half a surrogate pair from a terminal."""
     try:
         return json.dumps({"found": read()}).encode("ascii")
     except DataError as error:

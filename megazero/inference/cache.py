@@ -1,6 +1,6 @@
-"""Keys and values of the tokens that a model has seen, so that the next one needs no other token's computation.
+"""The key-value cache: keys and values of earlier tokens, so that a new token needs only its own computation.
 
-b rows, s new tokens, g key-value heads, d head dim, t = tp size, L positions that there is room for.
+b rows, s new tokens, g key-value heads, d head dim, t = tp size, L positions that the cache has room for.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megazero.model.block import Block
 from megazero.model.stage import Stage
 
 STEP = 256
-"""Positions by which the room grows: a copy of what is kept every so many tokens, and no memory for tokens that may
-never come.
+"""Positions by which the cache grows. It then copies its contents once in this many tokens, and takes no memory for
+tokens that may never be generated.
 """
 
 
 class KeyValueCache:
-    """[slots, g/t, L, d] of keys and of values, for every block of these stages, in their dtype and on their device.
+    """Keys and values, each [slots, g/t, L, d], of every block of these stages, in their dtype and on their device.
 
-    slots  sequences
-    length positions that there is room for at first
+    slots   the number of sequences
+    length  the number of positions that there is room for at first
     """
 
     def __init__(self, stages: Sequence[Stage], slots: int, length: int) -> None:
@@ -41,8 +41,8 @@ class KeyValueCache:
     def _room_of(self, block: object) -> tuple[Tensor, Tensor]:
         assert isinstance(block, Block)
         shape = self.slots, block.attention.groups, self.length, block.attention.size
-        # Zeros: plain bodies multiply what lies beyond a row's position with a probability of zero, and memory may hold
-        # NaN.
+        # Zeros, because the plain bodies multiply positions beyond a row's end by a probability of 0, which is NaN if
+        # the memory holds NaN.
         return self._like.new_zeros(shape), self._like.new_zeros(shape)
 
     @property
@@ -50,20 +50,22 @@ class KeyValueCache:
         return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
     def beginning(self, slots: Tensor, length: int) -> Past:
-        """For rows of `length` tokens that begin in `slots`, int64 [b]."""
+        """The argument `past` of a forward pass over rows of `length` tokens, which begin in `slots`, int64 [b]."""
         self._make_room(length)
         return Past(self.layers, slots, None, length)
 
     def continuing(self, slots: Tensor, positions: Tensor, count: int, reach: int) -> Past:
-        """For rows of `count` tokens that continue `slots` at `positions`, int64 [b]; none of them stands at `reach` or
-        beyond it.
+        """The argument `past` of a forward pass over rows of `count` tokens, which continue `slots`, int64 [b].
+
+        positions  int64 [b], the position of each row's first new token
+        reach      larger than every position of the new tokens
         """
         self._make_room(reach)
         steps = torch.arange(count, device=positions.device).unsqueeze(1)
         return Past(self.layers, slots, positions + steps, reach)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """What slots `source` hold into slots `target`, int64 [k] each."""
+        """Copy the contents of slots `source` into slots `target`, int64 [k] each."""
         for pair in self.layers.values():
             for tensor in pair:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))

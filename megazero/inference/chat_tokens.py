@@ -1,4 +1,4 @@
-"""A conversation as a model reads it, and its answer as people do: the model's own chat template and tokenizer."""
+"""Chats as tokens: the model's chat template and tokenizer encode a conversation and decode the answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megazero.data.tokenizer import Tokenizer
 
 
 class ChatTokens:
-    """A tokenizer that knows how a chat is written, and whose texts have no special tokens in them.
+    """A tokenizer with a chat template. The texts that it decodes have no special tokens.
 
-    ends  the token with which the template ends an assistant's turn, where there is one
+    ends  the token with which the template ends an assistant's turn; empty if it has none
 
-    Raises DataError where there is no chat template beside the tokenizer, ImportError without jinja2.
+    Raises DataError if the tokenizer has no chat template, ImportError without jinja2.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -29,20 +29,23 @@ class ChatTokens:
         self.ends: frozenset[int] = frozenset() if known is None else frozenset({known})
 
     def question(self, messages: Sequence[Message]) -> list[int]:
-        """The ids that a model is to answer; what turns spell like a special token is text. Raises DataError."""
+        """The ids of a conversation that the model answers. A special token that a turn spells is text.
+
+        Raises DataError for turns that the template refuses.
+        """
         (encoded,) = self._tokenizer.encode_written([self._template.question(messages)])
         return [token for token, _, _ in encoded]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, as `transformers` decodes it without special tokens.
+        """The text of ids without special tokens, as `transformers` decodes it.
 
-        Raises DataError on an id outside the vocabulary.
+        Raises DataError for an id outside the vocabulary.
         """
         return self._tokenizer.decode_without_specials(ids)
 
 
 def spelled(text: str, tokenizer: Tokenizer) -> list[str]:
-    """Special tokens that a text spells: to `encode` they are text."""
+    """The special tokens that a text spells, which `encode` takes as plain text."""
     if isinstance(tokenizer, HuggingFaceTokenizer | ChatTokens):
         return [token for token in tokenizer.special_tokens.texts if token in text]
     try:

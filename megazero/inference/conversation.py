@@ -1,4 +1,4 @@
-"""A conversation with a model: turns that it remembers, and commands of the person who leads it."""
+"""A conversation with a model: its turns, and the user's commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Turn = dict[str, str]
 
 
 def asked(system: str | None, *turns: Turn) -> list[Turn]:
-    """A conversation, behind the system's turn where there is one."""
+    """The turns of a conversation, after the system's turn if there is one."""
     return [*([] if system is None else [{"role": "system", "content": system}]), *turns]
 
 
@@ -27,16 +27,16 @@ def of_user(text: str) -> Turn:
 
 @dataclass
 class Conversation:
-    """What rank 0 knows of a conversation. system: what the system's turn says; turns: those of user and assistant."""
+    """A conversation, on rank 0. system: the text of the system's turn; turns: those of user and assistant."""
 
     generator: TextGenerator
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
 
     def question(self, line: str) -> list[Prompt]:
-        """What to answer; nothing for a command, which is obeyed.
+        """The prompt for a line of the user. A command is executed, and has no prompt.
 
-        Raises DataError, and remembers nothing of what was wrong.
+        Raises DataError for a wrong command or text, and leaves the conversation as it was.
         """
         if line.startswith("/"):
             self._obey(*line[1:].strip().partition(" ")[::2])
@@ -45,7 +45,7 @@ class Conversation:
         return self.generator.read_chats([asked(self.system, *self.turns, of_user(text))]) if text else []
 
     def remember(self, line: str, answer: str) -> None:
-        """A turn of each. One that was stopped before its first word never was."""
+        """Add the user's turn and the answer. Without an answer (the user stopped it at once), add neither."""
         if answer:
             self.turns += [of_user(line.strip()), {"role": "assistant", "content": answer}]
 
@@ -92,9 +92,9 @@ COMMANDS: Mapping[str, tuple[Callable[[Conversation, str], None], str]] = {
 
 
 def converse(generator: TextGenerator, grid: ProcessGrid, conversation: Conversation | None) -> None:
-    """Line after line, read by rank 0, until the input ends; every rank answers what rank 0 has made of it.
+    """Answer lines of the standard input until it ends. Rank 0 reads a line, and all ranks generate the answer.
 
-    conversation: None where each line is a prompt of its own.
+    conversation: None if each line is a prompt of its own. A collective of all ranks.
     """
     terminal = Terminal(grid)
     generator.stopped = terminal.stopped
@@ -108,7 +108,7 @@ def converse(generator: TextGenerator, grid: ProcessGrid, conversation: Conversa
 def _exchange(
     generator: TextGenerator, grid: ProcessGrid, terminal: Terminal, conversation: Conversation | None
 ) -> bool:
-    """A line and what comes of it; whether there was one."""
+    """Read and answer one line. Returns False at the end of the input."""
     try:
         found = read_on_first_rank(grid, lambda: _next(generator, terminal, conversation))
     except DataError as error:
@@ -126,7 +126,7 @@ def _exchange(
 
 
 def _next(generator: TextGenerator, terminal: Terminal, conversation: Conversation | None) -> dict[str, Any] | None:
-    """On rank 0: what all ranks need to answer the next line; None at the end of the input. Raises DataError."""
+    """The prompts and sampling for the next line, on rank 0; None at the end of the input. Raises DataError."""
     line = terminal.line()
     if line is None:
         return None

@@ -1,9 +1,10 @@
-"""Rows of tokens continued by a model, in one process or spread over tensor and pipeline ranks.
+"""Generation: a model continues rows of tokens, in one process or over tensor and pipeline ranks.
 
-Prompts run through the model once, as in training; after that a step computes one token of every row on the keys and
-values that are kept. Where that does not fit (sequence parallelism shards what is one token now; a table of learned
-positions is at its end, and the oldest tokens leave the context, which moves all others) the whole context runs for
-every token. Right padding is harmless, attention being causal.
+Prompts run through the model once, as in training. Then each step computes one token of every row with the key-value
+cache. In two cases the whole context runs for every token instead. Under sequence parallelism a single token cannot be
+divided over tp ranks. When a row reaches the end of a table of learned positions, its oldest tokens leave the context,
+and all others change their position. Contexts are padded on the right, which has no effect, because attention is
+causal.
 
 b rows, s sequence, v vocabulary.
 """
@@ -25,17 +26,17 @@ from megazero.inference.sampling import NOT_FINITE, Row, Sampling, choose
 from megazero.mpu.collectives import broadcast
 
 PADDING = 64
-"""Contexts have few lengths: for each, the CPU's matrix library compiles kernels and keeps them, 4 MB per block and
-length.
+"""Contexts are padded to a multiple of this, so that there are few lengths: the CPU's matrix library compiles and keeps
+kernels for each, 4 MB per block and length.
 """
 TOGETHER = 1 << 13
-"""Tokens of prompts that run through the model at once: what they need in between is gone before the next."""
+"""The most tokens of prompts that run through the model at once, which limits the memory of activations."""
 
 Ends = Callable[[int, int], bool]
 
 
 def never(row: int, token: int) -> bool:
-    """For `generate`: no row ends before its time."""
+    """The default `ends` of `generate`: no token ends a row."""
     return False
 
 
@@ -50,19 +51,19 @@ def generate(
     numbers: Sequence[int] | None = None,
     cached: bool = True,
 ) -> list[list[int]]:
-    """The new tokens of every prompt; every rank calls this and gets the same.
+    """Return the new tokens of every prompt, the same on every rank. All ranks make the same call.
 
-    prompts     any lengths from 1 on. With learned positions the model sees as many tokens as its table has rows, the
-    last ones
-    ends        asked once for every new token, (row, token), on every rank: whether the row ends with it. It has to
-    answer alike everywhere
-    vocabulary  only ids below it are taken: a model may have more rows than its tokenizer has tokens; None: all
-    numbers     key each row's draws; None: its place
-    cached      False: the whole context for every token
+    prompts     ids, at least one for each prompt. With learned positions the model sees only the last tokens, as many
+                as its table has rows
+    ends        called on every rank as ends(row, token), once for each new token: whether the row ends with it. It must
+                return the same on all ranks
+    vocabulary  only ids below it are chosen, since a model may have more rows than its tokenizer has tokens; None: all
+    numbers     for each row the number that determines its random draws; None: its index
+    cached      False: run the whole context for every token
 
-    Communicates, per token: each chunk's output and the chosen ids, broadcast over pp, beside the layers' own messages.
-    Raises ValueError for an empty prompt, ids that the model has no row for, a negative number of tokens;
-    FloatingPointError, on every rank, where logits are not finite.
+    Communicates for each token: a broadcast over pp of each chunk's output and of the chosen ids, and the messages of
+    the layers over tp. Raises ValueError for an empty prompt, an id outside the model's vocabulary or a negative
+    `max_new_tokens`, and FloatingPointError, on every rank, if logits are not finite.
     """
     _check(pipeline, prompts, max_new_tokens)
     numbers = range(len(prompts)) if numbers is None else numbers
@@ -84,7 +85,9 @@ def generate(
 
 @dataclass
 class _Row:
-    """ids: prompt and what followed. prompt: its length. slot: of the cache."""
+    """ids: the prompt and the new tokens. prompt: the prompt's length. slot: the row's slot in the cache. number:
+    determines the row's draws.
+    """
 
     slot: int
     number: int
@@ -113,13 +116,12 @@ def _check(pipeline: Pipeline, prompts: Sequence[Sequence[int]], max_new_tokens:
 def _choose(
     pipeline: Pipeline, logits: Tensor | None, rows: Sequence[_Row], sampling: Sampling, vocabulary: int | None
 ) -> list[int]:
-    """Ranks with the head choose, of equal logits, the same; the others hear of it."""
+    """The next token of each row. Ranks with the head have equal logits and choose equally; they broadcast over pp."""
     grid = pipeline.grid
     chosen = torch.full((len(rows),), -1, dtype=torch.int64, device=grid.device)
     if logits is not None:
-        with (
-            nullcontext() if grid.pp.size == 1 else suppress(FloatingPointError)
-        ):  # all ranks raise it, or some would wait for ever
+        # With pp > 1 the error is raised below, on all ranks: if one alone raised, the others would wait for ever.
+        with nullcontext() if grid.pp.size == 1 else suppress(FloatingPointError):
             taken = choose(logits[:, :vocabulary], [Row(row.ids, row.number, row.step) for row in rows], sampling)
             if grid.pp.size == 1:
                 return taken
@@ -132,13 +134,13 @@ def _choose(
 
 
 class _Feed:
-    """What the model is given for each step: the prompts, then single tokens, or contexts."""
+    """The model's inputs for each step: first the prompts, then single tokens with the cache, or whole contexts."""
 
     def __init__(self, pipeline: Pipeline, rows: Sequence[_Row], *, cached: bool) -> None:
         layout = pipeline.stages[0].layout
         self.pipeline, self.device = pipeline, pipeline.grid.device
         self.window = max_positions(layout.model) if layout.model.position_embedding == "learned" else None
-        # Under sequence parallelism a context is one shard per tp rank.
+        # Sequence parallelism divides a context equally over tp ranks.
         self.multiple = layout.tp.size if pipeline.shards_the_sequence else 1
         if self.window is not None:
             self.window = max(self.window - self.window % self.multiple, self.multiple)
@@ -147,7 +149,7 @@ class _Feed:
             self.cache = KeyValueCache(pipeline.stages, len(rows), max(len(row.ids) for row in rows) + 1)
 
     def logits(self, rows: Sequence[_Row]) -> Tensor | None:
-        """That follow the last token of each row, [b, v]; None on ranks without the head."""
+        """The logits after the last token of each row, [b, v]; None on ranks without the head."""
         if self.cache is not None and not self._within_window(rows):
             self.cache = None
         if self.cache is None:
@@ -158,7 +160,7 @@ class _Feed:
         return self.window is None or max(len(row.ids) for row in rows) <= self.window
 
     def _prompts(self, rows: Sequence[_Row], cache: KeyValueCache) -> Tensor | None:
-        """Equal prompts run once, and what is kept of them is copied."""
+        """Run the prompts; equal prompts run once, and their keys and values are copied."""
         first = {tuple(row.ids): row.slot for row in reversed(rows)}
         own = [row for row in rows if first[tuple(row.ids)] == row.slot]
         logits = self._contexts([row.ids for row in own], cache, [row.slot for row in own])
@@ -178,7 +180,7 @@ class _Feed:
     def _contexts(
         self, contexts: Sequence[Sequence[int]], cache: KeyValueCache | None, slots: Sequence[int] = ()
     ) -> Tensor | None:
-        """Whole contexts, padded to one length, some at a time."""
+        """Run whole contexts in groups, each padded to one length."""
         parts = []
         for group in _groups([self._padded(len(context)) for context in contexts]):
             length = max(self._padded(len(contexts[i])) for i in group)
@@ -190,7 +192,7 @@ class _Feed:
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 
     def _padded(self, length: int) -> int:
-        """A power of two, or a multiple of PADDING; the window where that is less."""
+        """The length that a context is padded to: a power of two, a multiple of PADDING, or at most the window."""
         step = math.lcm(self.multiple, PADDING if length > PADDING // 2 else max(8, 1 << (length - 1).bit_length()))
         padded = -(-length // step) * step
         return padded if self.window is None else min(padded, self.window)
@@ -200,9 +202,7 @@ class _Feed:
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Rows in order, as many together as hold TOGETHER tokens when all are as long as the longest of them; at least
-    one.
-    """
+    """Consecutive rows in groups of at least one; a group has at most TOGETHER tokens, padding included."""
     group: list[int] = []
     longest = 0
     for row, length in enumerate(lengths):

@@ -1,5 +1,5 @@
-"""How a model's makers would have its tokens taken: generation_config.json, which `transformers` follows where its
-caller says nothing.
+"""The model's own defaults for sampling: generation_config.json, which `transformers` uses for settings that its caller
+does not give.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megazero.inference.sampling import Sampling
 from megazero.system.reading import shown
 
 DRAWN = ("temperature", "top_k", "top_p")
-"""What only counts where tokens are drawn."""
+"""Settings that only have an effect if tokens are drawn."""
 COUNTS = ("top_k", "max_new_tokens")
 KEYS = (*DRAWN, "repetition_penalty", "max_new_tokens")
 
@@ -20,12 +20,11 @@ Settings = Mapping[str, float]
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
-    """Of the file's content what `KEYS` names and it says; a temperature of 0 where it says that nothing is drawn
-    ("do_sample": false).
+    """The settings of `KEYS` that the file has.
 
-    A file that does not say whether tokens are drawn says nothing about how, and one without a top_k does not ask for
-    the 50 that `transformers` takes then: of a model whose makers name a top_p alone, that is what counts. Raises
-    DataError for what is no such number.
+    With "do_sample": false the temperature is 0. Without do_sample, the settings of drawing are ignored. A missing
+    top_k stays unset, while `transformers` then takes 50: if a model's makers set top_p alone, only top_p applies.
+    Raises DataError for a value that is not such a number.
     """
     draws = config.get("do_sample")
     wanted = KEYS if draws is True else tuple(key for key in KEYS if key not in DRAWN)
@@ -42,7 +41,7 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sampling_of(settings: Settings, seed: int = Sampling.seed) -> Sampling:
-    """Tokens taken as these settings say, and as `Sampling` has it where they say nothing. Raises ValueError."""
+    """A `Sampling` with these settings, and its defaults for the others. Raises ValueError."""
     return Sampling(
         settings.get("temperature", Sampling.temperature),
         int(settings.get("top_k", Sampling.top_k)),
@@ -62,8 +61,8 @@ def _number(key: str, value: Any) -> float:
 
 
 def applicable_defaults(defaults: Settings, given: Settings) -> dict[str, float]:
-    """Of the defaults what a user leaves standing: what is given wins, and who says how to draw wants
-    tokens to be drawn.
+    """The defaults that the user's settings do not replace. If the user sets how to draw, a default temperature of 0 is
+    dropped too, so that tokens are drawn.
     """
     draws = any(key in given for key in DRAWN) and defaults.get("temperature") == 0
     return {key: value for key, value in defaults.items() if key not in given and not (draws and key == "temperature")}

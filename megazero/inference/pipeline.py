@@ -1,4 +1,4 @@
-"""One forward pass through a model that lies on any grid, to the logits of one position in each row.
+"""One forward pass through a model on any grid, up to the logits of one position in each row.
 
 s sequence, b rows, h hidden, v vocabulary, t = tp size.
 """
@@ -21,7 +21,7 @@ from megazero.mpu.grid import ProcessGrid, single_process_grid
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The model: this rank's virtual stages in order, and which chunks of the model they are."""
+    """A model for inference: this rank's model chunks in order, and which chunk is on which stage."""
 
     stages: Sequence[Stage]
     grid: ProcessGrid
@@ -31,9 +31,7 @@ class Pipeline:
     def of(
         cls, stages: Sequence[Stage], grid: ProcessGrid | None = None, chunk_map: ChunkMap | None = None
     ) -> Pipeline:
-        """grid None: the model lies whole in this process. chunk_map None: the stages of all ranks take the chunks in
-        turns.
-        """
+        """grid None: the whole model is in this process. chunk_map None: the chunks go to the stages in turn."""
         grid = grid or single_process_grid(stages[0].layout.device)
         return cls(tuple(stages), grid, chunk_map or ChunkMap(grid.pp.size, len(stages)))
 
@@ -43,11 +41,14 @@ class Pipeline:
         return layout.sequence_parallel and layout.tp.size > 1
 
     def logits(self, tokens: Tensor, positions: Tensor, past: Past | None = None) -> Tensor | None:
-        """tokens int64 [b, s] -> the logits [b, v] that follow position `positions[i]`, int64 [b], of each row; None on
-        ranks without the head.
+        """The logits [b, v] after one position of each row; None on ranks without the head. A collective of pp and tp.
 
-        Hidden states travel by broadcast over pp rather than by send and receive: the group's communicator exists
-        already (a pair's would have to be made), and every rank goes through the same list of operations.
+        tokens     int64 [b, s]
+        positions  int64 [b], the position in each row
+        past       the key-value cache of earlier tokens, from `KeyValueCache`
+
+        Hidden states are broadcast over pp instead of sent and received: the group's communicator exists already (one
+        for a pair would have to be made), and every rank runs the same list of operations.
         """
         b, s = tokens.shape
         batch = MicroBatch(tokens, tokens, None, tokens.new_zeros(b), past=past)
@@ -70,7 +71,7 @@ class Pipeline:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The stages in evaluation mode (no dropout) and no gradients; afterwards in the mode they were in."""
+        """A context with the stages in evaluation mode (no dropout) and without gradients; it restores their mode."""
         before = [stage.training for stage in self.stages]
         for stage in self.stages:
             stage.eval()

@@ -16,9 +16,9 @@ STANDARD_INPUT = "-"
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """Those given, then those of the file: its lines, of .jsonl the strings or the "prompt" of each line.
+    """The given prompts, then those of the file: one for each line that is not empty.
 
-    Empty lines are none. Raises DataError.
+    A line of .jsonl is a string, or an object with a "prompt". Raises DataError if the file cannot be read.
     """
     return [*given, *(_lines(file) if file is not None else [])]
 
@@ -30,7 +30,7 @@ def _lines(file: str) -> list[str]:
         )
     except (OSError, UnicodeDecodeError, Unreadable) as error:
         raise DataError(f"--prompt-file {about(file, error)}") from error
-    # By line feeds alone: splitlines would also cut at characters that may stand in a JSON string.
+    # Split at line feeds only: splitlines also splits at characters that may occur in a JSON string.
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [_of_json(file, *line) for line in lines] if file.endswith(".jsonl") else [line for _, line in lines]
 
@@ -47,9 +47,10 @@ def _of_json(file: str, number: int, line: str) -> str:
 def encoded(
     prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *, first: int | None, eod_id: int | None
 ) -> list[list[int]]:
-    """Ids of every prompt, behind `first` where that is given. Raises DataError for what the model cannot begin with.
+    """The ids of every prompt, after the id `first` if it is given. Raises DataError for a prompt that the model cannot
+    take.
 
-    An empty prompt is the token that ends documents: what follows is how a document begins.
+    An empty prompt becomes `eod_id`, the token that ends documents, so the model generates the beginning of a document.
     """
     rows, begin = [], [] if first is None else [first]
     for prompt in prompts:
@@ -68,7 +69,7 @@ def encoded(
 
 
 def checked(what: str, ids: list[int], model: ModelConfig) -> list[int]:
-    """Ids that a model can begin with. what: whose they are, for the message. Raises DataError."""
+    """The ids, if the model can take them as a prompt. what: names them in the message. Raises DataError."""
     assert model.vocab_size is not None
     wrong = next((number for number in ids if number >= model.vocab_size), None)
     if wrong is not None:
@@ -83,5 +84,5 @@ def checked(what: str, ids: list[int], model: ModelConfig) -> list[int]:
 
 
 def shortened(text: str) -> str:
-    """A text in a message."""
+    """A text for a message: quoted, at most 40 characters."""
     return repr(text if len(text) < 40 else text[:37] + "...")

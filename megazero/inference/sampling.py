@@ -1,7 +1,7 @@
-"""From logits to the next token: the rules, in the order in which `transformers` applies them.
+"""From logits to the next token. The rules apply in the same order as in `transformers`.
 
-b rows, v vocabulary. Draws are made on the host in float64 from numbers that depend on the seed, the row's own number
-and the step alone: not on the layout, and not on the other rows of the batch.
+b rows, v vocabulary. Draws are made on the host in float64. They depend on the seed, the row's number and the step
+only: not on the layout, and not on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ NOT_FINITE = "the model's logits are not finite: in this precision its numbers o
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is taken.
+    """How the next token is chosen.
 
-    temperature         0: the likeliest token; else the logits are divided by it
-    top_k               0: all tokens may be drawn; else the k likeliest, and those as likely as the k-th
-    top_p               only the likeliest tokens whose probabilities add up to this (Holtzman et al. 2019,
-    arXiv:1904.09751)
-    repetition_penalty  logits of tokens that the row holds are divided by it where positive, else multiplied (CTRL:
-                        Keskar et al. 2019, arXiv:1909.05858); 1: as they are
-    seed                of the draws; without one, a run's own default
+    temperature         0: the likeliest token; otherwise the logits are divided by it
+    top_k               0: any token may be drawn; otherwise the k likeliest, and those that are as likely as the k-th
+    top_p               only the fewest likeliest tokens whose probabilities reach this sum may be drawn (Holtzman et
+                        al. 2019, arXiv:1904.09751)
+    repetition_penalty  the logit of a token that the row already has is divided by it if positive, else multiplied
+                        (CTRL: Keskar et al. 2019, arXiv:1909.05858); 1: no penalty
+    seed                the seed of the draws
 
-    Raises ValueError for what is none of these.
+    Raises ValueError for values out of range.
     """
 
     temperature: float = 1.0
@@ -58,9 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Row:
-    """What a choice depends on beside the logits. ids: the row's tokens so far; number: keys its draws; step: new
-    tokens so far.
-    """
+    """A row of a batch. ids: its tokens so far; number: determines its draws; step: the number of new tokens so far."""
 
     ids: Sequence[int]
     number: int
@@ -68,9 +66,9 @@ class Row:
 
 
 def choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]:
-    """The next token of every row: logits [b, v] of any dtype on any device.
+    """The next token of every row. logits: [b, v], of any dtype on any device.
 
-    Raises FloatingPointError where a row's largest logit is no finite number: anything taken then would mean nothing.
+    Raises FloatingPointError if a row's largest logit is not finite.
     """
     if sampling.temperature == 0 and sampling.repetition_penalty == 1:
         return _likeliest(logits.float() if logits.itemsize == 2 else logits)[1].tolist()
@@ -78,19 +76,19 @@ def choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]
     largest, places = _likeliest(scores)
     if sampling.temperature == 0:
         return places.tolist()
-    # Below the largest, so that the least of temperatures leaves it finite.
+    # The largest becomes 0 first, so that a division by a very small temperature leaves it finite.
     scores = among_likeliest((scores - largest.unsqueeze(1)) / sampling.temperature, sampling.top_k)
     ends = within_mass(scores, sampling.top_p).softmax(dim=-1).cumsum(dim=-1)
     drawn = torch.tensor([[uniform(sampling.seed, row.number, row.step)] for row in rows], dtype=torch.float64)
-    # The first token whose end lies above the number drawn; a last one that rounding has left below it has no token
-    # behind.
+    # Take the first token whose cumulative probability exceeds the number drawn. Rounding may leave none; then take the
+    # last token with a probability.
     found = torch.searchsorted(ends, drawn * ends[:, -1:], right=True).squeeze(1)
     last = (ends < ends[:, -1:]).sum(dim=-1)
     return torch.minimum(found, last).tolist()
 
 
 def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(the largest of each row of [b, v], where it first stands)."""
+    """(the largest score of each row of [b, v], its first index)."""
     largest, places = scores.max(dim=-1)
     if not largest.isfinite().all():
         raise FloatingPointError(NOT_FINITE)
@@ -99,16 +97,13 @@ def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def uniform(seed: int, number: int, step: int) -> float:
     """A number in [0, 1) from the seed, the row and the step (Philox: Salmon et al. 2011)."""
-    key = np.array(
-        [seed, number], dtype=np.uint64
-    )  # a list with a seed from 2^63 on would become floating-point numbers
+    # With uint64, since numpy would turn a list with a seed of 2^63 or more into floating-point numbers.
+    key = np.array([seed, number], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=[step, 0, 0, 0])).random())
 
 
 def penalised(scores: Tensor, ids: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Scores [b, v] with those of every row's own tokens made smaller; each token once, however often
-    the row holds it.
-    """
+    """Scores [b, v] in which those of each row's own tokens are lowered once, however often the row has them."""
     if penalty == 1:
         return scores
     scores = scores.clone()
@@ -122,7 +117,7 @@ def penalised(scores: Tensor, ids: Sequence[Sequence[int]], penalty: float) -> T
 
 
 def among_likeliest(scores: Tensor, count: int) -> Tensor:
-    """Scores [b, v] with -inf below the row's `count`-th largest; 0: as they are."""
+    """Scores [b, v] with -inf for those below the row's `count`-th largest; 0: unchanged."""
     if not 0 < count < scores.shape[-1]:
         return scores
     least = scores.topk(count, dim=-1).values[:, -1:]
@@ -130,8 +125,8 @@ def among_likeliest(scores: Tensor, count: int) -> Tensor:
 
 
 def within_mass(scores: Tensor, mass: float) -> Tensor:
-    """Scores [b, v] with -inf for all but the row's likeliest tokens, whose probabilities together reach `mass`; at
-    least one stays.
+    """Scores [b, v] with -inf for all but the fewest likeliest tokens whose probabilities reach `mass`; at least one
+    stays.
     """
     if mass >= 1:
         return scores

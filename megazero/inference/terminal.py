@@ -1,6 +1,4 @@
-"""The person at the terminal: the lines that are typed, the Ctrl-C that stops an answer and not the program, and what
-may be shown there.
-"""
+"""The terminal of a chat: lines that the user types, Ctrl-C that stops an answer but not the program, safe output."""
 
 from __future__ import annotations
 
@@ -21,36 +19,34 @@ from megazero.mpu.grid import ProcessGrid
 
 MARK = "> "
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""Characters that move a cursor, change colours or have a terminal answer as if somebody had typed: C0 and C1, but for
-line feed and tab.
+"""The control characters C0 and C1, except line feed and tab, as escapes. They could move the cursor, change colours,
+or make a terminal send an answer as if the user had typed it.
 """
 
 
 def harmless(text: str) -> str:
-    """What a model says, for the standard output: at a terminal control characters are written as escapes, elsewhere
-    all is as it is.
-    """
+    """A model's text for the standard output. If that is a terminal, control characters become escapes."""
     return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
 class Terminal:
-    """The standard input of rank 0, a terminal or a pipe. Every rank has one of these."""
+    """The standard input of rank 0, a terminal or a pipe. Every rank has an object of this class."""
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
         self.person = grid.rank == 0 and sys.stdin.isatty()
-        """Whether somebody types here."""
+        """Whether a user types here: rank 0, at a terminal."""
         self._ahead: list[str | None] = []
         self._stopped = False
         if self.person:
             with suppress(ImportError):
-                import readline  # noqa: F401 - `input` gets keys to edit a line and to bring earlier ones back
+                import readline  # noqa: F401 - gives `input` line editing and history
 
     def line(self) -> str | None:
-        """The next line, on rank 0; None at the end. A person's Ctrl-C takes back what was typed; from a pipe it is
-        raised.
+        """Read the next line, on rank 0; None at the end of the input.
 
-        From here on a person's Ctrl-C is for the answer to this line, also before it begins.
+        At a terminal, Ctrl-C discards the line that is being typed, and a Ctrl-C after the line stops its answer, even
+        before it begins. From a pipe, Ctrl-C raises KeyboardInterrupt.
         """
         self._stopped = False
         if self._ahead:
@@ -72,7 +68,7 @@ class Terminal:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, Ctrl-C raises nothing: `stopped` tells of it."""
+        """A context in which Ctrl-C makes `stopped` return True, and raises nothing."""
         if self.grid.rank:
             yield
             return
@@ -81,7 +77,7 @@ class Terminal:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, the program is a person's: no Ctrl-C ends it, be it between a line and its answer."""
+        """A context in which Ctrl-C at a terminal never ends the program, not even between a line and its answer."""
         with _signal(self._stop) if self.person else _as_it_is():
             yield
 
@@ -104,9 +100,7 @@ class Terminal:
         self._stopped = True
 
     def _read_ahead(self) -> None:
-        """What was typed while the answer came: whole lines wait for their turn, a begun one stays
-        with the terminal.
-        """
+        """Read what the user typed during the answer, and keep whole lines for `line`."""
         while select.select([0], [], [], 0)[0]:
             typed = os.read(0, 1 << 16)
             if typed.endswith(termios.tcgetattr(0)[6][termios.VINTR]):
@@ -119,7 +113,7 @@ class Terminal:
 
 @contextmanager
 def _signal(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Within, Ctrl-C calls this."""
+    """A context in which Ctrl-C calls this handler."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -134,8 +128,9 @@ def _as_it_is() -> Iterator[None]:
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """Ctrl-C ends a line, as a line feed does, and sends no signal: torchrun, to whom it would go too, ends all ranks
-    at one.
+    """A context in which Ctrl-C ends a line, as a line feed does, and sends no signal.
+
+    torchrun would get the signal too, and would end all ranks.
     """
     before = termios.tcgetattr(0)
     changed = termios.tcgetattr(0)

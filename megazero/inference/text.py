@@ -1,4 +1,4 @@
-"""Tokens to text while they come: whole characters only, and up to a stop string."""
+"""Text from tokens one by one: whole characters only, and up to a stop string."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
 
 CONTEXT = 8
-"""Tokens that are decoded again in front of a new one: how a token reads may depend on its neighbours (a leading space,
-bytes of a character).
+"""Earlier tokens that are decoded again together with a new one, because the text of a token may depend on them (a
+leading space, bytes of a character).
 """
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Text of the tokens that follow `prompt`. What a later token may still change, bytes of an unfinished character,
-    is held back.
+    """The text of the tokens that follow `prompt`, in pieces. Bytes of an unfinished character are kept for later.
 
-    The pieces and the rest of `flush` are decode(prompt + tokens) without decode(prompt), as long as the prompt ends
-    with a whole character.
+    The pieces of `push` and the rest of `flush` together are decode(prompt + tokens) without decode(prompt), if the
+    prompt ends with a whole character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -29,7 +28,7 @@ class Detokenizer:
         self._most = 4 * CONTEXT
 
     def push(self, token: int) -> str:
-        """The text that is certain now."""
+        """Add a token; return the new text that later tokens cannot change."""
         self._ids.append(token)
         text = self._decode(self._ids)
         certain = len(text.rstrip(UNKNOWN))
@@ -42,25 +41,27 @@ class Detokenizer:
         return piece
 
     def _recent(self, ids: list[int]) -> list[int]:
-        """The last tokens that begin with a character of their own: at least CONTEXT, all where none do. (LLaMA's
-        decoder gives up a whole row of bytes for the first one that is missing.)
+        """The fewest last tokens, at least CONTEXT, whose text does not begin within a character; else all tokens.
+
+        (If the first of a row of byte tokens is missing, LLaMA's decoder decodes none of the row.)
         """
         counts = range(CONTEXT, len(ids), max(1, len(ids) // (4 * CONTEXT)))
         return next((ids[-count:] for count in counts if not self._decode(ids[-count:]).startswith(UNKNOWN)), ids)
 
     def flush(self) -> str:
-        """What was held back, where no token follows."""
+        """Return the text that was kept back. Called after the last token."""
         text = self._decode(self._ids)
         piece, self._shown = text[self._shown :], max(self._shown, len(text))
         return piece
 
 
 class Stream:
-    """The text of one row, until it ends or holds one of the strings in `stops`, which may begin in one token and end
-    in another.
+    """The text of one row, up to its end or a stop string, which may begin in one token and end in another.
 
-    text     what has been given out: without the stop string and what came behind it
-    stopped  the stop string that was found first; None: none
+    text     the text that `push` and `finish` have returned: without the stop string and what follows it
+    stopped  the stop string that was found first; None if there is none
+
+    Raises ValueError for an empty stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
@@ -72,11 +73,11 @@ class Stream:
         self.stopped: str | None = None
 
     def push(self, token: int) -> str:
-        """What can be shown: text that cannot be the beginning of a stop string."""
+        """Add a token; return the new text that cannot be the beginning of a stop string."""
         return self._take(self._pieces.push(token), last=False)
 
     def finish(self) -> str:
-        """What was held back, once the row has ended."""
+        """Return the text that was kept back. Called once the row has ended."""
         return self._take(self._pieces.flush(), last=True)
 
     def _take(self, piece: str, *, last: bool) -> str:
@@ -93,7 +94,7 @@ class Stream:
         return shown
 
     def _begun(self, stop: str) -> int:
-        """Characters at the end of what is held that `stop` may begin with."""
+        """The number of characters at the end of the kept text with which `stop` begins."""
         return next(
             (count for count in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:count])),
             0,
@@ -101,7 +102,7 @@ class Stream:
 
 
 class IdTokenizer:
-    """Where there is no tokenizer: the text of tokens is their ids, with spaces between."""
+    """A tokenizer for models without one: the text of tokens is their ids, separated by spaces."""
 
     eod_id = None
 
@@ -109,7 +110,7 @@ class IdTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Ids with spaces or commas between them. Raises DataError for anything else."""
+        """The ids in a text, separated by spaces or commas. Raises DataError for any other text."""
         words = text.replace(",", " ").split()
         wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
         if wrong is not None:

@@ -1,4 +1,4 @@
-"""A model that continues prompts and shows what it says: as it comes, numbered, or as lines of JSON."""
+"""Continuing prompts and printing the texts: token by token, numbered, or as lines of JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megazero.inference.terminal import harmless
 from megazero.inference.text import Stream
 
 Prompt = tuple[str, list[int]]
-"""Its text, and its ids with what begins them."""
+"""A prompt: its text, and its ids with those put in front."""
 Row = tuple[int, str, list[int]]
-"""A continuation to be made: its number, which the draws depend on, and its prompt."""
+"""A continuation to generate: its number, which determines its draws, the prompt's text, and the prompt's ids."""
 
 
 def _never() -> bool:
@@ -34,13 +34,15 @@ def _never() -> bool:
 class GenerationOptions:
     """How prompts are continued.
 
-    samples     continuations of each prompt
-    batch_size  continuations that are computed at once
-    stops       strings that end a continuation, and are not shown
-    stop_ids    tokens that do
-    prefix_id   token in front of every prompt
-    eod_id      token that an empty prompt stands for
-    as_json     a line of JSON for each continuation
+    sampling        how a token is chosen
+    max_new_tokens  the most tokens of a continuation
+    samples         continuations of each prompt
+    batch_size      continuations that are computed at once
+    stops           strings that end a continuation, and are not shown
+    stop_ids        tokens that end a continuation
+    prefix_id       token in front of every prompt; None: none
+    eod_id          token that an empty prompt stands for
+    as_json         print a line of JSON for each continuation
     """
 
     sampling: Sampling
@@ -56,7 +58,7 @@ class GenerationOptions:
 
 @dataclass
 class TextGenerator:
-    """A model on the ranks of a pipeline, and what it has been asked so far. note: tells the person who reads along."""
+    """A model on the ranks of a pipeline, with the options of generation. note: prints a line for the user."""
 
     model: ModelConfig
     pipeline: Pipeline
@@ -66,20 +68,20 @@ class TextGenerator:
     """Whether this rank prints."""
     note: Callable[[str], None]
     asked: int = 0
-    """Prompts so far: they number the draws."""
+    """Prompts so far. Their numbers determine the draws."""
     warned: bool = False
-    """Whether it was said that a text outgrows the context."""
+    """Whether the warning about texts longer than the context was printed."""
     stopped: Callable[[], bool] = _never
-    """Asked by all ranks after every token: whether all that is being answered ends with it."""
+    """Called on all ranks after every token: whether all continuations under way end with it."""
 
     def read(self, prompts: Sequence[str]) -> list[Prompt]:
-        """On rank 0. Raises DataError."""
+        """Encode prompts. Called on rank 0. Raises DataError for one that the model cannot take."""
         ids = encoded(prompts, self.tokenizer, self.model, first=self.options.prefix_id, eod_id=self.options.eod_id)
         self._note_specials(prompts, "; --chat writes a chat as the model knows it")
         return list(zip(prompts, ids, strict=True))
 
     def read_chats(self, chats: Sequence[Sequence[Message]]) -> list[Prompt]:
-        """On rank 0, where the tokenizer is one of chats: conversations that the model is to answer.
+        """Encode conversations that the model is to answer. Called on rank 0; the tokenizer must be a `ChatTokens`.
 
         Raises DataError.
         """
@@ -93,11 +95,11 @@ class TextGenerator:
         return list(zip(last, found, strict=True))
 
     def take(self, sampling: Sampling) -> None:
-        """From now on tokens are taken like this."""
+        """Use this sampling from now on."""
         self.options = replace(self.options, sampling=sampling)
 
     def answer(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Continue prompts, on every rank; the one that shows prints them, and gets the texts."""
+        """Continue prompts. A collective of all ranks. Only the rank that `shows` prints the texts and returns them."""
         count, most = self.options.samples, self.options.batch_size
         self._note_length(max((len(ids) for _, ids in prompts), default=0))
         rows = [
@@ -117,14 +119,14 @@ class TextGenerator:
         return texts
 
     def _cut(self, cut: int, rows: int) -> str:
-        """That texts do not end where the model would have ended them, for a person who may take them for whole."""
+        """The remark that --max-new-tokens has cut off texts; empty if it has not."""
         which = "" if rows == 1 else f": {cut} of {rows}"
         return f"; cut off by --max-new-tokens {self.options.max_new_tokens}{which}" if cut else ""
 
     def _batch(self, rows: Sequence[Row], *, alone: bool) -> tuple[int, int, list[str]]:
-        """(the number of new tokens, of rows that were cut off, the texts), the latter two where texts are shown."""
+        """(number of new tokens, number of rows cut off, texts); the last two are 0 and empty if nothing is shown."""
         options = self.options
-        # An answer is a text of its own: decoded as `transformers` does it, without what its prompt ends with.
+        # An answer of a chat is decoded by itself, without the end of its prompt, as `transformers` does.
         before = [[] if isinstance(self.tokenizer, ChatTokens) else ids for _, _, ids in rows]
         streams = [Stream(self.tokenizer, ids, options.stops) for ids in before] if self.shows or options.stops else []
         streaming = self.shows and alone and not options.as_json

@@ -1,4 +1,4 @@
-"""Bytes of the model state on the ranks of each stage, by the arithmetic that packs it."""
+"""Bytes of the model state on the ranks of each stage, computed with the same packing as the run's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from megazero.zero.placement import Column, Placement, columns, placements
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What one rank of a stage holds: layers, in so many model chunks; parameters; bytes by column of
-    the model state.
+    """The model state of one rank of a stage.
+
+    blocks      number of blocks, in `chunks` model chunks
+    embedding   whether the rank has the embedding
+    head        whether the rank has the head
+    parameters  number of parameters, frozen ones included
+    weights, gradients, optimizer
+                bytes of these columns; the optimizer's are the master weights and the moments
     """
 
     blocks: int
@@ -34,9 +40,7 @@ class StageBytes:
 
 
 def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:
-    """What the first data-parallel rank of each stage holds, by the arithmetic that packs it (buckets
-    in flight apart).
-    """
+    """The bytes of each stage's rank with dp, cp and tp index 0, without buffers of buckets in flight."""
     return [_bytes_of_stage(run, axes, stage) for stage in range(axes.pp)]
 
 

@@ -1,13 +1,14 @@
 """Floating-point operations of a training step, by formula.
 
-Counted are the matrix products, two operations per multiply and add; attention in full (no half for the causal mask),
-which is how the field reports it. For the standard shape (ffn 4h, as many key-value as query heads) with B samples:
+The formulae count matrix products, with two operations for each multiplication and addition. Attention counts in full
+(the causal mask does not halve it), as is usual in this field. For the standard shape (ffn 4h, as many key-value heads
+as query heads) with B samples of s tokens, L blocks, hidden size h and vocabulary V:
 
     model     72 * B*s*L*h^2 * (1 + s/(6h) + V/(12*L*h))      forward once, backward twice
     hardware  96 * B*s*L*h^2 * (1 + s/(6h) + V/(16*L*h))      full recompute: blocks four times, head three times
 
 (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 5.1). MFU uses the
-model's operations; what is recomputed is work of the hardware only (Korthikanti et al. 2022).
+model's operations; recomputation counts in the hardware's operations only (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -19,28 +20,30 @@ from megazero.config.schema import ModelConfig, Run
 
 
 def attention_core_flops(model: ModelConfig) -> int:
-    """Forward of one sample through one block's scores and weighted values."""
+    """Operations of attention scores and weighted values: forward, one sample, one block."""
     return 4 * model.seq_length * model.seq_length * model.num_attention_heads * head_dim(model)
 
 
 def block_flops(model: ModelConfig) -> int:
-    """Forward of one sample through one block."""
+    """Operations of one block: forward, one sample."""
     return 2 * model.seq_length * sum(linear.weights for linear in linears(model)) + attention_core_flops(model)
 
 
 def head_flops(model: ModelConfig) -> int:
-    """Forward of one sample through the head's product with the vocabulary, without its padding."""
+    """Operations of the head's product with the vocabulary, without padding: forward, one sample."""
     return 2 * model.seq_length * elements({WORDS: embedding_shapes(model)[WORDS]})
 
 
 def model_flops(model: ModelConfig, samples: int) -> int:
-    """What the mathematics of one training step needs: forward once, backward twice."""
+    """The model's operations of one training step: three times those of forward, since backward takes two."""
     return 3 * samples * (model.num_layers * block_flops(model) + head_flops(model))
 
 
 def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
-    """The same where only low-rank adapters of so many parameters in all are trained: a frozen weight's product has a
-    backward for its input alone. (Counted as if there were one before the first adapter too.)
+    """The model's operations of one training step of low-rank adapters, which have `adapters` parameters in all.
+
+    A frozen weight needs only the gradient of its input, so backward takes one product instead of two. Layers before
+    the first adapter need no gradient, but are counted like the others.
     """
     cores = model.num_layers * attention_core_flops(model)
     weights = model.num_layers * block_flops(model) - cores + head_flops(model)
@@ -48,11 +51,10 @@ def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
 
 
 def recomputed_flops(model: ModelConfig, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
-    """What one training step computes a second time, beside what its mathematics needs; both together are the
-    hardware's operations.
+    """The operations that recompute adds to one training step. With the model's they are the hardware's operations.
 
-    recompute: none; selective runs every attention core once more; full runs every `recompute_num_layers`-th block
-    once more (the first of each such run of blocks). Raises ValueError for any other word.
+    recompute: "none"; "selective" computes every attention core again; "full" counts one block again for every
+    `recompute_num_layers` blocks. Raises ValueError for any other word.
     """
     again = {
         "none": 0,
@@ -65,7 +67,7 @@ def recomputed_flops(model: ModelConfig, samples: int, recompute: str, recompute
 
 
 def trained_parameters(run: Run) -> int:
-    """Of the adapters of the whole model: A [r, inputs] and B [outputs, r] beside each adapted layer."""
+    """The number of the adapters' parameters in the whole model: A [r, inputs] and B [outputs, r] of each layer."""
     layers, rank = adapted(run.lora, run.model), run.lora.lora_rank or 0
     of_block = sum(
         rank * (linear.inputs + linear.outputs)
@@ -76,7 +78,7 @@ def trained_parameters(run: Run) -> int:
 
 
 def step_flops(run: Run) -> int:
-    """What the mathematics of a training step of this run needs for one sample."""
+    """The model's operations of a training step of this run, for one sample."""
     return (
         model_flops(run.model, 1)
         if run.lora.lora_rank is None
@@ -85,5 +87,5 @@ def step_flops(run: Run) -> int:
 
 
 def flops_again(run: Run) -> int:
-    """What recompute adds to that."""
+    """The operations that recompute adds to `step_flops`, for one sample."""
     return recomputed_flops(run.model, 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)

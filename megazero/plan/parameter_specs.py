@@ -1,4 +1,4 @@
-"""Where every rank's parameters lie in the whole, by arithmetic."""
+"""The parameter specs of any rank, by arithmetic."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megazero.zero.frozen import specs_by_unit
 
 
 def specs_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[ParameterSpec]]]:
-    """Places of what a rank with these coordinates trains, by chunk and unit, without memory: built on the meta device.
+    """The specs of the parameters that a rank with these coordinates trains, by chunk and unit.
 
-    trained=False: of what it holds and does not train (with --lora-rank, all but the adapters).
+    The stages are built on the meta device, which takes no memory. trained=False: the specs of the parameters that the
+    rank holds and does not train (with --lora-rank, all but the adapters).
     """
     tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
     stages = stages_of(run, pp_index, tp, torch.device("meta"))

@@ -1,4 +1,4 @@
-"""How long the parts of a step take beside each other, by counting multiplications."""
+"""Relative times of the model chunks in a step, by counting multiplications."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.pipeline.stage_specs import chunk_layers, layer_costs
 
 
 def times_of(run: Run) -> Times:
-    """Relative times of the model chunks: the multiplications of their layers, backward twice the forward."""
+    """Relative times of the model chunks: the multiplications of their layers; a backward takes twice its forward."""
     embedding, block, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
     sizes = chunk_layers(run)
     last = len(sizes) - 1
