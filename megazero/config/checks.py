@@ -1,4 +1,4 @@
-"""What checks of a run look at, and the words for "nearest valid value"."""
+"""The input of checks of a run, and helpers that name the nearest valid values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from megazero.config.schema import Run
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What checks look at: the run, the number of ranks if known, the fields that the command line itself sets.
+    """The input of a check.
 
-    own_data: whether a program hands in the training data, which the run then does not name
+    run         the run
+    world_size  number of ranks; None if it is not known
+    given       fields that the command line itself sets
+    own_data    whether a program passes the training data, so that the run does not name any
     """
 
     run: Run
@@ -23,7 +26,7 @@ class CheckContext:
 
     @property
     def dp(self) -> int | None:
-        """dp, where the world size is known and tp x pp divides it."""
+        """Number of data-parallel ranks; None if the world size is not known or tp x pp does not divide it."""
         ranks = self.run.parallel.tp * self.run.parallel.pp
         return None if self.world_size is None or self.world_size % ranks else self.world_size // ranks
 
@@ -33,7 +36,11 @@ Found = Iterator[str]
 
 @dataclass(frozen=True)
 class Check:
-    """A relation: the fields it reads, and a generator of what is wrong."""
+    """A relation between fields.
+
+    find   yields a sentence for each problem
+    reads  the fields that it reads
+    """
 
     find: Callable[[CheckContext], Iterable[str]]
     reads: frozenset[str]
@@ -48,7 +55,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(value: int, valid: Iterable[int]) -> str:
-    """The valid values right below and above, as words."""
+    """The valid values next below and above `value`, as words."""
     valid = sorted(set(valid))
     below, above = [v for v in valid if v < value][-1:], [v for v in valid if v > value][:1]
     return " or ".join(str(v) for v in below + above)

@@ -1,5 +1,7 @@
-"""Relations that shape and layout must satisfy. The reasons are mathematical, or a feature that is not built yet and is
-then named as such; no combination of features that do exist is refused.
+"""Relations that shape and layout must satisfy.
+
+They refuse what is mathematically impossible, and features that are not built yet, by name. They refuse no combination
+of existing features.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def _biases(f: CheckContext) -> Found:
         shown = " ".join(
             f"--{'' if on else 'no-'}{name}-bias" for name, on in (("attention", m.attention_bias), ("mlp", m.mlp_bias))
         )
-        yield f"--disable-bias-linear says nothing beside {shown}, which name all linear layers of a block: drop it"
+        yield f"--disable-bias-linear has no effect with {shown}, which set all linear layers of a block: drop it"
 
 
 def _tp_divides(f: CheckContext) -> Found:
@@ -98,7 +100,7 @@ def _chunks(f: CheckContext) -> Found:
         yield (
             f"--pp {p.pp} x --virtual-stages {p.virtual_stages} = {chunks} model chunks, but --num-layers {layers}, "
             "the embedding and the "
-            f"head make {layers + 2} things to hold; nearest: --num-layers {chunks - 2}, "
+            f"head fill {layers + 2} at most; nearest: --num-layers {chunks - 2}, "
             f"or --pp {max(1, (layers + 2) // p.virtual_stages)}"
         )
 
@@ -122,7 +124,7 @@ def _partition(f: CheckContext) -> Found:
             "with the head, may be"
         )
     if p.partition_by != "parameters":
-        yield f"--partition-by {p.partition_by} has no say where --partition gives the layers: drop one of them"
+        yield f"--partition-by {p.partition_by} has no effect with --partition: drop one of them"
 
 
 def _schedule(f: CheckContext) -> Found:
@@ -135,7 +137,7 @@ def _schedule(f: CheckContext) -> Found:
         )
     if name == "zb-v" and p.virtual_stages != 2:
         yield (
-            f"--pipeline-schedule zb-v lays two model chunks per rank in a V, not --virtual-stages {p.virtual_stages}; "
+            f"--pipeline-schedule zb-v has two model chunks per rank, not --virtual-stages {p.virtual_stages}; "
             "nearest: --virtual-stages 2, or zb-h1 with one"
         )
     if name == "zb-h1" and p.virtual_stages > 1:
@@ -187,17 +189,17 @@ def _world(f: CheckContext) -> Found:
 def _reduce_dtype(f: CheckContext) -> Found:
     precision, wanted = f.run.optimizer.precision, f.run.parallel.grad_reduce_dtype
     if precision == "fp64" and wanted != "auto":
-        yield f"--grad-reduce-dtype {wanted} narrows --precision fp64, where nothing may be narrower; nearest: auto"
+        yield f"--grad-reduce-dtype {wanted} is narrower than --precision fp64; nearest: auto"
 
 
 def _backend(f: CheckContext) -> Found:
     p = f.run.parallel
     if p.backend == "nccl" and p.device == "cpu":
-        yield "--backend nccl carries no tensors of --device cpu; nearest: --backend gloo"
+        yield "--backend nccl cannot send tensors of --device cpu; nearest: --backend gloo"
 
 
 def _attention(f: CheckContext) -> Found:
-    """What a forced body can compute on no machine. What depends on the machine is found where that is known."""
+    """What the chosen --attention cannot compute on any machine. Limits of this machine are checked on its ranks."""
     m, asked, precision = f.run.model, f.run.parallel.attention, f.run.optimizer.precision
     alibi, documents = m.position_embedding == "alibi", m.document_mask
     cannot = (
@@ -235,11 +237,11 @@ def _cuda_graphs(f: CheckContext) -> Found:
         )
     if p.zero_stage >= 2:
         yield (
-            f"--cuda-graphs needs gradients with a place of their own, which --zero-stage {p.zero_stage} has not; "
+            f"--cuda-graphs needs gradients at fixed addresses, which --zero-stage {p.zero_stage} does not have; "
             "nearest: --zero-stage 1"
         )
     if p.device == "cpu":
-        yield "--cuda-graphs are graphs of CUDA kernels, which --device cpu has none of"
+        yield "--cuda-graphs captures CUDA kernels, and --device cpu has none"
     if p.tp > 1 and p.backend not in ("auto", "nccl"):
         yield (
             f"--cuda-graphs with --tp {p.tp} captures its collectives, which --backend {p.backend} does on the host; "

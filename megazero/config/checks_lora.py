@@ -12,10 +12,7 @@ def _lora(f: CheckContext) -> Found:
     if rank is None:
         return
     if start.init_from is None and start.load is None:
-        yield (
-            f"--lora-rank {rank} needs --init-from DIR: adapters are trained beside the weights of a model, which "
-            "are not"
-        )
+        yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained on the frozen weights of a model"
     if start.extend_vocabulary:
         yield (
             f"--lora-rank {rank} with --extend-vocabulary: adapters train no embedding, so what is added would stay "

@@ -104,9 +104,8 @@ def _fp8(f: CheckContext) -> Found:
         return
     if o.precision not in ("bf16", "fp16"):
         yield (
-            f"--fp8 {o.fp8} multiplies 8-bit copies of 16-bit numbers; --precision {o.precision} asks for products "
-            "that are more exact "
-            "than those, not less; nearest: --precision bf16"
+            f"--fp8 {o.fp8} multiplies 8-bit copies of 16-bit numbers, and --precision {o.precision} has none; "
+            "nearest: --precision bf16"
         )
     whole = m.hidden_size % m.num_attention_heads == 0 and not any(
         n % tp for n in (m.num_attention_heads, query_groups(m), ffn_width(m))
@@ -157,13 +156,13 @@ def _instructions(f: CheckContext) -> Found:
             f"{' '.join(d.valid_data_path)}"
         )
     if d.tokenizer is None:
-        yield f"{words} needs --tokenizer: it is text"
+        yield f"{words} needs --tokenizer, since the files are text"
     if not f.run.model.document_mask:
-        yield f"{words}: --no-document-mask would let conversations that share a sample see each other"
+        yield f"{words}: --no-document-mask would let conversations in one sample attend to each other"
     if d.eod_mask_loss:
-        yield f"{words}: --eod-mask-loss has no effect, since the data says what is learned"
+        yield f"{words}: --eod-mask-loss has no effect, since the loss is on completions only"
     if "split" in f.given:
-        yield f"{words}: --split {d.split} has no effect; it is validated on --valid-instruction-data"
+        yield f"{words}: --split {d.split} has no effect; --valid-instruction-data gives the validation data"
 
 
 def _number(word: str) -> float | None:

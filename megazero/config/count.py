@@ -1,4 +1,4 @@
-"""How many parameters the layers of a model have: stored sizes, without vocabulary padding."""
+"""Numbers of parameters of a model's layers as they are stored, without vocabulary padding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from megazero.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Parameters of the layers of a model.
+    """Numbers of parameters of the layers of a model.
 
     embedding    word embedding, learned positions, embedding normalisation
     block        one transformer block
-    head         final normalisation, and the output weight where it is untied
-    output       the output weight, tied or not: what a last stage holds on top of a tied `head` when it is not the
-    first
-    num_layers   blocks
+    head         final normalisation, and the output weight if it is untied
+    output       the output weight, tied or not. With a tied one, a last stage that is not the first holds it too
+    num_layers   number of blocks
     """
 
     embedding: int
@@ -28,12 +27,12 @@ class LayerCounts:
 
     @property
     def total(self) -> int:
-        """Parameters of the model; a tied embedding counts once."""
+        """Parameters of the whole model. A tied embedding counts once."""
         return self.embedding + self.num_layers * self.block + self.head
 
 
 def parameters_per_layer(model: ModelConfig) -> LayerCounts:
-    """The counts of a model whose vocabulary is known. BLOOM: L (12 h^2 + 13 h) + V h + 4 h in all."""
+    """The counts of a model whose vocabulary is known. BLOOM's total is L (12 h^2 + 13 h) + V h + 4 h."""
     return LayerCounts(
         embedding=elements(embedding_shapes(model)),
         block=elements(block_shapes(model)),
@@ -44,5 +43,5 @@ def parameters_per_layer(model: ModelConfig) -> LayerCounts:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Parameters of the whole model."""
+    """Parameters of the whole model. A tied embedding counts once."""
     return parameters_per_layer(model).total

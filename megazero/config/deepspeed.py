@@ -1,8 +1,8 @@
-"""`--deepspeed-config FILE.json`: the keys that mean something here, mapped; the others refused by name.
+"""`--deepspeed-config FILE.json`: maps DeepSpeed's keys to fields of a run and refuses the others by name.
 
-"auto" leaves a key to the flags. A key whose feature is not built is refused where its value asks for the feature,
-and accepted where it says what holds anyway ("device": "none", "contiguous_gradients": true). What the file leaves
-out has DeepSpeed's defaults (`deepspeed_defaults`).
+A key with the value "auto" is left to the flags. A key of a feature that is not built is refused, unless its value says
+what is so anyway ("device": "none", "contiguous_gradients": true). Keys that the file leaves out have DeepSpeed's
+defaults (`deepspeed_defaults`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megazero.system.reading import BOUNDS, Unreadable, read_json, shown
 class DeepSpeedSource(ConfigSource):
     """Settings of a DeepSpeed file.
 
-    accumulation  its gradient_accumulation_steps, a relation rather than a field; "auto" leaves it open, as None does
-    assumes_one   neither that nor a batch is in the file: DeepSpeed then does not accumulate, where nothing else gives
-    a batch
-    defaults      what DeepSpeed takes for keys that the file leaves out
-    default_notes field of `defaults` -> the sentence about it
+    accumulation   its gradient_accumulation_steps, which is no field of a run; None if it is "auto" or left out
+    assumes_one    the file gives neither that nor a global batch. DeepSpeed then uses 1, unless something else gives a
+                   global batch
+    defaults       DeepSpeed's defaults for keys that the file leaves out
+    default_notes  field of `defaults` -> the sentence about it
     """
 
     accumulation: int | None = None
@@ -38,14 +38,14 @@ class DeepSpeedSource(ConfigSource):
     default_notes: dict[str, str] = dataclass_field(default_factory=dict)
 
     def notes_on_defaults(self, above: Sequence[ConfigSource]) -> list[str]:
-        """Sentences about the defaults of DeepSpeed's that hold, since no source above them says otherwise."""
+        """A sentence with those of DeepSpeed's defaults that apply, since no source above sets their fields."""
         said = {name for source in above for name in source.settings}
         siblings = {name for group in SIBLINGS if not said.isdisjoint(group) for name in group}
         held = [sentence for name, sentence in self.default_notes.items() if name not in said | siblings]
         return [f"{self.name} leaves these to DeepSpeed's own defaults: {'; '.join(held)}"] if held else []
 
     def contradictions(self, flags: ConfigSource) -> list[str]:
-        """Keys that say something else than a flag of the command line."""
+        """A sentence for each key that contradicts a flag of the command line."""
         found = []
         for name, value in self.settings.items():
             group = next((group for group in SIBLINGS if name in group), (name,))
@@ -58,8 +58,9 @@ class DeepSpeedSource(ConfigSource):
         return found
 
     def accumulate(self, settings: dict[str, Any], world_size: int | None) -> list[str]:
-        """Hold global batch = micro-batch x dp x accumulation: compute the one of them that nothing gives, as DeepSpeed
-        does.
+        """Enforce global batch = micro-batch x dp x accumulation; return what is wrong with it.
+
+        As in DeepSpeed, a batch size that no source sets is computed from the others and put into `settings`.
         """
         steps = 1 if self.assumes_one and "global_batch_size" not in settings else self.accumulation
         ranks = settings.get("tp", 1) * settings.get("pp", 1)
@@ -70,7 +71,7 @@ class DeepSpeedSource(ConfigSource):
         if each and not left:
             settings.setdefault("micro_batch_size", each)
         micro = settings.get("micro_batch_size", run_options()["micro_batch_size"].default)
-        if micro < 1:  # which is told by itself
+        if micro < 1:  # the range check reports it
             return []
         product = micro * dp * steps
         given = settings.setdefault("global_batch_size", product)
@@ -86,7 +87,7 @@ class DeepSpeedSource(ConfigSource):
 
 
 def read_deepspeed(path: str | Path) -> DeepSpeedSource:
-    """The settings of a DeepSpeed file; what is wrong with it is in the source's problems."""
+    """The settings of a DeepSpeed file. Mistakes in it are collected in the source's `problems`."""
     source = DeepSpeedSource(str(path))
     try:
         content = read_json(Path(path), BOUNDS.description, piped=True)
@@ -151,7 +152,7 @@ def _precision(source: ConfigSource, keys: Mapping[str, Any]) -> None:
         wrong.append(f"{source.name}: fp16.enabled and bf16.enabled contradict each other: a run has one precision")
     source.problems += wrong
     if switches and not wrong:
-        # Both absent says nothing; one switched off and none on is DeepSpeed's fp32.
+        # If one is switched off and none is on, DeepSpeed trains in fp32.
         _put(
             source,
             f"{on[0]}.enabled" if on else f"{next(iter(switches))}.enabled",
@@ -175,7 +176,7 @@ def _computed(source: ConfigSource, key: str, name: str, value: object, formula:
 
 def _optimizer(source: ConfigSource, keys: Mapping[str, Any]) -> None:
     kind, decoupled = keys.get("optimizer.type"), keys.get("optimizer.params.adam_w_mode", True)
-    # DeepSpeed's "Adam" decays apart from the gradient unless adam_w_mode is false.
+    # DeepSpeed's "Adam" has decoupled weight decay unless adam_w_mode is false.
     table = {"adamw": "adamw", "adam": "adamw" if decoupled else "adam", "sgd": "sgd"}
     if kind is not None:
         if str(kind).lower() in table:

@@ -1,11 +1,11 @@
-"""What DeepSpeed itself does where its JSON says nothing, as far as it decides what is learned.
+"""DeepSpeed's own defaults for keys that its JSON leaves out, where they change the result of training.
 
-A block that is there (optimizer, scheduler, fp16) is DeepSpeed's, and so are the values that it leaves out. Where the
-optimizer or the scheduler is left out altogether, DeepSpeed takes the calling program's, which is this one with its
-flags. How results are computed (buckets, overlap, the dtype that gradients travel in) stays as it is here: they do not
-depend on it. Whatever the user says anywhere lies over these values, a preset included; our own defaults lie beneath
-them.
-Read in DeepSpeed 0.19.8: runtime/constants.py, runtime/lr_schedules.py, runtime/precision_config.py,
+In a block that the file has (optimizer, scheduler, fp16), missing values are DeepSpeed's. If the whole optimizer or
+scheduler is missing, DeepSpeed uses that of the calling program, which here means this program's flags. Settings that
+do not change the result (buckets, overlap, the dtype of reductions) keep this program's defaults. Anything that the
+user sets, a preset included, has precedence over these values. They have precedence over this program's defaults.
+
+Sources in DeepSpeed 0.19.8: runtime/constants.py, runtime/lr_schedules.py, runtime/precision_config.py,
 ops/adam/fused_adam.py.
 """
 
@@ -20,20 +20,18 @@ from megazero.config.source import ConfigSource
 
 _TYPES = ("adam", "adamw", "sgd")
 DECAY_PEAK = 1e-3
-"""What WarmupDecayLR warms up to where nothing is said, whatever the optimizer's lr is. (WarmupLR and WarmupCosineLR
-take the optimizer's.)
-"""
+"""WarmupDecayLR's default peak, which ignores the optimizer's lr. (WarmupLR and WarmupCosineLR use the optimizer's.)"""
 
 
 @dataclass(frozen=True)
 class Missing:
     """A key that a file may leave out.
 
-    key      as the file would spell it
-    field    our field
-    value    what DeepSpeed takes, in our field's terms
-    applies  whether DeepSpeed would look at the key at all, by the keys that the file has
-    remark   what else there is to know
+    key      the key as the file spells it
+    field    the field of a run that it sets
+    value    DeepSpeed's default, as a value of that field
+    applies  whether DeepSpeed reads the key, given the keys of the file
+    remark   a further remark for the user
     """
 
     key: str
@@ -88,14 +86,15 @@ MISSING = (
     Missing("fp16.hysteresis", "hysteresis", 2, _fp16),
     Missing("fp16.min_loss_scale", "min_loss_scale", 1.0, _fp16),
 )
-"""In the order in which they are told. Where `gradient_clipping` is concerned, versions differ."""
+"""In the order of the message. Of two rows for one field the first that applies counts."""
 
 
 def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) -> tuple[ConfigSource, dict[str, str]]:
-    """The defaults that hold for a file, and each one's sentence by field.
+    """The defaults that apply to a file, and a sentence about each by field.
 
-    name: of the file. keys: all that it has, "auto" ones included, which are the flags' and no default's. settings:
-    fields that the file sets.
+    name      name of the file
+    keys      all keys of the file, with those whose value is "auto" (they are left to the flags, not to a default)
+    settings  fields that the file sets
     """
     source = ConfigSource(f"DeepSpeed's defaults under {name}", resolved=True)
     told: dict[str, str] = {}
@@ -109,7 +108,7 @@ def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) ->
 
 
 def other_peak(name: str, keys: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """A rate in the file that DeepSpeed would not go to. It is refused, since nobody who writes it means the other."""
+    """A sentence if the file has an lr that DeepSpeed would not reach. It is refused: the user surely means that lr."""
     lr = settings.get("lr")
     if not _decays(keys) or "scheduler.params.warmup_max_lr" in keys or lr in (None, DECAY_PEAK):
         return []

@@ -1,6 +1,4 @@
-"""DeepSpeed's keys as tables: those that are a field of ours, those whose feature is not built, and all others that are
-known.
-"""
+"""DeepSpeed's keys as tables: those with a field here, those of features that are not built, and other known ones."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "zero_optimization.overlap_comm": "overlap",
     }
 )
-"""Keys that are a field of the same meaning."""
+"""Key -> the field of the same meaning."""
 
 _OFFLOAD = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "ratio", "fast_init", "max_in_cpu")
 UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
@@ -65,7 +63,7 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         },
     }
 )
-"""Known keys without a field here: the values that say what holds anyway, and why any other is refused."""
+"""Known keys without a field here -> (the values that are accepted, since they ask for nothing; why others are not)."""
 
 TRANSLATED = (
     *(
@@ -80,7 +78,7 @@ TRANSLATED = (
     *("fp16.initial_scale_power", "bf16.enabled", "zero_optimization.allgather_bucket_size"),
     *("tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name"),
 )
-"""Keys that together with others, or by a formula, become a field: a function of `config.deepspeed` reads each."""
+"""Keys that become a field together with others or by a formula. Functions of `config.deepspeed` read them."""
 DETAILS = tuple(
     f"zero_optimization.{which}.{key}" for which in ("offload_optimizer", "offload_param") for key in _OFFLOAD[1:]
 ) + tuple(
@@ -88,4 +86,4 @@ DETAILS = tuple(
     for sink, keys in (("wandb", ("team", "group", "project")), ("csv_monitor", ("output_path", "job_name")))
     for key in keys
 )
-"""Details of a feature that another key switches on and that is refused there."""
+"""Keys that are ignored: details of a feature that is refused by the key that switches it on."""

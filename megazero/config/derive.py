@@ -1,4 +1,4 @@
-"""Numbers that follow from the configuration: what `None` in a field stands for."""
+"""Values that follow from the configuration where a field is None."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megazero.config.schema import ModelConfig, ParallelConfig, Run
 
 
 def ffn_width(model: ModelConfig) -> int:
-    """Width of the feed-forward layer: as given, else 4h; for swiglu 8h/3 rounded up to a multiple of 64.
+    """Width of the feed-forward layer: the field, else 4h; for swiglu 8h/3 rounded up to a multiple of 64.
 
     A gated layer has three matrices where the plain one has two, so 8h/3 keeps the number of parameters of 4h
     (Shazeer, arXiv 2002.05202).
@@ -21,15 +21,15 @@ def ffn_width(model: ModelConfig) -> int:
 
 
 def query_groups(model: ModelConfig) -> int:
-    """Key-value heads: as given, else one for each query head."""
+    """Number of key-value heads: the field, else one for each query head."""
     return model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
 
 
 def head_dim(model: ModelConfig) -> int:
-    """Width of one attention head: as given, else an equal share of the hidden size."""
+    """Width of one attention head: the field, else hidden size / heads."""
     if model.kv_channels is not None:
         return model.kv_channels
-    assert model.hidden_size % model.num_attention_heads == 0, "validation holds this"
+    assert model.hidden_size % model.num_attention_heads == 0, "validation checks this"
     return model.hidden_size // model.num_attention_heads
 
 
@@ -44,18 +44,19 @@ def mlp_bias(model: ModelConfig) -> bool:
 
 
 def max_positions(model: ModelConfig) -> int:
-    """Positions that a learned table has rows for: as given, else the sequence length."""
+    """Number of positions in a learned position table: the field, else the sequence length."""
     return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings
 
 
 def position_rows(model: ModelConfig) -> int:
-    """Rows of the learned position table: those of the positions, and those before them."""
+    """Rows of the learned position table: one for each position, and the offset before them."""
     return model.position_offset + max_positions(model)
 
 
 def padded_vocab(model: ModelConfig, tp: int) -> int:
-    """Rows of the embedding over all tp ranks in memory: the vocabulary rounded up to a multiple of the divisor times
-    tp.
+    """Rows of the embedding in memory over all tp ranks.
+
+    The vocabulary is rounded up to a multiple of --make-vocab-size-divisible-by x tp.
     """
     assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
     multiple = model.make_vocab_size_divisible_by * tp
@@ -63,14 +64,14 @@ def padded_vocab(model: ModelConfig, tp: int) -> int:
 
 
 def pipeline_schedule(parallel: ParallelConfig) -> str:
-    """Name of the schedule: as given, else 1f1b, with several model chunks per rank interleaved."""
+    """Name of the schedule: the field, else 1f1b, or with several model chunks per rank interleaved."""
     if parallel.pipeline_schedule is not None:
         return parallel.pipeline_schedule
     return "interleaved" if parallel.virtual_stages > 1 else "1f1b"
 
 
 def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
-    """The run with what the tokenizer decides filled in, where the flags left it open."""
+    """The run with the tokenizer's vocabulary size and end-of-document id, where the flags did not set them."""
     model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)
     data = run.data if run.data.eod_id is not None else replace(run.data, eod_id=eod_id)
     return replace(run, model=model, data=data)

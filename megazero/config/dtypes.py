@@ -1,4 +1,4 @@
-"""Which dtype a precision means for what. The only file of this room that imports torch."""
+"""The dtypes of a --precision. The only file of this room that imports torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def state_dtype(precision: str) -> torch.dtype:
-    """Dtype of master weights, moments and accumulated gradients: fp32 for 16-bit parameters, else
-    the parameters' own.
-    """
+    """Dtype of master weights, moments and accumulated gradients: fp32 for 16-bit parameters, else their own."""
     return torch.float32 if precision in ("bf16", "fp16") else _DTYPES[precision]
 
 
 def grad_reduce_dtype(precision: str, wanted: str = "auto") -> torch.dtype:
-    """Dtype in which gradients travel; `wanted` is `ParallelConfig.grad_reduce_dtype`."""
+    """Dtype in which gradients are reduced. wanted: `ParallelConfig.grad_reduce_dtype`."""
     return state_dtype(precision) if wanted == "auto" else _DTYPES[wanted]

@@ -1,4 +1,4 @@
-"""A run as YAML, nested by section, and back: what `--config` reads and every run saves beside its results."""
+"""A run as YAML, nested by section, and back: `--config` reads it, and every run saves it with its results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from megazero.config.yaml_file import load_yaml
 from megazero.system.reading import Unreadable, shown
 
 RUN_FILE = "run.yaml"
-"""Where a run keeps itself, in the folder of its checkpoints."""
+"""Name of the file of a run in the folder of its checkpoints."""
 RESOLVED = "resolved"
-"""Top-level key of a file that a run wrote: every field is there, and units are mixed where presets and flags did so.
-"""
+"""Top-level key of a file that a run wrote. It has every field, and may give lengths in several units."""
 
 
 def run_dict(run: Run) -> dict[str, dict[str, Any]]:
@@ -32,7 +31,7 @@ def run_dict(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def changed_settings(run: Run) -> dict[str, dict[str, Any]]:
-    """Of `run_dict` what differs from the defaults, without the sections where nothing does."""
+    """The part of `run_dict` that differs from the defaults, without empty sections."""
     plain = run_dict(Run())
     found = {
         section: {name: value for name, value in fields.items() if value != plain[section][name]}
@@ -42,7 +41,7 @@ def changed_settings(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def build_run(settings: Mapping[str, Any]) -> Run:
-    """The run of these settings (field name -> value) over the defaults. Nothing is checked."""
+    """The run with these settings (field name -> value) and defaults for all other fields. Nothing is checked."""
     parts: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for name, value in settings.items():
         parts[run_options()[name].section][name] = value
@@ -51,12 +50,12 @@ def build_run(settings: Mapping[str, Any]) -> Run:
 
 def dump(run: Run) -> str:
     """YAML that gives the same run when passed by --config."""
-    head = "# A resolved run: --config with this file reproduces it; flags win over what stands here.\n"
+    head = "# A resolved run: --config with this file reproduces it; flags have precedence over it.\n"
     return head + yaml.safe_dump({RESOLVED: True, **run_dict(run)}, sort_keys=False, allow_unicode=True, width=120)
 
 
 def read_yaml(path: str | Path) -> ConfigSource:
-    """The settings of a YAML file; what is wrong with it is in the source's problems."""
+    """The settings of a YAML file. Mistakes in it are collected in the source's `problems`."""
     source = ConfigSource(str(path))
     try:
         content = load_yaml(Path(path))
@@ -75,9 +74,7 @@ def read_yaml(path: str | Path) -> ConfigSource:
 
 
 def program_source(given: Run | Mapping[str, Any], name: str) -> ConfigSource:
-    """The settings that a program gives, as `read_yaml` has those of a file: a mapping as a file holds it, or a run,
-    which says every field.
-    """
+    """The settings that a program gives, read like a YAML file's. given: a mapping as in the file, or a whole run."""
     source = ConfigSource(name)
     _read_settings(source, {RESOLVED: True, **run_dict(given)} if isinstance(given, Run) else dict(given))
     return source
@@ -102,7 +99,7 @@ def _read_section(source: ConfigSource, section: str, value: object) -> None:
 
 
 def _read_key(source: ConfigSource, key: str, value: object, section: str | None) -> None:
-    """One field, by its name or an alias, with or without its section around it."""
+    """Read one field, by its name or an alias. section: the section around it; None at the top level."""
     where = key if section is None else f"{section}.{key}"
     known = option_called(key)
     if known is None:

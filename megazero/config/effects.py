@@ -1,10 +1,9 @@
-"""Flags that can have no effect in a run, in one table: when they have one, and how to get there.
+"""Flags that would have no effect in a run, as a table: the condition of an effect, and what is missing.
 
-A flag is looked at where the command line itself gives it, and gives it another value than the default: presets and
-files may carry settings for other runs, and who overrides a script can take a flag back by its default. Where the flag
-asks for something that this run would then do without, whatever its size, that is an error. Where it only waits for
-another size, layout or set of data, as flags of a script do that serves many runs, it is a line in the banner. What the
-machine or a file has to say is not known here.
+Only flags of the command line are checked, and only if their value is not the default. Presets and files may contain
+settings for other runs, and a flag's default takes back what a script has set. A flag without effect is an error if it
+asks for a result that this run cannot have at any size. It is a line in the banner if it would have an effect with
+another size, layout or data, as in a script for several runs. This table knows neither the machine nor the files.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from megazero.config.options import run_options
 class Effect:
     """One flag under one condition.
 
-    field    the flag's
-    holds    whether it has an effect as far as this condition goes
-    needs    what it has no effect without, in words
-    reads    further fields that `holds` looks at
-    refused  whether being without effect is an error, and not a line to be told
+    field    the flag's field
+    holds    whether the condition is met, so that the flag can have an effect
+    needs    the condition in words, after "has no effect without"
+    reads    further fields that `holds` reads
+    refused  whether a flag without effect is an error; else it is a line in the banner
     """
 
     field: str
@@ -35,9 +34,7 @@ class Effect:
     refused: bool = True
 
     def missed(self, context: CheckContext) -> str | None:
-        """The sentence about a flag that is given for nothing; None for one that is not given, or
-        that does something.
-        """
+        """The sentence if the flag is given and has no effect; else None."""
         known = run_options()[self.field]
         value = getattr(getattr(context.run, known.section), self.field)
         if self.field not in context.given or value in (None, known.default) or self.holds(context):
@@ -103,7 +100,7 @@ def _validates(f: CheckContext) -> bool:
 
 
 def _shards(f: CheckContext) -> bool:
-    """Model state is shared by dp ranks; a tied embedding that is on two stages by both."""
+    """Whether some model state has several replicas: over dp, or a tied embedding on two stages."""
     tied = (
         not f.run.model.untie_embeddings_and_output_weights
         and f.run.parallel.pp > 1
@@ -122,7 +119,7 @@ def _ramps(f: CheckContext) -> bool:
 
 
 def _within(field: str) -> Callable[[CheckContext], bool]:
-    """Whether a run counted in iterations gets that far."""
+    """The condition that a run counted in iterations has at least as many as this field says."""
 
     def holds(f: CheckContext) -> bool:
         every, last = getattr(getattr(f.run, run_options()[field].section), field), f.run.schedule.train_iters
@@ -193,7 +190,7 @@ EFFECTS = (
         "--tokenizer: ids are used as they are, and nothing reads a text",
         ("data_path", "tokenizer"),
     ),
-    # From here on: told, not refused.
+    # From here on: lines in the banner, no errors.
     Effect(
         "sample_tokens",
         lambda f: not _reads_text(f) or f.run.trainer.sample_prompt is not None or f.run.data.tokenizer is None,
@@ -229,7 +226,7 @@ EFFECTS = (
     Effect(
         "init_method_std",
         lambda f: f.run.checkpoint.init_from is None,
-        "weights that are drawn; --init-from brings its own",
+        "random initial weights; --init-from gives others",
         ("init_from",),
         refused=False,
     ),
@@ -254,12 +251,12 @@ EFFECTS = (
     Effect(
         "test_iters",
         lambda f: not f.run.data.instruction_data,
-        "--split, which parts running text",
+        "--split, which divides --data-path",
         ("instruction_data",),
         refused=False,
     ),
     *(
-        Effect(name, _within(name), "as many --train-iters", ("train_iters",), refused=False)
+        Effect(name, _within(name), "at least as many --train-iters", ("train_iters",), refused=False)
         for name in ("save_interval", "eval_interval", "exit_interval")
     ),
     Effect("ckpt_probe", lambda f: _saves(f) or _loads(f), "--save DIR or --load DIR", ("save", "load"), refused=False),
@@ -274,10 +271,7 @@ EFFECTS = (
         for name in ("override_opt_param_scheduler", "override_batch", "override_data")
     ),
 )
-"""Refused are those that ask for a result: numbers, files, what is learned.
-
-A field may stand more than once, with one condition each.
-"""
+"""Flags that ask for a result (numbers, files, a way of training) are refused. A field may have several rows."""
 
 
 def _check(effect: Effect) -> Check:
@@ -293,7 +287,7 @@ EFFECT_CHECKS = tuple(_check(effect) for effect in EFFECTS if effect.refused)
 
 
 def without_effect(context: CheckContext) -> list[str]:
-    """A line for each flag that does nothing in this run and is no error, for a run in which nothing is wrong."""
+    """A line for each flag that has no effect in this valid run and is not an error."""
     told = {
         effect.field: sentence
         for effect in reversed(EFFECTS)

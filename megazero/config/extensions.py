@@ -1,12 +1,11 @@
-"""What other installed packages add to a table of ours: entry points, found when somebody asks for them.
+"""Additions of installed packages to tables of this program, by entry points.
 
-A package names its addition in its pyproject.toml. So every rank knows it, and no program has to register
-anything:
+A package names its addition in its pyproject.toml. So every rank finds it, and no program has to register anything:
 
     [project.entry-points."megazero.lr_decay_styles"]
     sawtooth = "my_package.schedules:sawtooth"
 
-A name of ours wins over an added one. Nothing is imported before a run asks for it by name.
+A built-in name has precedence over an added one. A package's code is imported only when a run uses it.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from importlib.metadata import entry_points
 from typing import Any
 
 LR_DECAY_STYLES = "megazero.lr_decay_styles"
-"""Functions `optim.lr_schedule.Decay -> float`, the rate: values of --lr-decay-style."""
+"""Values of --lr-decay-style: functions from an `optim.lr_schedule.Decay` to the learning rate (float)."""
 SINKS = "megazero.sinks"
-"""Functions `telemetry.sinks.Opening -> telemetry.record.Sink`: values of --sinks."""
+"""Values of --sinks: functions from a `telemetry.sinks.Opening` to a `telemetry.record.Sink`."""
 
 
 def names(group: str) -> tuple[str, ...]:
-    """What installed packages add to this group."""
+    """The names that installed packages add to this group."""
     return tuple(sorted({found.name for found in entry_points(group=group)}))
 
 
 def load(group: str, name: str) -> Any:
-    """The object of that name. Raises ValueError where it is not there, is there twice, or cannot be imported."""
+    """The object of that name. Raises ValueError if no package or several packages have it, or its import fails."""
     found = list(entry_points(group=group, name=name))
     if len(found) != 1:
         values = ", ".join(point.value for point in found) or "no installed package"

@@ -1,4 +1,4 @@
-"""What the command line and the documentation need to know about a field, kept as its metadata."""
+"""Metadata of a field for the command line and the documentation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def option(
 ) -> Any:
     """A field of a dataclass whose fields are flags.
 
-    aliases  further flags for the same option
-    choices      the words that it takes
-    extended_by  the group of entry points (`config.extensions`) that adds to the choices
-    many         whether it takes one word or more
-    metavar      what stands for its value in the help
-    alone        what the flag without a word means
-    derived      where the default is not the value itself: what it is or follows from, in words
-    common       whether most runs need it: `--help` shows these, `--help-all` all
+    default      the value without the flag
+    aliases      further flags for the same field
+    choices      the words that it takes; None: any
+    extended_by  the group of entry points (`config.extensions`) that adds choices
+    many         whether it takes several words, as a tuple
+    metavar      the name of its value in the help
+    alone        its value if the flag has no word behind it
+    derived      the default in words, where it is not `default` itself
+    common       whether `--help` shows it; `--help-all` shows all
     """
     metadata = {"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone}
     return field(

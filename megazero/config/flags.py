@@ -1,10 +1,8 @@
-"""The command line: words to settings.
+"""The command line: from words to settings.
 
-The flags are those of `options.run_options()`. argparse does not read them: it stops at the first mistake, takes
-abbreviations, and converts with messages that know nothing of each other. Maintained libraries that make flags from
-dataclasses (jsonargparse, tyro, simple-parsing, Hydra) were looked at: none carries aliases and a negation per field
-and also reports every mistake of a command line in one message, so the few lines that cut words into flags and values
-stand below.
+The flags are those of `options.run_options()`. argparse is not used, since it stops at the first mistake and accepts
+abbreviations. Libraries that make flags from dataclasses (jsonargparse, tyro, simple-parsing, Hydra) were compared:
+none has aliases and a negation per field and also reports every mistake of a command line in one message.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from megazero.config.source import ConfigSource
 SHORT_FORMS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"--fp16": ("precision", "fp16"), "--bf16": ("precision", "bf16")}
 )
-"""A flag without a word -> the field that it sets, and to what."""
+"""A flag without a value -> (the field that it sets, the value)."""
 
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """Where the run comes from, and what to do with it."""
+    """Where the run's settings come from, and what to do with the run."""
 
     preset: str | None = option(None, metavar="NAME", derived="none", common=True)
     "A published model with its training recipe, such as bloom-560m."
@@ -52,22 +50,22 @@ class CommandOptions:
 
     @property
     def starts_nothing(self) -> bool:
-        """Whether the run is only looked at."""
+        """Whether the run is only checked or printed."""
         return self.validate_only or self.print_config
 
     def ranks_to_check(self, here: int | None) -> int | None:
-        """The number of ranks that a run is looked at for; `here`: where no flag says one."""
+        """The number of ranks for which the run is checked. here: the number if no flag gives one."""
         return next((number for number in (self.world_size, self.ranks) if number is not None), here)
 
     @property
     def looks_at_files(self) -> bool:
-        """Whether what the run names has to be there."""
+        """Whether the files that the run names must exist."""
         return not self.skip_files if self.validate_only else not self.print_config
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line taken apart: flags of `CommandOptions` are in `command`, all others in `source`."""
+    """A parsed command line: flags of `CommandOptions` are in `command`, all others in `source`."""
 
     source: ConfigSource
     command: CommandOptions
@@ -75,7 +73,7 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class _Meaning:
-    """What a flag does: sets `option` to `constant`, or to the words that follow."""
+    """The effect of a flag: it sets `option` to `constant`, or, if that is None, to the words behind the flag."""
 
     option: Option
     constant: Any = None
@@ -131,8 +129,10 @@ def _cut(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Take a command line apart; what is wrong with it is in the source's problems. Of a repeated flag the last counts,
-    so that a script's flags can be overridden behind it."""
+    """Parse a command line. Mistakes in it are collected in the source's `problems`.
+
+    Of a repeated flag the last one counts, so that flags behind a script's override it.
+    """
     source, command = ConfigSource("the command line"), {}
     stray, groups = _cut(argv)
     source.problems += [f"{word!r} stands alone: a value follows its --flag" for word in stray]

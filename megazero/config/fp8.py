@@ -1,10 +1,9 @@
-"""Which products of a model run in FP8: shapes that a rank multiplies, and the rule that decides.
+"""Which products of a model run in FP8, by their shapes on a rank.
 
-A linear layer has a weight [n, k] on a rank and m tokens. torch's scaled product (`torch._scaled_mm`, cuBLASLt under
-it) wants the summed dimension and the second factor's other one to be multiples of 16: k and n for the output, n and k
-for the input's gradient, m and k for the weight's. What does not fit stays in the run's own precision. Embedding and
-head always do, as in NVIDIA's Transformer Engine: the loss is most sensitive to the head's rounding, and its logits are
-made and used up block by block.
+A linear layer has a weight [n, k] on a rank and m tokens. torch's scaled product (`torch._scaled_mm`, by cuBLASLt)
+needs the summed dimension and the last dimension of the second factor to be multiples of 16: k and n for the output, n
+and k for the input's gradient, m and k for the weight's gradient. Other products run in the compute dtype. So do
+embedding and head always, as in NVIDIA's Transformer Engine: the loss is most sensitive to rounding in the head.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Layer:
-    """A product of every block: its name within the block, and its weight [n, k] on one tp rank.
+    """A product of every block: the layer's name within the block, and its weight [n, k] on one tp rank.
 
-    Gate and up of a gated feed-forward layer are one product of both, under the gate's name.
+    Gate and up of a gated feed-forward layer are one product, under the gate's name.
     """
 
     name: str
@@ -45,9 +44,7 @@ def block_layers(model: ModelConfig, tp: int) -> tuple[Layer, ...]:
 
 
 def fp8_layers(run: Run) -> tuple[str, ...]:
-    """Global names of the layers that run in FP8, of the whole model in its order: "blocks.3.mlp.up"; none without
-    --fp8.
-    """
+    """Global names ("blocks.3.mlp.up") of all layers of the model that run in FP8, in model order."""
     if run.optimizer.fp8 == "off":
         return ()
     names = [layer.name for layer in block_layers(run.model, run.parallel.tp) if layer.fits]
@@ -55,7 +52,7 @@ def fp8_layers(run: Run) -> tuple[str, ...]:
 
 
 def exceptions(run: Run) -> list[str]:
-    """What of the blocks stays in the run's own precision, each with the numbers that say why."""
+    """The products of the blocks that do not run in FP8, each with the sizes that prevent it."""
     layers, tokens = block_layers(run.model, run.parallel.tp), run.model.seq_length * run.schedule.micro_batch_size
     found = [
         f"{layer.name} ({layer.n} x {layer.k} on a rank: not multiples of {MULTIPLE})"

@@ -1,4 +1,4 @@
-"""`--help` and `--help-all`, written from the dataclasses."""
+"""The texts of `--help` and `--help-all`, made from the dataclasses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megazero.config.presets import presets
 
 @dataclass(frozen=True)
 class Invocation:
-    """How the program that trains is called.
+    """The commands that start training.
 
     one   on one rank
-    many  on several of this host, whose number is {ranks}
-    more  on several of many hosts, or as a script
+    many  on {ranks} ranks of this host
+    more  on ranks of several hosts, or as a script
     """
 
     one: str
@@ -48,12 +48,12 @@ EXAMPLES = (
         "--preset bloom-176b --tp 4 --pp 12 --zero-stage 1 --validate-only --world-size 384",
     ),
 )
-"""What the command does, on how many ranks, and its flags."""
+"""(what the command does, number of ranks, flags)."""
 
 _COLUMN = 29
-"""Where the sentences begin."""
+"""The column at which the sentences begin."""
 _KEPT = "\u00a0"
-"""A space at which no line is broken."""
+"""A space at which lines are not broken."""
 
 _ABOUT = (
     "Pretrain GPT-, BLOOM- and LLaMA-style language models with tensor, pipeline and data parallelism and ZeRO. "
@@ -62,16 +62,16 @@ _ABOUT = (
 )
 _MORE = "These are the flags that most runs need. --help-all shows the others too, which (+N) counts."
 _RULES = (
-    "Flags win over --config, that over --deepspeed-config, that over --preset, that over the defaults. Of a repeated "
-    "flag the last one counts. A switch has a negation: --no-overlap. The word none takes a setting back to a default "
-    "that is derived: --rampup-batch-size none.",
+    "Flags have precedence over --config, that over --deepspeed-config, that over --preset, that over the defaults. Of "
+    "a repeated flag the last one counts. A switch has a negation: --no-overlap. The word none resets a setting to its "
+    "derived default: --rampup-batch-size none.",
     "Exit status: 0 finished or stopped as asked, 2 the configuration is wrong (one message lists every mistake), 1 "
     "anything else.",
 )
 
 
 def requested_help(argv: Sequence[str], program: Invocation = COMMAND) -> str | None:
-    """What to print for a command line with `--help` or `--help-all`; None for one without. Imports no torch."""
+    """The text for a command line with `--help` or `--help-all`; None for one without. Imports no torch."""
     command = read_command_line(argv).command
     if not (command.help or command.help_all):
         return None
@@ -79,7 +79,7 @@ def requested_help(argv: Sequence[str], program: Invocation = COMMAND) -> str | 
 
 
 def help_text(program: Invocation = COMMAND, *, everything: bool = False) -> str:
-    """The flags that most runs need, or with `everything` all of them; one group for each section of a run."""
+    """The help text: the flags that most runs need, or with `everything` all, in one group per section of a run."""
     width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
     ways = (program.one, program.many.format(ranks="N"), *program.more)
     lines = [f"{'       ' if number else 'usage: '}{way} [flags]" for number, way in enumerate(ways)] + [""]
@@ -97,14 +97,14 @@ def help_text(program: Invocation = COMMAND, *, everything: bool = False) -> str
 
 
 def _entry(left: str, right: str, width: int) -> list[str]:
-    """Two columns; a long left one has its line for itself."""
+    """An entry in two columns. A long left one has a line of its own."""
     wrapped = _filled(right, width - _COLUMN)
     first = [f"  {left:<{_COLUMN - 2}}{wrapped.pop(0)}"] if len(left) <= _COLUMN - 4 else [f"  {left}"]
     return [*first, *(" " * _COLUMN + line for line in wrapped)]
 
 
 def _left(known: Option) -> str:
-    """The flag with what follows it: `--tp N`, `-h, --help`."""
+    """The flag and its value: `--tp N`, `-h, --help`."""
     flags = ", ".join([*(alias for alias in known.aliases if not alias.startswith("--")), known.flag])
     if known.kind is bool:
         return flags
@@ -119,7 +119,10 @@ def _metavar(known: Option) -> str:
 
 
 def _right(known: Option, *, value: bool, aliases: bool) -> str:
-    """What an option does and its default, with `aliases` its other names; a switch has a default where `value`."""
+    """The sentence of an option and its default, with `aliases` also its other flags.
+
+    value: whether to show the default of a switch too.
+    """
     text = known.sentence
     if value or known.kind is not bool:
         default = f"(default: {known.shown_default})"
@@ -153,7 +156,7 @@ def _rules(width: int) -> list[str]:
 
 
 def _command(text: str, width: int) -> list[str]:
-    """A command as it can be pasted, cut in front of flags with a backslash where it is long."""
+    """A command that can be pasted. A long one is broken before flags, with a backslash."""
     lines = [""]
     for part in re.split(r" (?=--)", text):
         if len(lines[-1]) + len(part) > width - 6:
@@ -163,6 +166,6 @@ def _command(text: str, width: int) -> list[str]:
 
 
 def _filled(text: str, width: int) -> list[str]:
-    """The lines of a text; flags stay whole."""
+    """The wrapped lines of a text. Flags are not broken."""
     lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
     return [line.replace(_KEPT, " ") for line in lines]

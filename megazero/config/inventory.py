@@ -1,7 +1,7 @@
-"""What a model is made of: its parameters, by global name, as formulas of the configuration.
+"""The parameters of a model: global names, and shapes as formulas of the configuration.
 
-Layers, counts, operations, FP8, adapters and conversions read this list: a further matrix, norm or table is one entry.
-A block's parameters are "blocks.3.attention.qkv.weight"; within the block they are called by what follows the number.
+Layers, counts, FLOPs, FP8, adapters and conversions read this list: a new matrix, norm or table is one entry. A block's
+parameter has a global name like "blocks.3.attention.qkv.weight"; its name within the block is "attention.qkv.weight".
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from megazero.config.schema import ModelConfig
 
 WORDS, POSITIONS, HEAD = "embedding.word.weight", "embedding.position.weight", "head.weight"
 TABLES = (WORDS, HEAD)
-"""Tables with a row for each token.
-
-In memory rows are added until tp divides them: they come last and are never stored.
+"""Tables with one row per token id. In memory they are padded at their end so that tp divides the rows. Padding is
+never stored.
 """
 EMBEDDING_NORM, FINAL_NORM = "embedding.norm", "head.norm"
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
 QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down"
 
 TP_AXIS: Mapping[str, int] = {QKV: 0, OUTPUT: 1, GATE: 0, UP: 0, DOWN: 1}
-"""Linear layers of a block, in its order, and the axis of the weight [outputs, inputs] that tp ranks divide: 0 is
+"""Linear layers of a block, in its order -> the axis of the weight [outputs, inputs] that tp splits: 0 is
 column-parallel, 1 row-parallel.
 """
 
@@ -36,9 +35,13 @@ def block(number: int | str) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of every block: its name there, and its weight [outputs, inputs] on all tp ranks together.
+    """A linear layer of every block.
 
-    product  the layer by whose name the product is known that computes it: two layers of one input are one product
+    name     its name within the block
+    outputs  rows of its weight over all tp ranks
+    inputs   columns of its weight over all tp ranks
+    bias     whether it has a bias [outputs]
+    product  name of the GEMM that computes it. Two layers with the same input are one GEMM, named after the first
     """
 
     name: str
@@ -49,16 +52,16 @@ class Linear:
 
     @property
     def tp_axis(self) -> int:
-        """As `TP_AXIS` has it. What is row-parallel writes into the residual stream."""
+        """The axis that tp splits (`TP_AXIS`). Row-parallel layers write into the residual stream."""
         return TP_AXIS[self.name]
 
     @property
     def weights(self) -> int:
-        """Elements of the weight."""
+        """Number of elements of the weight."""
         return self.outputs * self.inputs
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """(outputs, inputs) of one of tp ranks."""
+        """(outputs, inputs) on one of tp ranks."""
         return (self.outputs // tp, self.inputs) if self.tp_axis == 0 else (self.outputs, self.inputs // tp)
 
 
@@ -78,11 +81,11 @@ def linears(model: ModelConfig) -> tuple[Linear, ...]:
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""Parameters by name, each with its global shape, without rows that a vocabulary is padded with."""
+"""Parameter name -> global shape, without vocabulary padding."""
 
 
 def block_shapes(model: ModelConfig) -> Shapes:
-    """Of one block, by their names there."""
+    """The parameters of one block, by their names within the block."""
     found = _norm(model, ATTENTION_NORM) | _norm(model, MLP_NORM)
     for linear in linears(model):
         found[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
@@ -92,7 +95,7 @@ def block_shapes(model: ModelConfig) -> Shapes:
 
 
 def embedding_shapes(model: ModelConfig) -> Shapes:
-    """Of the first layer, whose vocabulary is known."""
+    """The parameters of the embedding layer. The vocabulary must be known."""
     found: Shapes = {WORDS: _table(model)}
     if model.position_embedding == "learned":
         found[POSITIONS] = (position_rows(model), model.hidden_size)
@@ -100,18 +103,18 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
 
 
 def head_shapes(model: ModelConfig) -> Shapes:
-    """Of the last layer; a tied output weight is the embedding's."""
+    """The parameters of the head. A tied output weight belongs to the embedding."""
     untied: Shapes = {HEAD: _table(model)} if model.untie_embeddings_and_output_weights else {}
     return _norm(model, FINAL_NORM) | untied
 
 
 def elements(shapes: Shapes) -> int:
-    """Of all these parameters together."""
+    """Number of elements of all these parameters."""
     return sum(map(math.prod, shapes.values()))
 
 
 def shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of the whole model, by global names, in its order; a tied embedding once."""
+    """(global name, shape) of all parameters of the model, in its order. A tied embedding comes once."""
     yield from embedding_shapes(model).items()
     for number in range(model.num_layers):
         yield from ((f"{block(number)}.{name}", shape) for name, shape in block_shapes(model).items())
@@ -119,8 +122,9 @@ def shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tp_axis(name: str) -> int | None:
-    """The axis along which tp ranks divide the parameter of this global name; None: each rank has all of it, or the
-    name is not in the list, as those of adapters are not.
+    """The axis along which tp splits the parameter of this global name.
+
+    None: the parameter is replicated, or the name is not in this list (those of adapters are not).
     """
     if name in TABLES:
         return 0

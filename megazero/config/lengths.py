@@ -1,17 +1,17 @@
-"""What a run's length says about it that its user may not have thought of."""
+"""Warnings that follow from a run's length."""
 
 from __future__ import annotations
 
 from megazero.config.schema import Run
 
 LONG = 500
-"""Iterations after which losing all of them hurts, whatever a step takes."""
+"""Runs of more iterations than this get a warning if they do not save."""
 
 
 def iterations_of(run: Run) -> int | None:
-    """Iterations of a run; with samples and a growing batch those that the full batch would need, which are fewer.
+    """Iterations of a run; None if they follow from its data (--epochs).
 
-    None: its data will say.
+    For --train-samples they are counted with the full global batch. With a ramp the run has more.
     """
     schedule = run.schedule
     if schedule.train_iters is not None:
@@ -20,7 +20,7 @@ def iterations_of(run: Run) -> int | None:
 
 
 def rarely_saved(run: Run) -> list[str]:
-    """A long run that keeps nothing, or keeps only its end."""
+    """A sentence for a long run that saves nothing, or saves only at its end."""
     iterations, save = iterations_of(run), run.checkpoint
     if iterations is None or iterations <= LONG or save.save_interval is not None:
         return []

@@ -1,7 +1,4 @@
-"""Low-rank adapters (LoRA: Hu et al.
-
-2021, arXiv:2106.09685) as a run has them: which layers, how large, scaled by what.
-"""
+"""Which layers of a run get low-rank adapters, and their scale (LoRA: Hu et al. 2021, arXiv:2106.09685)."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ from megazero.config.inventory import TP_AXIS, linears
 from megazero.config.schema import LoraConfig, ModelConfig
 
 TARGETS = tuple(name.rpartition(".")[2] for name in TP_AXIS)
-"""Linear layers of a block, by the last part of their names."""
+"""The linear layers of a block that can have adapters, by the last part of their names."""
 
 
 def layers_of(model: ModelConfig) -> tuple[str, ...]:
-    """Those that this model's blocks have."""
+    """The linear layers of this model's blocks, by the last part of their names."""
     return tuple(linear.name.rpartition(".")[2] for linear in linears(model))
 
 
@@ -25,12 +22,12 @@ def adapted(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
 
 
 def alpha(lora: LoraConfig) -> float:
-    """--lora-alpha: as given, else twice the rank."""
+    """--lora-alpha, else twice the rank."""
     assert lora.lora_rank is not None
     return 2.0 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha
 
 
 def scale(lora: LoraConfig) -> float:
-    """What B A x is multiplied by: alpha / rank."""
+    """The factor of B A x: alpha / rank."""
     assert lora.lora_rank is not None
     return alpha(lora) / lora.lora_rank

@@ -1,7 +1,7 @@
-"""The options of a run as a table, read from the dataclasses: name, type, choices, aliases and the sentence of each.
+"""The options of a run as a table, read from the dataclasses: name, type, choices, aliases and sentence of each.
 
-`Option.from_words` and `Option.from_value` turn what a command line or a file holds into a field's value, or raise
-ValueError with a reason that the caller prefixes with where the value stood.
+`Option.from_words` and `Option.from_value` convert the words of a command line or the value of a file to a field's
+value. They raise ValueError with a reason, before which the caller puts the place of the value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ _WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true o
 
 @dataclass(frozen=True)
 class Option:
-    """One field of one section."""
+    """One field of one section. The other fields are those of `config.fields.option`.
+
+    section   name of the section of `Run`
+    name      name of the field
+    kind      int, float, bool or str; of a tuple, the type of its items
+    optional  whether None is allowed
+    many      whether it is a tuple
+    sentence  the string literal under the field
+    """
 
     section: str
     name: str
@@ -46,13 +54,13 @@ class Option:
 
     @property
     def known_choices(self) -> tuple[str, ...]:
-        """The choices with those that installed packages add."""
+        """The choices, with those that installed packages add."""
         added = () if self.extended_by is None else extensions.names(self.extended_by)
         return (*(self.choices or ()), *(name for name in added if name not in (self.choices or ())))
 
     @property
     def shown_default(self) -> str:
-        """The default as help and documentation show it: the value, or in words what it follows from."""
+        """The default as help and documentation show it: the value, or `derived`."""
         if self.derived is not None:
             return self.derived
         if isinstance(self.default, bool):
@@ -75,7 +83,7 @@ class Option:
         return tuple("--" + flag[5:] if flag.startswith("--no-") else "--no-" + flag[2:] for flag in self.flags)
 
     def from_words(self, words: Sequence[str]) -> Any:
-        """The value that the words after a flag stand for; "none" is what takes a preset's choice back."""
+        """The value of the words after a flag; "none" is None, the derived default. Raises ValueError."""
         if self.optional and list(words) == ["none"] and (self.kind is not str or self.choices):
             return None
         if self.many:
@@ -90,7 +98,7 @@ class Option:
         return self._scalar(words[0])
 
     def from_value(self, value: object) -> Any:
-        """The value that a YAML or JSON value stands for."""
+        """The field's value for a YAML or JSON value. Raises ValueError."""
         if value is None and self.optional:
             return None
         if self.many:
@@ -109,7 +117,7 @@ class Option:
         if self.kind is bool:
             return value
         if self.kind is str:
-            if value == "":  # what an unset shell variable leaves: --save "$DIR" would train and keep nothing
+            if value == "":  # from an unset shell variable: --save "$DIR" would train and save nothing
                 raise ValueError("is empty")
             return str(value)
         try:
@@ -137,7 +145,7 @@ class Option:
 
 
 def whole_number(value: str | int | float) -> int:
-    """An integer, also where it is written 220_000_000 or 2e8."""
+    """An integer, which may be written as 220_000_000 or 2e8. Raises ValueError."""
     try:
         return int(value) if not isinstance(value, float) else _exact(value)
     except ValueError:
@@ -151,7 +159,7 @@ def _exact(number: float) -> int:
 
 
 def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
-    """`; did you mean --x?`: what a flag of another program is here, else a flag that is spelled alike."""
+    """`; did you mean --x?` for a flag of another program or a misspelled one; empty if nothing is similar."""
     elsewhere = flag_elsewhere(flag)
     if elsewhere is None:
         return did_you_mean("--" + flag.lstrip("-").replace("_", "-"), known)
@@ -159,20 +167,20 @@ def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean_key(key: str, known: Iterable[str]) -> str:
-    """The same for a key of a file, where flags are spelled without dashes in front and with underscores."""
+    """The same for a key of a file, in which names have underscores and no leading dashes."""
     elsewhere = flag_elsewhere(key)
     return f"; here it is {elsewhere}" if elsewhere else did_you_mean(key.replace("-", "_"), known)
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
-    """`; did you mean X?`, with the nearest names, or nothing where nothing is near."""
-    bare = {name.lstrip("-"): name for name in sorted(set(known))}  # dashes that all have in common are no likeness
+    """`; did you mean X?` with the most similar known names, `most` at most; empty if none is similar."""
+    bare = {name.lstrip("-"): name for name in sorted(set(known))}  # leading dashes would make all flags similar
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=most, cutoff=0.66)
     return f"; did you mean {' or '.join(bare[name] for name in near)}?" if near else ""
 
 
 def sentences(cls: type) -> dict[str, str]:
-    """The string literal under each field of a class, which Python itself throws away."""
+    """Field name -> the string literal under the field, read from the source, since Python does not keep it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -188,7 +196,7 @@ def sentences(cls: type) -> dict[str, str]:
 
 
 def options_of(cls: type, section: str) -> tuple[Option, ...]:
-    """The options that the fields of a dataclass are."""
+    """The options of a dataclass's fields."""
     hints, under = get_type_hints(cls), sentences(cls)
     made = []
     for item in fields(cls):
@@ -221,7 +229,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
 
 
 def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
-    """(int, float, bool or str; whether None is allowed; whether it is a tuple) of a field's type."""
+    """(int, float, bool or str; whether None is allowed; whether it is a tuple) for a field's type."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))
@@ -239,7 +247,7 @@ def sections() -> Mapping[str, type]:
 
 @cache
 def run_options() -> Mapping[str, Option]:
-    """Field name -> option of every section; names are unique over the sections."""
+    """Field name -> option, of all sections. Names are unique over the sections."""
     table: dict[str, Option] = {}
     for section, cls in sections().items():
         for option in options_of(cls, section):

@@ -1,8 +1,8 @@
 """From a command line to a frozen, validated run.
 
-Flags win over --config, that over --deepspeed-config, that over --preset, that over what DeepSpeed takes for keys that
-its file leaves out, that over the model of --init-from, that over the defaults. Whatever is wrong, in any of them, is
-collected and raised as one ConfigError.
+The order of precedence: flags, --config, --deepspeed-config, --preset, DeepSpeed's defaults for keys that its file
+leaves out, the model of --init-from, this program's defaults. All mistakes in all of them are raised as one
+ConfigError.
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ __all__ = [
 ]
 
 DEFAULT_ITERATIONS, DEFAULT_MINUTES = 100, 10.0
-"""Length of a run that was given none: whichever is reached first."""
+"""Length of a run for which none is given: whichever is reached first."""
 
 
 def command(argv: Sequence[str]) -> CommandOptions:
-    """--validate-only, --world-size, --help and the files of a command line; its mistakes are left to `parse_run`."""
+    """--validate-only, --world-size, --help and the files of a command line. Its mistakes are left to `parse_run`."""
     return read_command_line(argv).command
 
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """What a command line asks for.
+    """The result of a command line.
 
-    run      with nothing wrong in it
-    command  what to do with it
-    notes    sentences that its user should read before it starts, and that no rank but one should print
-    explicit fields that flags, files or a preset set; what follows from them, or from a model that the run starts with,
-    is not said
+    run       the validated run
+    command   what to do with it
+    notes     sentences for the user before it starts, which one rank should print
+    explicit  fields that flags, files or a preset set; not those that follow from others or from --init-from
     """
 
     run: Run
@@ -63,7 +62,7 @@ class ParsedArguments:
     explicit: frozenset[str]
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """What was said otherwise than the defaults have it: section -> field -> plain value."""
+        """The explicit settings that differ from the defaults: section -> field -> plain value."""
         found = {
             section: {name: value for name, value in fields.items() if name in self.explicit}
             for section, fields in changed_settings(self.run).items()
@@ -73,10 +72,10 @@ class ParsedArguments:
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """What a program gives for its run.
+    """The settings that a calling program gives for its run.
 
-    settings  in place of flags
-    has_data  whether it hands in the training data itself
+    settings  its settings, which flags override
+    has_data  whether it passes the training data itself
     """
 
     settings: ConfigSource
@@ -86,7 +85,7 @@ class ProgramSettings:
 def parse_run(
     argv: Sequence[str], world_size: int | None, model_of: Callable[[str], ConfigSource] | None = None
 ) -> Run:
-    """The run alone; arguments and errors are those of `parse_arguments`."""
+    """The run only. Arguments and errors are those of `parse_arguments`."""
     return parse_arguments(argv, world_size, model_of).run
 
 
@@ -97,14 +96,17 @@ def parse_arguments(
     missing_files: Callable[[Run], Sequence[str]] | None = None,
     program: ProgramSettings | None = None,
 ) -> ParsedArguments:
-    """The run that a command line describes, on `world_size` ranks.
+    """Parse and validate a command line.
 
-    model_of: what the checkpoint at a path says of a model (`config.shape.shape_settings`) and its tokenizer, for
-    --init-from; None in programs that start from none. missing_files: what is wrong with the files that a run names;
-    called where something else is wrong, so that all is told at once, since the caller looks at them only once the rest
-    is right. program: what a program gives beside the command line, whose flags win over it. With --validate-only or
-    --print-config, --world-size N makes it a run of N ranks. World size None leaves out what depends on it (tools that
-    start no ranks). `--help` and `--help-all` print and exit with 0. Raises ConfigError with everything that is wrong.
+    world_size     number of ranks. None (tools that start no ranks) leaves out the checks that need it. With
+                   --validate-only or --print-config, --world-size and --ranks override it
+    model_of       the settings of the checkpoint at a path (`config.shape.shape_settings`) and its tokenizer, for
+                   --init-from; None in programs that cannot start from a checkpoint
+    missing_files  what is wrong with the files that a run names. It is called only if something else is wrong, so that
+                   all is reported at once; for a valid run the caller checks the files
+    program        the settings of a calling program, which flags override
+
+    `--help` and `--help-all` print and raise SystemExit(0). Raises ConfigError with everything that is wrong.
     """
     line = read_command_line(argv)
     told = requested_help(argv)
@@ -134,7 +136,7 @@ def parse_arguments(
             problems += source.contradictions(line.source) + unequal
             line.source.bad |= (
                 {"global_batch_size"} if unequal else set()
-            )  # which is told, with what it would have to be
+            )  # already reported, so the other checks of it are left out
     bad, given = _unknown(sources), frozenset(line.source.settings)
     run = build_run(_with_defaults(settings, world_size))
     problems += problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
@@ -149,7 +151,7 @@ def parse_arguments(
 
 
 def _wrong_ranks(given: CommandOptions, world_size: int | None) -> Iterator[str]:
-    """What is wrong with --ranks and --world-size. A run that comes here has its ranks."""
+    """What is wrong with --ranks and --world-size. world_size: the ranks that a launcher has started, if any."""
     if given.ranks is not None and given.ranks < 1:
         yield f"--ranks {given.ranks}: must be at least 1"
     elif given.ranks is not None and not given.starts_nothing and world_size is not None:
@@ -162,7 +164,7 @@ def _wrong_ranks(given: CommandOptions, world_size: int | None) -> Iterator[str]
 
 
 def _deepspeed_defaults(sources: list[ConfigSource]) -> list[str]:
-    """Put what a DeepSpeed file leaves out beneath all sources, and say what of it holds."""
+    """Insert DeepSpeed's defaults below all sources; return a note on those that apply."""
     for source in [source for source in sources if isinstance(source, DeepSpeedSource) and not source.unread]:
         told = source.notes_on_defaults(sources)
         sources.insert(0, source.defaults)
@@ -171,7 +173,7 @@ def _deepspeed_defaults(sources: list[ConfigSource]) -> list[str]:
 
 
 def _sources_by_name(given: CommandOptions) -> list[ConfigSource]:
-    """The sources beneath its flags that a command line names, the lowest first."""
+    """The sources that a command line names (preset and files), the lowest first."""
     sources = []
     if given.preset is not None:
         source = ConfigSource(f"--preset {given.preset}")
@@ -192,7 +194,7 @@ def _sources_by_name(given: CommandOptions) -> list[ConfigSource]:
 def _init_from_source(
     sources: Sequence[ConfigSource], model_of: Callable[[str], ConfigSource] | None
 ) -> ConfigSource | None:
-    """What the checkpoint of --init-from says, which lies beneath all that the user says; None without the flag."""
+    """The settings of the checkpoint of --init-from, the lowest source; None without the flag."""
     above = merge(sources)
     path = above.get("init_from")
     if path is None:
@@ -205,9 +207,7 @@ def _init_from_source(
 
 
 def _unknown(sources: Sequence[ConfigSource]) -> set[str]:
-    """Fields whose value is not what was meant: unreadable at the highest source that sets them, or in
-    an unread file.
-    """
+    """Fields whose value is not known: the highest source that sets them has a bad value, or could not be read."""
     unknown: set[str] = set()
     for source in sources:
         unknown |= set(run_options()) if source.unread else source.bad
@@ -216,7 +216,7 @@ def _unknown(sources: Sequence[ConfigSource]) -> set[str]:
 
 
 def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str, Any]:
-    """The settings and those defaults that depend on other settings, made explicit."""
+    """The settings, with the defaults that depend on other settings filled in."""
     settings = dict(settings)
     if all(settings.get(length) is None for length in ("train_iters", "train_samples", "epochs")):
         settings["train_iters"] = DEFAULT_ITERATIONS
@@ -224,16 +224,14 @@ def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str
     positions = settings.get("position_embedding", run_options()["position_embedding"].default)
     settings.setdefault("embedding_layernorm", positions == "alibi")
     if settings.get("instruction_data"):
-        settings.setdefault("document_mask", True)  # conversations of one sample do not see each other
+        settings.setdefault("document_mask", True)  # conversations of one sample must not attend to each other
     if "global_batch_size" not in settings:
         settings["global_batch_size"] = _default_batch(settings, world_size)
     return settings
 
 
 def _default_batch(settings: dict[str, Any], world_size: int | None) -> int:
-    """The default global batch, rounded up to what micro-batch x dp divides, so that the bare command runs on any
-    layout.
-    """
+    """The default global batch, rounded up to a multiple of micro-batch x dp: it must fit any layout."""
     defaults = ScheduleConfig()
     ranks = settings.get("tp", 1) * settings.get("pp", 1)
     step = settings.get("micro_batch_size", defaults.micro_batch_size)

@@ -1,8 +1,8 @@
 """Published models with their training recipes, as data: `--preset NAME`.
 
-A preset says what the model and the recipe are, never the layout: tp, pp, micro-batch and ZeRO stage are the
-cluster's matter (examples/ has the layouts that were used). Every preset says how long its rate decays, so that a
-shorter run (--train-iters 1000) is the beginning of the recipe and not another one.
+A preset sets the model and the recipe. It does not set the layout: tp, pp, micro-batch and ZeRO stage depend on the
+cluster (examples/ has the layouts that were used). Every preset sets the length of its learning-rate decay, so that a
+shorter run (--train-iters 1000) is the beginning of the recipe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megazero.config.options import did_you_mean
 
 
 class Shape(NamedTuple):
-    """A row of a family's table."""
+    """A row of a family's table. batch: samples per step; ramp: START INCREMENT SAMPLES."""
 
     layers: int
     hidden: int
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     precision: str = "bf16"
 
 
-# Radford et al. 2019, table 2, which does not say how they were optimised: rates and batches are those of nanoGPT and
+# Shapes: Radford et al. 2019, table 2. The paper does not give the recipe: rates and batches are those of nanoGPT and
 # of the GPT-3 models of the same size. 512 samples of 1,024 tokens; 600,000 iterations; 2,000 of warm-up.
 _GPT2 = {
     "gpt2-124m": Shape(12, 768, 12, 6e-4, 512),
@@ -37,8 +37,8 @@ _GPT2 = {
     "gpt2-1.5b": Shape(48, 1600, 25, 2e-4, 1024),
 }
 
-# Brown et al. 2020, table 2.1; batches in samples of 2,048 tokens. Its 1.3B has "24 heads of 128" at width 2048, which
-# cannot be, and its 13B a width of 5140, which 40 heads do not divide: 16 heads and 5120, as everyone trained them.
+# Brown et al. 2020, table 2.1; batches in samples of 2,048 tokens. The table's 1.3B has 24 heads of 128 at width 2048,
+# and its 13B has a width of 5140, which 40 heads do not divide. Here they have 16 heads and width 5120, as is usual.
 _GPT3 = {
     "gpt3-125m": Shape(12, 768, 12, 6e-4, 256),
     "gpt3-350m": Shape(24, 1024, 16, 3e-4, 256),
@@ -171,7 +171,7 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 
 def preset(name: str) -> Mapping[str, Any]:
-    """The settings of a preset. ValueError with the nearest name, and all names, for one that does not exist."""
+    """The settings of a preset. Raises ValueError with the nearest name and all names for an unknown one."""
     found = presets().get(name.lower())
     if found is None:
         raise ValueError(

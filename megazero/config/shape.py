@@ -1,6 +1,4 @@
-"""What a model's weights fix: the fields of its shape, and what a run that starts from a checkpoint (--init-from) may
-say about them.
-"""
+"""The fields of a model's shape that its weights fix, and checks of a run that starts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ def _field(name: str) -> Callable[[ModelConfig], Any]:
 
 
 def _own_head_dim(model: ModelConfig) -> int | None:
-    """Only where it is not hidden / heads: given or derived is the same."""
+    """The head dimension where it is not hidden / heads; else None, whether it is given or derived."""
     given = model.kv_channels
     return given if given is not None and given * model.num_attention_heads != model.hidden_size else None
 
 
 def _where_they_differ(bias: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], bool | None]:
-    """Biases of attention and of the feed-forward part; where they agree, --disable-bias-linear says all."""
+    """The bias where attention and the feed-forward part differ; else None, and --disable-bias-linear suffices."""
     return lambda model: bias(model) if attention_bias(model) != mlp_bias(model) else None
 
 
@@ -51,13 +49,13 @@ SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = MappingProxyType(
         "rotary_base": lambda model: model.rotary_base if model.position_embedding == "rotary" else None,
     }
 )
-"""Field of `ModelConfig` -> its value with what is derived worked out; None where the model has no use for it."""
+"""Field of `ModelConfig` -> its value, also where that is derived; None where the model does not use the field."""
 OF_POSITIONS = ("max_position_embeddings", "position_offset", "rotary_base")
-"""Fields that some kinds of positions have no use for."""
+"""Fields that only some kinds of position embedding use."""
 
 
 def shape_settings(model: ModelConfig) -> dict[str, Any]:
-    """The fields that a model's weights fix, and for learned positions the longest sequence that they allow."""
+    """The fields that a model's weights fix, and for learned positions the longest sequence length."""
     settings = {name: value(model) for name, value in SHAPE.items()}
     if model.position_embedding == "learned":
         settings["seq_length"] = max_positions(model)
@@ -65,7 +63,7 @@ def shape_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def without_overruled_tokenizer(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
-    """A checkpoint's source; its tokenizer goes as a whole where kind or path is given above it."""
+    """A checkpoint's source without its tokenizer settings, if `above` gives the tokenizer's kind or path."""
     if {"tokenizer", "tokenizer_path"} & above.keys():
         for name in ("tokenizer", "tokenizer_path", "eod_id"):
             source.settings.pop(name, None)
@@ -74,7 +72,7 @@ def without_overruled_tokenizer(source: ConfigSource, above: Mapping[str, Any]) 
 
 
 def settled(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
-    """A source; what it says twice is a problem unless something above it decides."""
+    """A source; its disputed fields become problems, unless `above` sets them."""
     for name, sentence in source.disputed.items():
         if above.get(name) is None:
             source.problems.append(sentence)
@@ -83,10 +81,10 @@ def settled(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
 
 
 def contradictions(source: ConfigSource, run: Run, bad: set[str]) -> Iterator[str]:
-    """Where a run differs from the model of the checkpoint that it starts from.
+    """A sentence for each field in which a run differs from the model of the checkpoint that it starts from.
 
-    source: the checkpoint's settings, by `shape_settings`. bad: fields that are known to be wrong. The vocabulary may
-    grow, on request.
+    source: the checkpoint's settings (`shape_settings`). bad: fields that are already reported. The vocabulary may be
+    larger with --extend-vocabulary.
     """
     checkpoint = build_run(source.settings).model
     other_positions = checkpoint.position_embedding != run.model.position_embedding
@@ -111,7 +109,7 @@ def _vocabulary(source: ConfigSource, run: Run) -> Iterator[str]:
     if theirs is None or ours is None:
         return
     if ours < theirs:
-        yield f"--vocab-size {ours}: the model of {source.name} has {theirs} tokens, and none can be taken away"
+        yield f"--vocab-size {ours}: the model of {source.name} has {theirs} tokens, and none can be removed"
     elif ours > theirs and not extend:
         yield (
             f"--vocab-size {ours}: the model of {source.name} has {theirs} tokens; to add {ours - theirs}: "
@@ -119,6 +117,6 @@ def _vocabulary(source: ConfigSource, run: Run) -> Iterator[str]:
         )
     elif ours == theirs and extend:
         yield (
-            f"--extend-vocabulary: the model of {source.name} has {theirs} tokens; say how many there shall be with a "
-            "larger --vocab-size"
+            f"--extend-vocabulary: the model of {source.name} has {theirs} tokens; give the new number with a larger "
+            "--vocab-size"
         )

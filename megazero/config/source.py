@@ -1,4 +1,4 @@
-"""One source of settings (command line, YAML file, DeepSpeed file, preset) and how they lie over each other."""
+"""Sources of settings (command line, YAML file, DeepSpeed file, preset) and their precedence."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
 )
-"""Fields that say the same thing in different units. One source may set one of a group; it replaces the group below."""
+"""Groups of fields for one length in different units. A source may set one of a group; it unsets those of lower
+sources.
+"""
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in one message; notes tell where values in it are from."""
+    """Everything that is wrong with a configuration, in one message. notes: where values in it come from."""
 
     def __init__(self, problems: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
@@ -27,17 +29,17 @@ class ConfigError(ValueError):
 
 @dataclass
 class ConfigSource:
-    """What one source sets.
+    """The settings of one source.
 
-    name      how messages call it: "the command line", "run.yaml"
+    name      its name in messages: "the command line", "run.yaml"
     settings  field name -> value; None in a file asks for the derived default
-    written   field name -> how the source spells it: "--tensor-model-parallel-size", "optimizer.params.lr"
-    bad       fields whose value could not be read: checks that need them are left out
-    problems  sentences
-    disputed  fields that the source says twice, differently, and a sentence on each: a problem unless a higher source
-    sets the field
-    unread    the source could not be read at all, so nothing is known of what it would have set
-    resolved  the source is a resolved run, in which units may be mixed by what lay over what
+    written   field name -> its spelling in the source: "--tensor-model-parallel-size", "optimizer.params.lr"
+    bad       fields whose value could not be read; checks that need them are left out
+    problems  a sentence for each mistake
+    disputed  field -> sentence, for fields to which the source gives two values: a problem unless a higher source sets
+              the field
+    unread    whether the source could not be read at all, so that its settings are not known
+    resolved  whether the source is a resolved run, which may give lengths in several units
     """
 
     name: str
@@ -53,11 +55,11 @@ class ConfigSource:
         self.settings[name], self.written[name] = value, written
 
     def given(self, names: Sequence[str]) -> list[str]:
-        """Those of the names that this source sets to something."""
+        """Those of the names to which this source gives a value other than None."""
         return [name for name in names if self.settings.get(name) is not None]
 
     def sibling_problems(self) -> list[str]:
-        """Two of a group of siblings, or iterations beside samples."""
+        """What is wrong with the source's lengths: two of a group of siblings, or both iterations and samples."""
         found = []
         for group in SIBLINGS:
             both = self.given(group)
@@ -77,9 +79,9 @@ class ConfigSource:
 
 
 def merge(sources: Sequence[ConfigSource]) -> dict[str, Any]:
-    """Settings of all sources, the first one lowest.
+    """The settings of all sources; later ones have precedence.
 
-    A source that sets one of a group of siblings unsets the others below.
+    A source that sets one of a group of siblings unsets the others that lower sources have set.
     """
     merged: dict[str, Any] = {}
     for source in sources:

@@ -1,8 +1,8 @@
-"""What is wrong with a run: all of it, each with flag names, numbers and the nearest valid values.
+"""Validation of a run: a sentence for each mistake, with flag names, numbers and the nearest valid values.
 
-Two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS`, `LORA_CHECKS` and `EFFECT_CHECKS` are the
-relations between fields; each names the fields it reads and is left out when one of them is already known to be wrong,
-so that one mistake is reported once.
+There are two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS`, `LORA_CHECKS` and
+`EFFECT_CHECKS` check relations between fields. A check names the fields that it reads. It is left out when one of them
+is already reported, so that each mistake is reported once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megazero.system.reading import BOUNDS, shown
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; the ends belong to it unless open."""
+    """Numbers from `low` to `high` (None: no upper end). The ends are included unless they are open."""
 
     low: float
     high: float | None = None
@@ -151,8 +151,7 @@ MOST: Mapping[str, int] = MappingProxyType(
         "num_workers": BOUNDS.threads,
     }
 )
-"""The largest that is taken where one is far below `BOUNDS.count`: what there is one of for each, or memory for each.
-"""
+"""Upper bounds far below `BOUNDS.count`, for fields whose value costs time or memory per unit."""
 
 
 FOR_NONE: Mapping[str, str] = MappingProxyType(
@@ -167,7 +166,7 @@ FOR_NONE: Mapping[str, str] = MappingProxyType(
 
 
 def out_of_range(name: str, value: Any) -> str | None:
-    """What a field's value must be, where it is not. None and words are in range."""
+    """A sentence about the allowed range if the value is outside it; else None. None and words are in range."""
     allowed, most = RANGES.get(name), MOST.get(name, BOUNDS.count)
     if value is None or isinstance(value, str | bool):
         return None
@@ -178,7 +177,7 @@ def out_of_range(name: str, value: Any) -> str | None:
 
 
 def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
-    """Fields outside their range; their names are added to `bad`."""
+    """A sentence for each field outside its range. Adds the names of these fields to `bad`."""
     found = []
     for name, value in values.items():
         if name in bad:
@@ -195,7 +194,7 @@ def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
 
 
 def flat(run: Run) -> dict[str, Any]:
-    """Field name -> value over all sections."""
+    """Field name -> value, of all sections."""
     return {name: getattr(getattr(run, known.section), name) for name, known in run_options().items()}
 
 
@@ -207,12 +206,13 @@ def problems_of(
     given: frozenset[str] = frozenset(),
     own_data: bool = False,
 ) -> list[str]:
-    """Everything wrong with a run on `world_size` ranks (None: any number, and what depends on it is left out).
+    """A sentence for everything that is wrong with a run.
 
-    bad    fields already reported, whose values stand for nothing
-    given  fields that the command line itself sets: a flag that would have no effect is a problem there, while a
-           preset or a file may well carry settings for another precision or optimizer
-    own_data  whether a program hands in the training data
+    world_size  number of ranks; None leaves out the checks that need it
+    bad         fields that are already reported, whose values mean nothing
+    given       fields that the command line itself sets. Only there is a flag without effect a problem: a preset or a
+                file may contain settings for another precision or optimizer
+    own_data    whether a program passes the training data
     """
     bad = set(bad or ())
     found = range_problems(flat(run), bad)

@@ -1,7 +1,7 @@
-"""Names that other programs have for what is called otherwise here: a mistake in them gets the right suggestion.
+"""Flags and keys of other programs and the corresponding flags here, for suggestions in error messages.
 
-They are suggested and never accepted: a value that means nearly the same elsewhere (silu in a LLaMA's config.json,
-where the layer is gated) should be read by the person who asks for it.
+They are suggested and never accepted: a name that means nearly the same elsewhere (silu in a LLaMA's config.json, where
+the layer is gated) needs a decision by the user.
 """
 
 from __future__ import annotations
@@ -251,26 +251,26 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "context-length": "--seq-length",
         "grad-clip": "--clip-grad",
         "init-from-checkpoint": "--init-from",
-        "local-rank": "what torchrun tells each rank in its environment",
+        "local-rank": "set by torchrun in each rank's environment",
         "nproc-per-node": "--ranks on one host, or a flag of torchrun, in front of -m megazero pretrain",
         "resume": "--load",
         "zero": "--zero-stage",
     }
     | {word: ours for ours, words in SHORT.items() for word in words}
 )
-"""Flag of another program, without its dashes -> what it is here, a flag first where there is one."""
+"""Flag of another program, without leading dashes -> its name here, which begins with a flag if there is one."""
 
 
 def spelled(word: str) -> str:
-    """How words are compared: without dashes before them, underscores as dashes, in small letters."""
+    """A word in the form in which words are compared: without leading dashes, underscores as dashes, in lower case."""
     return word.lstrip("-").replace("_", "-").lower()
 
 
 def flag_elsewhere(word: str) -> str | None:
-    """What a flag (or a file's key) of another program is here; None for one that is not known."""
+    """The name here of another program's flag or key; None for an unknown one."""
     return FLAGS.get(spelled(word))
 
 
 def choice_elsewhere(field: str, word: str) -> str | None:
-    """Our value for one that another program has for this field."""
+    """The value here that corresponds to another program's value of this field; None for an unknown one."""
     return CHOICES.get(field, {}).get(spelled(word))

@@ -1,4 +1,4 @@
-"""Values that other programs have for one of ours: suggested where they are given, and never accepted."""
+"""Values of other programs and the corresponding values here. They are suggested in messages and never accepted."""
 
 from __future__ import annotations
 
@@ -79,4 +79,4 @@ CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "partition_by": {"uniform": "parameters", "type:transformer": "parameters"},
     }
 )
-"""Field -> value of another program -> ours of the same meaning."""
+"""Field -> value of another program -> value here of the same meaning."""

@@ -1,8 +1,8 @@
-"""A YAML file of settings: plain values by section, read within bounds.
+"""Reads a YAML file of settings, within bounds.
 
-PyYAML's loader in Python, for the one in C overflows the stack where brackets are nested deeply. Nothing is constructed
-before the file's nodes have been counted, each alias as often as it stands somewhere: a few lines of aliases can mean
-more values than any memory holds.
+It uses PyYAML's loader in Python, since the one in C overflows the stack on deeply nested brackets. It counts the
+file's nodes, with every alias expanded, before it constructs values: a few lines of aliases can stand for more values
+than fit into memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from megazero.system.reading import BOUNDS, Unreadable, read_text
 
 
 class _Loader(yaml.SafeLoader):
-    """A key that stands twice in one mapping is an error, where YAML's own rule takes the last.
-
-    What looks like a date is a word.
-    """
+    """A safe loader that refuses a repeated key in a mapping (PyYAML takes the last) and reads dates as words."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML wants it
         first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
@@ -38,9 +35,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Of bounded length: Python itself refuses decimal digits beyond its own bound, in words of its own, and no
-        others.
-        """
+        """An integer of bounded length. Python's own bound is for decimal digits only, and its message is unclear."""
         if len(node.value) > BOUNDS.digits:
             raise yaml.constructor.ConstructorError(
                 None, None, f"a number of {len(node.value):,} digits", node.start_mark
@@ -52,7 +47,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_yaml(path: Path) -> Any:
-    """The values of a file. Raises Unreadable."""
+    """The values of a YAML file; None for an empty one. Raises Unreadable for a file that is no YAML or too large."""
     text = read_text(path, BOUNDS.settings, piped=True)
     if sum(text.count(mark) for mark in "\n,:[{") > BOUNDS.settings_parts:
         raise Unreadable(
@@ -74,18 +69,18 @@ def load_yaml(path: Path) -> Any:
 
 
 def _first_mistake(error: Exception) -> str:
-    """Where and what, in a line."""
+    """A YAML error as one line: the place and the problem."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
     return where + " ".join(str(problem or error).split())
 
 
 def _refuse_bombs(root: yaml.Node, path: Path) -> None:
-    """Count what the nodes are once every alias is written out, and how deep they lie."""
+    """Raise Unreadable if the nodes are too many, with every alias expanded, or nested too deeply."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
-        if depth > BOUNDS.depth:  # also of a list that holds itself
+        if depth > BOUNDS.depth:  # also for a list that contains itself
             raise _too_deep(path)
         if id(node) not in sizes:
             inside = (

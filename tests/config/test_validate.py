@@ -51,7 +51,7 @@ REFUSED = [
     (
         "--disable-bias-linear --attention-bias --no-mlp-bias",
         1,
-        "--disable-bias-linear says nothing beside --attention-bias --no-mlp-bias",
+        "--disable-bias-linear has no effect with --attention-bias --no-mlp-bias",
         "--no-disable-bias-linear",
     ),
     (
@@ -84,7 +84,7 @@ REFUSED = [
     (
         "--fp8 --precision fp32",
         1,
-        "--fp8 current multiplies 8-bit copies of 16-bit numbers; --precision fp32",
+        "--fp8 current multiplies 8-bit copies of 16-bit numbers, and --precision fp32 has none",
         "--fp8 off",
     ),
     (
@@ -97,13 +97,13 @@ REFUSED = [
     (
         "--num-layers 2 --pp 2 --virtual-stages 3",
         2,
-        "= 6 model chunks, but --num-layers 2, the embedding and the head make 4",
+        "= 6 model chunks, but --num-layers 2, the embedding and the head fill 4",
         "--num-layers 4",
     ),
     ("--pp 2 --partition 5 6", 2, "adds up to 11, but --num-layers is 12", "--partition 5 7"),
     ("--pp 2 --partition 4 4 4", 2, "has 3 numbers, but --pp 2 x --virtual-stages 1 = 2", "--partition 4 8"),
     ("--pp 3 --partition 6 0 6", 3, "leaves chunk 1 empty", "--partition 0 12 0"),
-    ("--pp 2 --partition 6 6 --partition-by time", 2, "--partition-by time has no say", "--partition-by parameters"),
+    ("--pp 2 --partition 6 6 --partition-by time", 2, "--partition-by time has no effect", "--partition-by parameters"),
     (
         "--attention flash",
         1,
@@ -144,7 +144,7 @@ REFUSED = [
     (
         "--pp 2 --pipeline-schedule zb-v",
         2,
-        "zb-v lays two model chunks per rank in a V, not --virtual-stages 1",
+        "zb-v has two model chunks per rank, not --virtual-stages 1",
         "--virtual-stages 2",
     ),
     (
@@ -160,8 +160,8 @@ REFUSED = [
         "not by --pipeline-schedule zb-h1; nearest: 1f1b",
         "--pipeline-schedule 1f1b",
     ),
-    ("--cuda-graphs --zero-stage 2", 1, "which --zero-stage 2 has not; nearest: --zero-stage 1", "--zero-stage 1"),
-    ("--cuda-graphs --device cpu", 1, "which --device cpu has none of", "--device cuda"),
+    ("--cuda-graphs --zero-stage 2", 1, "which --zero-stage 2 does not have; nearest", "--zero-stage 1"),
+    ("--cuda-graphs --device cpu", 1, "captures CUDA kernels, and --device cpu has none", "--device cuda"),
     ("--cuda-graphs --tp 2 --backend gloo", 2, "--cuda-graphs with --tp 2 captures its collectives", "--backend nccl"),
     (
         "--optimizer-impl apex --precision fp64",
@@ -238,7 +238,7 @@ REFUSED = [
     (
         "--precision fp64 --grad-reduce-dtype fp32",
         1,
-        "--grad-reduce-dtype fp32 narrows --precision fp64",
+        "--grad-reduce-dtype fp32 is narrower than --precision fp64",
         "--grad-reduce-dtype auto",
     ),
     (
@@ -417,7 +417,7 @@ IDLE = [
     (
         f"{DATA} --init-from m --init-method-std 0.1",
         1,
-        "--init-method-std 0.1 has no effect without weights that are drawn",
+        "--init-method-std 0.1 has no effect without random initial weights",
         "",
     ),
     (
@@ -453,17 +453,17 @@ IDLE = [
     (
         f"{PACKED} --test-iters 5",
         1,
-        "--test-iters 5 has no effect without --split, which parts running text",
+        "--test-iters 5 has no effect without --split, which divides --data-path",
         "--test-iters 0",
     ),
     (
         "--save d --save-interval 200",
         1,
-        "--save-interval 200 has no effect without as many --train-iters",
+        "--save-interval 200 has no effect without at least as many --train-iters",
         "--train-iters 200",
     ),
-    ("--eval-interval 200", 1, "--eval-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
-    ("--exit-interval 200", 1, "--exit-interval 200 has no effect without as many --train-iters", "--train-iters 200"),
+    ("--eval-interval 200", 1, "--eval-interval 200 has no effect without at least as many", "--train-iters 200"),
+    ("--exit-interval 200", 1, "--exit-interval 200 has no effect without at least as many", "--train-iters 200"),
     ("--no-ckpt-probe", 1, "--no-ckpt-probe has no effect without --save DIR or --load DIR", "--save d"),
     ("--override-batch", 1, "--override-batch has no effect without --load DIR", "--load d"),
     ("--override-data --load d --finetune", 1, "--override-data has no effect without --load DIR", "--no-finetune"),

@@ -19,7 +19,7 @@ ASKED = {
     "--gradient_checkpointing": "did you mean --recompute-granularity full?",
     "--use-rotary-position-embeddings": "did you mean --position-embedding rotary?",
     "--use-distributed-optimizer": "did you mean --zero-stage 1?",
-    "--local-rank=0": "it is what torchrun tells each rank",
+    "--local-rank=0": "it is set by torchrun in each rank's environment",
     "--rope": "did you mean --position-embedding rotary?",
     "--nheads 8": "did you mean --num-attention-heads?",
     "--num-heads 8": "did you mean --num-attention-heads?",

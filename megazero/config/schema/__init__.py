@@ -1,7 +1,7 @@
-"""What a run is: frozen dataclasses, one sentence under each field, which is also its `--help`.
+"""The configuration of a run: frozen dataclasses with a sentence under each field, which `--help` shows.
 
-A field's flag is its name with dashes. `option` keeps what else the command line needs to know about the field.
-`None` means that the default is derived, and `derived` says from what. The sentence is the string literal under the
+A field's flag is its name with dashes. `config.fields.option` has the field's metadata for the command line. The
+default None means that the value is derived, and `derived` says how. The sentence is the string literal under the
 field; `megazero.config.options` reads it from the source. Measurements belong in docs/performance.md.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Run:
-    """Everything a run is."""
+    """The whole configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,4 +1,4 @@
-"""What is saved, and what a run starts from."""
+"""Checkpoints: what is saved, and what a run starts from."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(None, derived="none are exempt")
     "Never delete checkpoints of iterations that are multiples of this."
     async_save: bool = option(False)
-    "Write checkpoints beside the training. A step waits only for a copy of the state in host memory."
+    "Write checkpoints in the background. A step waits only for a copy of the state in host memory."
     init_from: str | None = option(None, metavar="DIR", derived="random weights")
-    """Start with the weights of a checkpoint of any known format, such as a Hugging Face folder. Its shape and
-    tokenizer hold where no flag says otherwise. A complete checkpoint in --load comes first."""
+    """Start with the weights of a checkpoint of any known format, such as a Hugging Face folder. Its model shape and
+    tokenizer are used unless flags set others. A complete checkpoint in --load has precedence."""
     extend_vocabulary: bool = option(False)
     """With --init-from: let --vocab-size be larger than the checkpoint's. The new rows start as the mean of the
     others."""
     finetune: bool = option(False)
-    "Load weights only. Iteration, samples and optimizer start anew."
+    "Load weights only. Iteration, samples and optimizer start from zero."
     no_load_optim: bool = option(False)
     "Load weights and position, but not the optimizer's state."
     override_opt_param_scheduler: bool = option(False)

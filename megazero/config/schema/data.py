@@ -1,4 +1,4 @@
-"""Text, and how it becomes samples."""
+"""The training data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megazero.config.fields import option
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text, and how it becomes samples."""
+    """The training data, and how they become samples."""
 
     data_path: tuple[str, ...] = option(
         (), many=True, metavar="PREFIX", common=True, derived="the source of Python's standard library"
@@ -18,14 +18,14 @@ class DataConfig:
     split: str = option("969,30,1", metavar="SHARES")
     "Shares of training, validation and test data."
     valid_data_path: tuple[str, ...] = option((), many=True, metavar="NAME PREFIX", derived="none")
-    "Named validation sets beside the split's: NAME PREFIX NAME PREFIX ... Each gets a loss of its own."
+    "Named validation sets in addition to the split's: NAME PREFIX NAME PREFIX ... Each gets a loss of its own."
     instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")
-    """Prompts with completions, or chats, instead of --data-path. The tokenizer's chat template writes the chats,
-    several go into a sample, and the loss is on completions only."""
+    """Prompts with completions, or chats, instead of --data-path. The tokenizer's chat template formats chats. Several
+    conversations are packed into a sample. The loss is on completions only."""
     valid_instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")
     "Prompts with completions, or chats, for validation."
     long_conversations: str = option("refuse", choices=("refuse", "truncate", "drop"))
-    "What happens to a conversation longer than a sample: an error, its end is cut off, or it is left out."
+    "What happens to a conversation longer than a sample: refuse is an error, truncate cuts it off, drop leaves it out."
     tokenizer: str | None = option(
         None, choices=("byte", "gpt2", "sentencepiece", "hf"), common=True, derived="none, ids are used as they are"
     )
@@ -39,6 +39,6 @@ class DataConfig:
     data_cache_path: str | None = option(None, metavar="DIR", derived="~/.cache/megazero")
     "Folder for index caches and the default corpus."
     num_workers: int = option(1)
-    "Background threads that prepare micro-batches. With 0 the step prepares them."
+    "Background threads that prepare micro-batches. With 0 they are prepared within the step."
     seed: int = option(1234)
     "Seed of weights, dropout and sample order."

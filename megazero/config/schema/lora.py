@@ -9,13 +9,13 @@ from megazero.config.fields import option
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters on the frozen weights of --init-from."""
+    """Low-rank adapters (LoRA) on the frozen weights of --init-from."""
 
     lora_rank: int | None = option(None, metavar="R", derived="no adapters")
-    "Rank of the adapters (LoRA) beside linear layers of the blocks. Nothing else is trained."
+    "Rank of the adapters of linear layers in the blocks. Nothing else is trained."
     lora_alpha: float | None = option(None, derived="twice the rank")
     "Adapters are scaled by alpha / rank."
     lora_targets: tuple[str, ...] = option((), many=True, metavar="LAYER", derived="all that the model has")
     "Layers of every block that get an adapter, of qkv output gate up down."
     lora_dropout: float = option(0.0)
-    "Dropout on the input of adapters, and on nothing else."
+    "Dropout on the input of adapters only."

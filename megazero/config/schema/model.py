@@ -9,7 +9,7 @@ from megazero.config.fields import option
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model: GPT, BLOOM, LLaMA and what lies between them."""
+    """The shape of the model: GPT, BLOOM, LLaMA and mixtures of these."""
 
     num_layers: int = option(12, common=True)
     "Number of transformer blocks."
@@ -26,7 +26,7 @@ class ModelConfig:
     )
     "Width of the feed-forward layer."
     vocab_size: int | None = option(None, metavar="V", derived="that of the tokenizer")
-    "Number of token ids. It is required with --data-path where there is no tokenizer."
+    "Number of token ids. It is required with --data-path without --tokenizer."
     make_vocab_size_divisible_by: int = option(128)
     "Embedding rows are padded in memory to a multiple of this times tp. Padding is masked and never stored."
     seq_length: int = option(384, common=True)
@@ -36,7 +36,7 @@ class ModelConfig:
     position_offset: int = option(0)
     "Rows of the learned position table before the one of position 0 (OPT has 2). No token reads them."
     position_embedding: str = option("alibi", choices=("learned", "alibi", "rotary", "none"))
-    "How the model knows the order of tokens."
+    "Kind of position embedding."
     rotary_base: float = option(10000.0)
     "Base (theta) of rotary positions."
     embedding_layernorm: bool = option(False, "--embed-layernorm", derived="on with ALiBi positions, else off")

@@ -14,15 +14,14 @@ class OptimizerConfig:
     precision: str = option("bf16", choices=("fp64", "fp32", "bf16", "fp16"), common=True)
     "Dtype of parameters and activations. With a 16-bit one, master weights and gradients are fp32."
     fp8: str = option("off", choices=("off", "current", "delayed"), alone="current")
-    """Compute the blocks' linear layers on 8-bit copies, scaled per tensor by their largest value now (current, also
-    the flag alone) or over the last steps (delayed). This needs compute capability 8.9; a CPU computes the same,
-    slowly."""
+    """Compute the blocks' linear layers in 8 bits, scaled per tensor by the largest value now (current, also the flag
+    alone) or over the last steps (delayed). A GPU needs compute capability 8.9. A CPU computes the same, slowly."""
     fp8_amax_history: int = option(16)
-    "With --fp8 delayed: number of steps that a scale looks back on."
+    "With --fp8 delayed: number of steps whose largest values give the scale."
     optimizer: str = option("adamw", choices=("adamw", "adam", "sgd"))
-    "adamw decays weights apart from the gradient. adam adds the decay to the gradient. sgd has momentum."
+    "adamw has decoupled weight decay. adam adds the decay to the gradient. sgd has momentum."
     optimizer_impl: str = option("megazero", choices=("megazero", "apex"))
-    "Whose kernels compute adam and adamw. NVIDIA apex has to be installed with its CUDA extensions."
+    "Implementation of adam and adamw. apex needs NVIDIA apex with its CUDA extensions."
     weight_decay: float = option(0.1)
     "Weight decay of matrices and embeddings. Norms and biases have none."
     adam_beta1: float = option(0.9)
@@ -36,7 +35,7 @@ class OptimizerConfig:
     clip_grad: float = option(1.0)
     "Largest global gradient norm; 0 turns clipping off."
     label_smoothing: float = option(0.0)
-    "Share of the target that is spread over the real vocabulary."
+    "Fraction of the target that is spread evenly over the vocabulary."
     z_loss: float = option(0.0)
     "Weight of the squared logarithm of the softmax's normaliser in the loss."
     loss_scale: float | None = option(None, derived="dynamic")
@@ -46,6 +45,6 @@ class OptimizerConfig:
     loss_scale_window: int = option(1000)
     "Steps without overflow after which the loss scale doubles."
     hysteresis: int = option(2)
-    "Number of overflows after which the loss scale halves."
+    "Number of overflows at which the loss scale halves."
     min_loss_scale: float = option(1.0)
     "Lowest dynamic loss scale."

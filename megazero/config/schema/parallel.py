@@ -22,7 +22,7 @@ class ParallelConfig:
         choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
         derived="1f1b; interleaved with --virtual-stages > 1",
     )
-    "Order of the pipeline's forward and backward passes. zb-h1 and zb-v (2 virtual stages) have the smallest bubbles."
+    "Order of forward and backward passes in the pipeline. zb-h1 and zb-v (2 virtual stages) have the smallest bubbles."
     virtual_stages: int = option(1, "--num-virtual-stages-per-pipeline-rank", metavar="V")
     "Number of model chunks on each pipeline stage."
     partition: tuple[int, ...] | None = option(None, many=True, metavar="LAYERS", derived="balanced")
@@ -40,20 +40,20 @@ class ParallelConfig:
     compile: bool = option(False)
     "Run the ops of the blocks that have no kernel through torch.compile."
     attention: str = option("auto", choices=("auto", "flash", "flex", "softmax"))
-    """How attention is computed: torch's flash (no ALiBi, no documents), FlexAttention (CUDA only), or products and a
-    softmax. auto takes the best one for the case, and the banner names it."""
+    """How attention is computed: torch's flash attention (without ALiBi or --document-mask), FlexAttention (CUDA only),
+    or matrix products and a softmax. auto takes the best one for the run, and the banner names it."""
     cuda_graphs: bool = option(False)
-    """Capture forward and backward of a micro-batch once and replay them, which is less work for the host. This needs
-    CUDA, one pipeline stage, and ZeRO stage 0 or 1."""
+    """Capture forward and backward of a micro-batch as a CUDA graph and replay it, which is less work for the host.
+    This needs CUDA, one pipeline stage, and ZeRO stage 0 or 1."""
     bucket_size: int = option(8_388_608)
-    "Elements of one gradient bucket, which is reduced and gathered in one message."
+    "Number of elements of a gradient bucket. A bucket is reduced and gathered in one collective."
     grad_reduce_dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))
     "Dtype in which gradients are reduced. auto is fp32 for 16-bit parameters, else the parameters' own."
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
-    "Where tensors live. auto is cuda where there is a GPU."
+    "Device of the tensors. auto is cuda if there is a GPU."
     backend: str = option("auto", "--distributed-backend", choices=("auto", "gloo", "nccl", "mpi"))
     "Communication library. auto is nccl on cuda and gloo on a CPU."
     shared_memory: bool = option(True)
     "With gloo: ranks of one host exchange tensors through shared memory. This needs the compiled kernels."
     distributed_timeout_minutes: float = option(10.0)
-    "A collective that waits longer than this fails the run."
+    "The run fails if a collective takes longer than this."

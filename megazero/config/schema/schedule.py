@@ -25,10 +25,11 @@ class ScheduleConfig:
     train_samples: int | None = option(None, derived="--train-iters counts")
     "Number of samples to train on instead of iterations, in whole global batches."
     epochs: float | None = option(None, metavar="X", derived="--train-iters counts")
-    """How often the training data are read, instead of iterations; conversations too. Of a blend an epoch is as many
-    tokens as its parts have together, and the banner says how often each part is read."""
+    """Number of passes over the training data, instead of iterations. For a blend one epoch is as many tokens as all
+    its
+    parts have together, and the banner says how often each part is read."""
     lr: float = option(1e-3, common=True)
-    "Highest learning rate."
+    "Peak learning rate."
     min_lr: float = option(0.0)
     "Learning rate at the end of the decay."
     lr_decay_style: str = option(

@@ -1,4 +1,4 @@
-"""The loop around the steps."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.config.fields import option
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The loop around the steps, and what it shows."""
+    """The training loop: evaluation, stopping and logging."""
 
     eval_interval: int | None = option(None, derived="at the end only")
     "Iterations between evaluations."
@@ -19,7 +19,7 @@ class TrainerConfig:
     test_iters: int = option(0)
     "Global batches of the test split on which the finished run is evaluated."
     exit_interval: int | None = option(None, derived="at the end only")
-    "Save and stop once the iteration is a multiple of this."
+    "Save and stop at the first iteration that is a multiple of this."
     exit_duration_in_mins: float | None = option(None, derived="never; 10 where the run is given no length")
     "Save and stop after so many minutes."
     log_interval: int = option(1)
@@ -31,11 +31,11 @@ class TrainerConfig:
     sinks: tuple[str, ...] = option(
         (), many=True, metavar="NAME", choices=(), extended_by=extensions.SINKS, derived="none"
     )
-    "Further places for the numbers of every step, which installed packages add."
+    "Further sinks for the metrics of every step, by their names in installed packages."
     sample_prompt: str | None = option(
         None, metavar="TEXT", derived="the head of a Python function for the default corpus, else none"
     )
-    "At the end, print how the model continues this text."
+    "Print the model's continuation of this text at the end."
     sample_tokens: int = option(80)
     "Number of tokens in that continuation."
     deterministic: bool = option(False)
