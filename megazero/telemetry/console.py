@@ -1,4 +1,4 @@
-"""stdout and stderr of a run: losing one is worth a line on the other, and never the run."""
+"""stdout and stderr of a run. If one is lost, the run writes a line to the other and goes on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any, TextIO
 
 
 class Console:
-    """A text stream that may go away: the reader of a pipe, a terminal, the disk under a log file.
+    """A text stream that may fail: the reader of a pipe ends, a terminal closes, the disk of a log file is full.
 
-    lost  told once, with what the system says; what is written from then on may be lost. All else is the stream's own.
+    lost  called at the first failure, with the system's reason. Later output may be lost
+
+    All other attributes are those of the stream.
     """
 
     def __init__(self, stream: TextIO, lost: Callable[[str], None]) -> None:
@@ -20,7 +22,7 @@ class Console:
         self._told = False
 
     def write(self, text: str) -> int:
-        """As a stream's, but it raises no OSError."""
+        """As the stream's `write`, but it raises no OSError."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -28,7 +30,7 @@ class Console:
             return len(text)
 
     def flush(self) -> None:
-        """As a stream's, but it raises no OSError."""
+        """As the stream's `flush`, but it raises no OSError."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -44,13 +46,13 @@ class Console:
 
 
 def outlive_the_console() -> None:
-    """From now on this process goes on without stdout or stderr when one of them is lost, and says so on the other."""
+    """Replace stdout and stderr by `Console`s, so that the process goes on when one of them fails."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except (
             OSError
-        ):  # closed by who started us: the next file that is opened would get its number, and others' messages
+        ):  # closed by the parent: the next file that is opened would get its number, and with it other output
             os.open(os.devnull, os.O_RDWR)
     out = sys.stdout if sys.stdout is not None else open(1, "w", closefd=False)  # noqa: SIM115
     err = sys.stderr if sys.stderr is not None else open(2, "w", closefd=False)  # noqa: SIM115

@@ -12,14 +12,14 @@ from megazero.telemetry.units import count, duration, size
 
 @dataclass(frozen=True)
 class LogColumn:
-    """A column of the log: its heading and how wide it is."""
+    """A column of the log: its heading and its width in characters."""
 
     heading: str
     width: int
 
 
 def columns(total_iterations: int, fp16: bool) -> tuple[LogColumn, ...]:
-    """The columns of a run's log, 93 to 120 characters with the gaps between them."""
+    """The columns of a run's log: 93 to 120 characters in all, gaps included. fp16: with the loss scale."""
     digits = len(str(total_iterations))
     listed = [
         LogColumn("iteration", max(9, 2 * digits + 1)),
@@ -42,7 +42,7 @@ def header(shown: tuple[LogColumn, ...]) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """Fixed-point where it fits, else scientific: both at most 9 characters."""
+    """Fixed-point if it fits, else scientific; at most 9 characters."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     if value == 0 or 10**-digits <= abs(value) < 10 ** (8 - digits):
@@ -51,12 +51,12 @@ def _number(value: float, digits: int) -> str:
 
 
 def _teraflops(value: float) -> str:
-    """Rates of a laptop's rank and of an H100's."""
+    """A rate with enough digits for a laptop's rank and for an H100's."""
     return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
 
 
 def line(record: StepRecord, total_iterations: int, shown: tuple[LogColumn, ...], seconds_left: float) -> str:
-    """The step's line; a skipped step says so at its end."""
+    """The line of a step, with "skipped" at the end of a skipped one. seconds_left: time to the end of the run."""
     digits = len(str(total_iterations))
     cells = {
         "iteration": f"{record.iteration:>{digits}}/{total_iterations}",
@@ -77,8 +77,12 @@ def line(record: StepRecord, total_iterations: int, shown: tuple[LogColumn, ...]
 class LogLines:
     """Prints every `interval`-th step and the last one. A `Sink`; rank 0 only.
 
-    `total_iterations` is where the run will end; time left comes from a mean over recent steps (the last weighs a
-    tenth), so that a slow first step is soon forgotten. `seconds_to_deadline` of a run with a time limit caps it.
+    total_iterations     last iteration of the run
+    header_every         lines between two headers
+    stream               where to print; default: stdout at the time of printing
+    seconds_to_deadline  of a run with a time limit; it caps the time left
+
+    The time left is computed with an exponential mean of step times (the last step weighs a tenth).
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class LogLines:
         self._budget = seconds_to_deadline
 
     def step(self, record: StepRecord) -> None:
-        # The first step also warms caches up: it counts until there is a second one.
+        # The first step is slow, since it also warms up: its time is replaced by the second step's.
         first = self._mean is None or record.iteration <= 2
         self._mean = record.step_seconds if first else 0.9 * (self._mean or 0.0) + 0.1 * record.step_seconds
         if self._budget is not None:
@@ -131,7 +135,7 @@ class LogLines:
         self.flush(False)
 
     def _print(self, text: str) -> None:
-        # One write per line: lines of other processes cannot fall into it.
+        # One write per line, so that other processes' output cannot split it.
         stream = self._stream or sys.stdout
         stream.write(text + "\n")
         stream.flush()

@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object per line, whole or not there at all."""
+"""The metrics file: one JSON object per line. A line that was not written whole is removed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from megazero.telemetry.record import StepRecord, finite
 
 _BLOCK = 65536
 _BEGINS = b'{"iteration": '
-"""How every line begins, a torn one as far as it goes."""
+"""The beginning of every line, also of a torn one as far as it was written."""
 
 
 class ForeignFileError(OSError):
-    """The file was written by something else; nothing is cut off it and nothing put behind it."""
+    """The file is no metrics file. It is not changed."""
 
 
 class MetricsFile:
-    """Appends lines to `path`, creating its folder. A `Sink`; rank 0 only.
+    """Appends lines to `path`, whose folder it creates. A `Sink`; rank 0 only.
 
-    Every line is one `write` on a descriptor opened with O_APPEND, so that a killed process leaves at most one torn
-    line, the last, which is cut here when the file is opened again. `check` is called before each write; what it raises
-    where this run is a leftover and must not write goes through, and nothing is written. Raises ForeignFileError for a
-    file of another kind, and OSError when the file cannot be opened.
+    check  called before each write. It raises if another job has taken over the run; then nothing is written and the
+           error is passed on. If it raises OSError (its disk does not answer), the line waits as below
+    tell   called with warnings; default: print to stderr
 
-    What a disk does not take, a full one say, waits in memory and is tried again with the next line; `tell` gets a word
-    about it. So does what is to be written while `check` finds no answer (OSError), its disk being away.
+    Each line is one `write` on a descriptor with O_APPEND. So a killed process leaves at most one torn line, the last,
+    which is removed when the file is opened again. Lines that cannot be written (a full disk) wait in memory and are
+    tried again with the next line. Raises ForeignFileError for a file of another kind, and OSError when the file cannot
+    be opened.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class MetricsFile:
         self.write({"iteration": iteration} | {name: finite(float(loss)) for name, loss in losses.items()})
 
     def note(self, text: str) -> None:
-        """Remarks are not metrics."""
+        """Does nothing: remarks are not written to the metrics file."""
 
     def write(self, values: Mapping[str, object]) -> None:
-        """Append one object as one line."""
+        """Append one object as one line. Its values must be finite."""
         line = json.dumps(values, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
         self._waiting.append(line)
         self._drain()
@@ -77,7 +78,7 @@ class MetricsFile:
             self._descriptor = -1
 
     def _drain(self) -> None:
-        """Write the lines that wait, each at once; of one that the disk took in part the rest goes on waiting."""
+        """Write the waiting lines, each in one call. If a line is written in part, the rest goes on waiting."""
 
         def write() -> None:
             self._check()
@@ -113,9 +114,7 @@ class MetricsFile:
 
 
 def foreign(path: str | Path) -> str | None:
-    """Why lines cannot be put behind what is in this file; None: it is empty, a metrics file, or none that has an end
-    (a pipe).
-    """
+    """Why lines cannot be appended to this file; None if it is empty, a metrics file, or no regular file (a pipe)."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         return None
     descriptor = os.open(path, os.O_RDONLY)
@@ -129,10 +128,9 @@ def foreign(path: str | Path) -> str | None:
 
 
 def mend_last_line(descriptor: int) -> int:
-    """Cut what a killed process has left of its last line; the number of bytes that were cut. A line that lacks its
-    newline only gets it.
+    """Remove a torn last line; return the number of bytes removed. A whole line that lacks its newline gets one.
 
-    Raises ForeignFileError, before anything is changed.
+    Raises ForeignFileError for a file of another kind, before it changes anything.
     """
     start, torn = _last_line(descriptor)
     if _is_record(torn):
@@ -144,9 +142,9 @@ def mend_last_line(descriptor: int) -> int:
 
 
 def _last_line(descriptor: int) -> tuple[int, bytes]:
-    """Where what follows the last newline begins, and what it is. Raises ForeignFileError unless the file is ours.
+    """(offset, bytes) of the text behind the last newline.
 
-    Looked at are the first line, the last one that is whole and what follows it.
+    Raises ForeignFileError unless the first line, the last whole line and that text look like a metrics file's.
     """
     end = os.lseek(descriptor, 0, os.SEEK_END)
     head, first = os.pread(descriptor, _BLOCK, 0), max(0, end - _BLOCK)
@@ -157,7 +155,7 @@ def _last_line(descriptor: int) -> tuple[int, bytes]:
     if not begun or not all(_is_record(line) for line in lines):
         shown = (torn if not begun else next(line for line in lines if not _is_record(line)))[:40]
         raise ForeignFileError(
-            f"is no metrics file (it holds {shown!r}), and would be damaged by one; name another file"
+            f"is no metrics file (it contains {shown!r}), and lines would damage it; name another file"
         )
     return end - len(torn), torn
 

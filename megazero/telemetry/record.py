@@ -1,6 +1,6 @@
-"""One step's numbers: while they may still lie on the device, and once they are known.
+"""The metrics of one step: as tensors that may be on the device, and as numbers.
 
-The keys of `StepRecord` are those of the metrics file, in its order; other programs rely on them.
+The fields of `StepRecord` are the keys of the metrics file, in its order. Other programs rely on them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from torch import Tensor
 from megazero.telemetry.units import teraflops_per_rank
 
 Scalar = float | int | bool | Tensor
-"""A number, or a 0-dim tensor that holds it on the device."""
+"""A number, or a 0-dim tensor on any device."""
 
 
 @dataclass(frozen=True)
 class StepValues:
     """A step whose tensors have not been read yet.
 
-    loss                mean over the valid tokens of the global batch
+    iteration           number of the step, from 1
+    consumed_samples    of the run, after the step
+    consumed_tokens     of the run, after the step
+    loss                mean over the counted tokens of the global batch
     grad_norm           before clipping, without the loss scale
-    lr                  used in the step
-    skipped             whether the step changed nothing (overflow)
-    consumed_*          after the step
-    step_seconds        host clock; on a device that runs behind the host it is the time to queue the step
+    lr                  learning rate used in the step
+    loss_scale          used in the step
+    skipped             whether the weights did not change (overflow)
+    global_batch_size   samples of the step
+    step_seconds        seconds on the host's clock; with an asynchronous device, the time to launch the step
     """
 
     iteration: int
@@ -43,16 +47,19 @@ class StepValues:
     step_seconds: float
 
     def scalars(self) -> tuple[Scalar, ...]:
-        """What may still lie on the device, in the order in which `resolve_step` takes it back."""
+        """The values that may be on the device, in the order in which `resolve_step` takes them."""
         return self.loss, self.grad_norm, self.loss_scale, self.skipped
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as it is written down.
+    """The metrics of a step as numbers. Fields that are not described here are those of `StepValues`.
 
-    hardware_tflops_per_rank  with what is computed a second time; None where nothing is
-    mfu                       None where the device's peak is not known
+    step_seconds              seconds of the step on the device
+    model_tflops_per_rank     model FLOPs, without recomputation, in TFLOP/s
+    hardware_tflops_per_rank  TFLOP/s with recomputation; None without recomputation
+    peak_memory_bytes         largest over all ranks so far
+    mfu                       model FLOPs utilisation, 0 to 1; None where the device's peak is not known
     """
 
     iteration: int
@@ -72,25 +79,25 @@ class StepRecord:
     mfu: float | None = None
 
     def as_json(self) -> dict[str, float | int | bool | None]:
-        """The object of the metrics file: non-finite numbers are None, and what is None is left out."""
+        """The object of the metrics file. Numbers that are not finite become None; fields that are None are omitted."""
         pairs = {field.name: getattr(self, field.name) for field in fields(self)}
         return {key: finite(value) for key, value in pairs.items() if value is not None}
 
 
 def finite(value: float | int | bool) -> float | int | bool | None:
-    """The value, or None for NaN and infinities, which JSON does not know."""
+    """The value, or None for NaN and infinities, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns seconds into rates.
+    """The constants of a run by which seconds become rates.
 
-    flops_per_sample       model FLOPs of one sample's training step
+    flops_per_sample       model FLOPs of forward and backward of one sample
     sequence               tokens of a sample
     ranks                  world size
-    peak_flops             of one rank's share of its device, or None
-    recomputed_per_sample  FLOPs that recompute adds to a sample's
+    peak_flops             peak FLOP/s of one rank's device, or of its part of a shared one; None if not known
+    recomputed_per_sample  FLOPs that recomputation adds per sample
     """
 
     flops_per_sample: float
@@ -101,26 +108,26 @@ class Rates:
 
 
 class Sink(Protocol):
-    """Where records go. Called on rank 0 only."""
+    """A destination of metrics. Called on rank 0 only."""
 
     def note(self, text: str) -> None:
-        """A remark to whoever reads along; files for programs leave it out."""
+        """Take a remark for the user. Files for programs leave it out."""
 
     def step(self, record: StepRecord) -> None:
-        """A step is known."""
+        """Take the record of a step. Called in the order of steps."""
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        """`losses` by metric name: valid_loss, valid_loss/NAME; test_loss."""
+        """Take the losses of an evaluation by metric name: valid_loss, valid_loss/NAME; test_loss."""
 
     def flush(self, durable: bool) -> None:
-        """Hand what is buffered to the system; `durable`: to the disk."""
+        """Write what is buffered to the system; with `durable`, to the disk."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Write what is left and close. Nothing is called afterwards."""
 
 
 def read_scalars(values: Sequence[Scalar]) -> list[float]:
-    """The values as Python numbers, with one transfer from the device for all tensors among them."""
+    """The values as Python floats. One transfer from the device reads all tensors among them."""
     tensors = [value.detach().to(torch.float64) for value in values if isinstance(value, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
@@ -129,7 +136,7 @@ def read_scalars(values: Sequence[Scalar]) -> list[float]:
 def resolve_step(
     step: StepValues, numbers: Sequence[float], seconds: float, peak_memory: int, rates: Rates
 ) -> StepRecord:
-    """The record of a step whose scalars have been read; `seconds` is what the step took."""
+    """The record of a step. numbers: its `scalars()` as numbers; seconds: time of the step; peak_memory: bytes."""
     loss, grad_norm, loss_scale, skipped = numbers
     tokens = step.global_batch_size * rates.sequence
     seconds = max(seconds, 1e-9)

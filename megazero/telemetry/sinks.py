@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside its log lines: a row for each flag that names such a place, and what packages add."""
+"""The sinks of a run in addition to its log lines: one for each flag that names a file or folder, and --sinks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megazero.telemetry.record import Sink
 
 @dataclass(frozen=True)
 class Opening:
-    """What a sink is made from, on rank 0 before the first step.
+    """The arguments of a sink's constructor. Sinks are made on rank 0 before the first step.
 
-    run              whose numbers it will get
-    first_iteration  the first one that it will get; more than 1 where the run has been resumed
-    check            to be called before each writing: raises where another job has taken the run over
-    tell             says a sentence to the person who reads along
+    run              the run
+    first_iteration  number of the first step that the sink will get; more than 1 in a resumed run
+    check            to be called before each write: raises if another job has taken over the run
+    tell             prints a sentence to the user
     """
 
     run: Run
@@ -41,17 +41,17 @@ def _tensorboard(of: Opening) -> Sink:
 BY_FIELD: Mapping[str, Callable[[Opening], Sink]] = MappingProxyType(
     {"metrics_file": _metrics_file, "tensorboard_dir": _tensorboard}
 )
-"""Field of the trainer's configuration that names a file or folder -> what writes there."""
+"""Field of `TrainerConfig` that names a file or folder -> a function that makes its sink."""
 
 
 def named_places(run: Run) -> dict[str, str]:
-    """Flag -> what it names, of those that the run has."""
+    """Flag -> its value, for all flags of sinks that the run has."""
     named = {field: getattr(run.trainer, field) for field in BY_FIELD}
     places = {f"--{field.replace('_', '-')}": place for field, place in named.items() if place}
     return places | ({"--sinks": " ".join(run.trainer.sinks)} if run.trainer.sinks else {})
 
 
 def open_sinks(of: Opening) -> list[Sink]:
-    """All that the run asks for. Raises OSError for a place that cannot be written, ValueError for what is missing."""
+    """The sinks of a run. Raises OSError where a file cannot be written, ValueError where a package is missing."""
     named = [make(of) for field, make in BY_FIELD.items() if getattr(of.run.trainer, field)]
     return [*named, *(load(SINKS, name)(of) for name in dict.fromkeys(of.run.trainer.sinks))]

@@ -1,6 +1,4 @@
-"""Steps wait here, tensors on their device, until the log interval; then one transfer reads them and the sinks get
-them.
-"""
+"""A queue of steps whose metrics are on the device. At the log interval one transfer reads them for the sinks."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ __all__ = ["StepLog", "StepValues"]
 
 
 class StepLog:
-    """What a run tells about its steps.
+    """Passes the metrics of a run's steps to its sinks.
 
-    sinks        where records go; empty on every rank but 0, which then reads nothing from the device
-    peak_memory  bytes, the largest over ranks. Called on every rank at the same moments, so it may communicate: at each
-                 flush that finds steps waiting, which are those of the log interval and those the owner asks for
+    sinks         the sinks; empty on all ranks but 0, which then read nothing from the device
+    peak_memory   returns bytes, the largest over ranks. All ranks call it at the same points, so it may communicate: in
+                  each `flush` with waiting steps
+    log_interval  steps between two flushes
 
-    The owner flushes before a checkpoint is declared complete and at the end; `evaluation` flushes by itself.
+    The caller flushes before a checkpoint becomes complete and at the end of the run. `evaluation` flushes by itself.
     """
 
     def __init__(
@@ -35,13 +34,13 @@ class StepLog:
         self._last_peak = 0
 
     def step(self, values: StepValues) -> None:
-        """Take a step; at the log interval all that wait are written."""
+        """Queue a step. At the log interval all queued steps are written."""
         self._waiting.append(values)
         if values.iteration % self._interval == 0:
             self.flush()
 
     def flush(self, durable: bool = False) -> None:
-        """Write every waiting step; `durable`: and see it on the disk, which a checkpoint needs."""
+        """Write all queued steps. durable: to the disk, as a checkpoint needs. All ranks call this."""
         steps, self._waiting = self._waiting, []
         if steps:
             self._last_peak = max(self._last_peak, self._peak_memory())
@@ -50,21 +49,19 @@ class StepLog:
             sink.flush(durable)
 
     def evaluation(self, iteration: int, losses: Mapping[str, float]) -> None:
-        """Write losses of an evaluation by metric name (`valid_loss`, `valid_loss/NAME`; `test_loss`), after the steps
-        that wait.
-        """
+        """Write the losses of an evaluation by metric name, after all queued steps. All ranks call this."""
         self.flush()
         for sink in self._sinks:
             sink.evaluation(iteration, dict(losses))
             sink.flush(False)
 
     def note(self, text: str) -> None:
-        """Say something to the person who reads along. Rank 0 is heard; communicates nothing."""
+        """Pass a remark for the user to the sinks, which only rank 0 has. Communicates nothing."""
         for sink in self._sinks:
             sink.note(text)
 
     def close(self) -> None:
-        """Write what waits and close the sinks. Communicates nothing, so a failing rank may call it alone."""
+        """Write all queued steps and close the sinks. Communicates nothing, so a failing rank may call it alone."""
         steps, self._waiting = self._waiting, []
         self._write(steps, self._last_peak)
         for sink in self._sinks:
@@ -86,9 +83,8 @@ class StepLog:
 def _seconds(steps: Sequence[StepValues], table: Sequence[Sequence[Scalar]], waited: float) -> list[float]:
     """Seconds of each step.
 
-    A device that runs behind the host makes the host clock of a single step meaningless: the host queues steps in no
-    time and waits when their numbers are read. Then the whole time is shared evenly between the steps. On the CPU
-    the work is done when the call returns, and each step keeps its own.
+    With an asynchronous device the host's time of one step means nothing: the host launches steps ahead and waits when
+    their metrics are read. The whole time is then divided equally among the steps. On the CPU each step keeps its own.
     """
     behind = any(isinstance(value, Tensor) and value.device.type != "cpu" for row in table for value in row)
     if not behind:

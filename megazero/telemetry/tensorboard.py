@@ -1,4 +1,4 @@
-"""TensorBoard, for those who have it."""
+"""The TensorBoard sink. TensorBoard is optional."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megazero.telemetry.record import StepRecord
 
-# Which numbers of a step become curves, and the names they go by.
+# Field of StepRecord -> name of its curve.
 _CURVES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -27,10 +27,11 @@ _CURVES = {
 class TensorBoard:
     """Writes event files into `folder`. A `Sink`; rank 0 only.
 
-    `first_iteration` is the first one this process runs: what an interrupted run had written from there on is hidden.
-    Raises ValueError, with what to install, where TensorBoard is missing. When its files cannot be written, on a full
-    disk say, the curves end there and `tell` gets a word about it: its writer does not survive a failure, and no run
-    should end for a picture.
+    first_iteration  first step of this process. TensorBoard hides later points of an interrupted run
+    tell             called with a warning when the files cannot be written (a full disk). The curves end there and the
+                     run goes on, since TensorBoard's writer does not work after a failure
+
+    Raises ValueError with what to install if TensorBoard is missing.
     """
 
     def __init__(self, folder: str | Path, first_iteration: int = 1, tell: Callable[[str], None] = print) -> None:
@@ -51,7 +52,7 @@ class TensorBoard:
         self._draw({_curve_of(name): loss for name, loss in losses.items()}, iteration)
 
     def note(self, text: str) -> None:
-        """Remarks are not curves."""
+        """Does nothing: remarks are not written to event files."""
 
     def flush(self, durable: bool) -> None:
         if durable:
@@ -80,6 +81,6 @@ class TensorBoard:
 
 
 def _curve_of(name: str) -> str:
-    """valid_loss is the curve valid/loss, valid_loss/NAME is valid/NAME, test_loss is test/loss."""
+    """Name of a loss's curve: valid_loss -> valid/loss, valid_loss/NAME -> valid/NAME, test_loss -> test/loss."""
     kind, _, rest = name.partition("_")
     return f"{kind}/{rest.removeprefix('loss/')}"

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people."""
 
 from __future__ import annotations
 
 
 def count(number: float) -> str:
-    """Three figures and a letter: 987, 12.3k, 4.56M, 176B."""
+    """Three digits and a letter: 987, 12.3k, 4.56M, 176B."""
     for letter in ("", "k", "M", "B", "T"):
         if abs(number) < 999.5:
             break
@@ -27,7 +27,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes, seconds: 0:00:07, 1:02:03; days in front where there are any: 3d 04:05:06."""
+    """Hours, minutes and seconds: 0:00:07, 1:02:03; with days: 3d 04:05:06."""
     whole = max(0, round(seconds))
     days, rest = divmod(whole, 86400)
     clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 def transfer(number: float, seconds: float) -> str:
-    """Bytes moved, in powers of 1000 as disks are sold: 2.40 GB in 3.1 s (0.77 GB/s)."""
+    """Transferred bytes, in powers of 1000, and their rate: 2.40 GB in 3.1 s (0.77 GB/s)."""
     power = next((k for k in (4, 3, 2, 1) if number >= 1000**k), 0)
     unit, amount = ("B", "kB", "MB", "GB", "TB")[power], number / 1000**power
     return f"{amount:.{2 if power else 0}f} {unit} in {seconds:.1f} s ({number / max(seconds, 1e-9) / 1e9:.2f} GB/s)"

@@ -1,7 +1,7 @@
-"""A rank stops when it is asked to, and when nobody is left who could ask.
+"""Stops a rank when a signal asks for it, and when its parent has died.
 
-Killing torchrun with SIGKILL leaves its ranks running. Two things end them: the kernel kills a child whose parent
-died, where it can be asked to; and every step compares the parent with the one at start.
+A torchrun that is killed by SIGKILL leaves its ranks running. Two things end them: on Linux the kernel kills them, as
+`die_with_parent` requests; and every step compares the parent process with the one at the start.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _PARENT_AT_START = os.getppid()
 
 
 def started_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun started this process, and not a person or another launcher."""
+    """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in (os.environ if environment is None else environment)
 
 
 def die_with_parent() -> bool:
-    """Ask the kernel to SIGKILL this process when its parent dies; whether that is now so.
+    """Ask the kernel to send SIGKILL to this process when its parent dies; return whether it will.
 
-    Only on Linux and only under torchrun: a program started by hand may outlive its shell. The request concerns the
-    parent's thread that started us, and torchrun starts ranks on its main thread. The parent may have died before the
-    request was made, so the first `parent_alive` still has to be asked.
+    It does this only on Linux and only under torchrun: a program that was started by hand may outlive its shell. The
+    kernel watches the parent's thread that started this process, which under torchrun is the main thread. The parent
+    may have died before this call, so `parent_alive` is still needed.
     """
     if not sys.platform.startswith("linux") or not started_by_torchrun():
         return False
@@ -38,28 +38,27 @@ def die_with_parent() -> bool:
 
 
 def parent_alive(initial_ppid: int = _PARENT_AT_START) -> bool:
-    """Whether the parent is still the one there was at start: an orphan is adopted by another process."""
+    """Whether the parent process is still the one at the start. An orphan gets another parent."""
     return os.getppid() == initial_ppid
 
 
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-"""What asks a run to stop: its scheduler, its user, a terminal that closes."""
+"""The signals that ask a run to stop: from a scheduler, from the user, from a terminal that closes."""
 
 
 class StopSignals:
-    """Inside the `with`, the signals of `STOPPING` ask the run to stop at the end of its step instead of ending the
-    process.
+    """A context in which the signals of `STOPPING` ask the run to stop at the end of its step.
 
         with StopSignals() as stop:
             while not stop.raised: ...
 
-    early  what to do when a signal comes before `begin`, when there is nothing to save yet; it gets the signal's name.
-           It is called on a thread, so that the process answers while its main thread loads, compiles or waits for
-           other ranks. None: as after `begin`.
+    early  called with the signal's name when a signal comes before `begin`, when there is nothing to save. It runs on a
+           thread of its own, so that the process reacts while its main thread loads, compiles or waits for other ranks.
+           None: such a signal only sets `raised`
 
-    Later signals change nothing: a save under way is finished (SIGKILL is there for the impatient). A hang-up that
-    whoever started us has chosen to ignore (nohup) stays ignored. The handlers found at entry are put back at exit.
-    Only Python's main thread may set handlers.
+    Further signals have no effect: a save that has begun is finished (SIGKILL still ends the process). A SIGHUP that is
+    ignored at entry (nohup) stays ignored. The handlers found at entry are restored at exit. Only Python's main thread
+    may enter this context.
     """
 
     def __init__(self, early: Callable[[str], None] | None = None) -> None:
@@ -77,19 +76,19 @@ class StopSignals:
 
     @property
     def name(self) -> str | None:
-        """Name of the first signal that came, else what `ask` was given."""
+        """Name of the first signal that came, else the argument of `ask`, else None."""
         return self._asked if self._received is None else self._received.name
 
     def ask(self, why: str) -> None:
-        """Ask the run to stop as a signal does, from within its program."""
+        """Ask the run to stop, as a signal does. why: the reason."""
         self._asked = self._asked or why
 
     def begin(self) -> None:
-        """From now on there is something to save."""
+        """Declare that there is something to save, so that signals no longer call `early`."""
         self._begun.set()
 
     def __enter__(self) -> StopSignals:
-        if self._early is not None:  # first, so that no signal is handled without being heard
+        if self._early is not None:  # before the handlers, so that the thread gets every signal
             self._wake = [*os.pipe()]
             os.set_blocking(self._wake[1], False)
             signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
@@ -116,8 +115,8 @@ class StopSignals:
             self._received = signal.Signals(number)
 
     def _listen(self, pipe: int) -> None:
-        """On a thread of its own: Python writes a signal's number into the pipe when it comes, and calls handlers when
-        the main thread can.
+        """The thread's loop. Python writes each signal's number into the pipe at once; handlers run on the main thread
+        later.
         """
         with os.fdopen(pipe, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
