@@ -1,4 +1,4 @@
-"""Flags of the tools that open a checkpoint: which one, and its format. They mean the same in every tool."""
+"""Flags of the commands that open a checkpoint: its path and its format. They mean the same in every command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megazero.convert.names import FORMATS, not_there
 
 
 def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: str = "CHECKPOINT") -> None:
-    """more: further names of --load."""
+    """Add the flags. more: further names of --load. metavar: the checkpoint's name in the help."""
     flags.add_argument(
         "paths",
         nargs="*",
@@ -26,16 +26,16 @@ def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: st
         metavar="CHECKPOINT",
         help="the same: a checkpoint may be named either way",
     )
-    flags.add_argument("--from", dest="format", choices=FORMATS, help="its format, where it is not to be recognised")
+    flags.add_argument("--from", dest="format", choices=FORMATS, help="its format (default: recognised by its files)")
 
 
 def named_checkpoints(args: argparse.Namespace) -> list[Path]:
-    """Those of the command line, that of --load first."""
+    """The checkpoints on the command line; that of --load comes first."""
     return [path.expanduser() for path in ([] if args.load is None else [args.load]) + args.paths]
 
 
 def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
-    """What is wrong where one checkpoint has to be named."""
+    """The problems of a command line that must name exactly one checkpoint."""
     named = named_checkpoints(args)
     if not named:
         yield "there is no checkpoint: name one, as it is or by --load"
@@ -46,5 +46,5 @@ def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
-    """The one that is named; `checkpoint_problems` has looked."""
+    """The one checkpoint of a command line that `checkpoint_problems` has checked."""
     return named_checkpoints(args)[0]

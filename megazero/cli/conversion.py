@@ -19,7 +19,7 @@ MISTAKES = ConversionError, OSError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the target and say what became of every key; the status. Raises ConversionError, OSError."""
+    """Write the target, print what became of every key, and return the status. Raises ConversionError, OSError."""
     options = TargetOptions(args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None)
     wrong = list(checkpoint_problems(args))
     if wrong:

@@ -1,4 +1,4 @@
-"""Flags of the commands that read text. They mean the same in every one."""
+"""Flags of the commands that read text. They mean the same in every command."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def add_reader_flags(parser: argparse.ArgumentParser) -> None:
         "--encoding-errors",
         default="strict",
         choices=("strict", "replace"),
-        help="bytes that are no UTF-8: stop, or U+FFFD; how many is said",
+        help="bytes that are not UTF-8: strict stops, replace makes them U+FFFD and prints their number",
     )
     parser.add_argument(
-        "--skip-undecodable", action="store_true", help="leave out documents that are no UTF-8; how many is said"
+        "--skip-undecodable", action="store_true", help="leave out documents that are not UTF-8; prints their number"
     )
 
 
@@ -46,5 +46,5 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

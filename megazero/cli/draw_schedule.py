@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Print the schedule; what is wrong with the flags is the parser's to say."""
+    """Print the schedule. Problems of the flags end the program through `parser.error`, with status 2."""
     profile = args.profile or []
     work, messages = (args.forward_time, args.backward_time, *profile[:3]), (args.message_time, *profile[3:])
     if not (all(0 < time < math.inf for time in work) and all(0 <= time < math.inf for time in messages)):

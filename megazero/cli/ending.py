@@ -17,16 +17,19 @@ UNWRITABLE = "the standard output cannot be written: {}"
 
 
 def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failures: Mistakes = ()) -> int:
-    """The status of a command that does this: its own; 2 with one message for one of the mistakes, 1 with one for one
-    of the failures, where a package is missing or the system refuses something, 130 on Ctrl-C, 141 where nobody reads
-    on.
+    """Run a command's work and return its exit status. An error becomes a status and one line on stderr:
+
+    mistakes  exceptions for a user's mistake: 2
+    failures  further exceptions: 1, as for ImportError and OSError (a missing package, a refused operation)
+
+    Ctrl-C gives 130. If the reader of the standard output is gone (a closed pipe), the status is 141, without a line.
     """
     refused: Mistakes = (ImportError, OSError, *failures)
     _open_what_is_closed()
     try:
         status = work()
         sys.stdout.flush()
-    except BrokenPipeError:  # an OSError, which may be one of the mistakes
+    except BrokenPipeError:  # before the others, because it is an OSError, which `mistakes` may contain
         _lost_output()
         return READER_LEFT
     except mistakes as error:
@@ -42,7 +45,10 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
 
 
 def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoReturn:
-    """Do this as one rank, and end its process with the same statuses. Rank 0 tells a mistake, for all ranks."""
+    """Run a command's work as one rank, and end the process with the statuses of `status_of`.
+
+    Rank 0 prints a mistake, for all ranks.
+    """
     from megazero.config.source import ConfigError
     from megazero.launch import Environment, exit_status, leave
 
@@ -69,7 +75,7 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
 
 
 def say(text: str) -> None:
-    """Print a text that is all that was asked for. Ends the program where it does not arrive: 141 or 1."""
+    """Print the whole output of a command. If it cannot be written, end the program with status 141 or 1."""
 
     def work() -> None:
         try:
@@ -85,16 +91,16 @@ def say(text: str) -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Who started us may have closed the standard output or error: then they lead nowhere, and are there."""
+    """Open /dev/null as stdout or stderr, if the parent process has closed it. Python then has None there."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _lost_output() -> str | None:
-    """After an OSError: why the standard output cannot be written, where that is so.
+    """After an OSError: the message that the standard output cannot be written; None if it can.
 
-    It leads nowhere from then on, so that what is left in its buffer does not fail once more when the program ends.
+    If it cannot, it becomes /dev/null, so that the rest of its buffer does not fail again when the program ends.
     """
     try:
         sys.stdout.flush()

@@ -13,15 +13,16 @@ from megazero.cli.parser import command_parser
 DESCRIPTION = """
 Loss and perplexity of a model on documents, alone or under torchrun.
 
-The checkpoint is of any format that `megazero convert` reads, on any layout: what tp and pp leave of the processes are
-replicas that share the documents. The result depends on neither, nor on the batch size, but for rounding.
+The checkpoint may have any format that `megazero convert` reads, and any layout. tp x pp processes share a model;
+further processes are replicas, which divide the documents. Except for rounding, the result does not depend on the
+layout or the batch size.
 
-Each token is scored once. A document starts with its separator (--prefix-id, else the run's or tokenizer's
-end-of-document token), from which its first token is predicted; without one, or with --no-prefix, first tokens are
-context only. Documents longer than the context are cut into windows, each with `stride` tokens to score: the less of
-them, the more context each has, and the longer it takes.
+Each token is scored once. A document starts after a separator (--prefix-id, else the run's or tokenizer's
+end-of-document token), from which its first token is predicted. Without a separator, or with --no-prefix, first tokens
+are context only. Documents longer than the context are cut into windows, which score --stride tokens each. A smaller
+stride gives each token more context, and takes longer.
 
-Printed are, for all documents together: mean loss in nats per token, its sum, perplexity, and bits per byte for text.
+The output has, for all documents together: mean loss in nats per token, its sum, perplexity, and bits per byte of text.
 Status: 0, 2 for a mistake in arguments or files, 1 for anything else.
 """
 EXAMPLES = (

@@ -28,7 +28,7 @@ from megazero.mpu.grid import ProcessGrid
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
-    """Raises ConfigError, which names all that is wrong."""
+    """Raise one ConfigError with all problems of the flags."""
     wrong = [*checkpoint_problems(args), *problems(args, world_size, replicas=True)]
     wrong += not_positive(args, "micro_batch_size", "context", "stride", "limit")
     if not args.data_path and not args.input:
@@ -42,7 +42,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
 
 
 def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None) -> Windowing:
-    """How documents become windows. Raises ConfigError."""
+    """How documents become windows. Raises one ConfigError with all problems of the flags."""
     model, most = loaded.run.model, longest_context(loaded.run.model)
     context = args.context or min(model.seq_length, most or model.seq_length)
     stride = args.stride or context
@@ -61,7 +61,7 @@ def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None
 
 
 def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | None) -> Iterator[Document]:
-    """All of them, pairs first. Raises DataError."""
+    """The documents of --data-path, then those of --input. Raises DataError."""
     for prefix in args.data_path:
         yield from indexed_documents(prefix)
     if args.input:
@@ -76,7 +76,7 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | 
 
 
 def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
-    """On every rank; rank 0 prints and writes."""
+    """Score the documents. A collective of all ranks; rank 0 prints and writes."""
     loaded = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_named(args, loaded)
     eod = loaded.end_of_document(tokenizer)

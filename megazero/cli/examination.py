@@ -1,5 +1,5 @@
-"""What `megazero doctor` does: what this machine and installation offer a training step, what is missing, and what that
-costs.
+"""What `megazero doctor` does: it lists what this machine and installation offer a training step, what is missing, and
+what that costs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ UNITS = {
     "AVX-512": "avx512f",
     "AVX2": "avx2",
 }
-"""What products run on, in Linux's words; which block products torch has, and how they take operands, depends on these.
+"""Units of the processor for matrix products, and Linux's names for them. They determine which block products torch
+has, and the layout of their operands.
 """
 
 
 class Finding(NamedTuple):
-    """One line: what was looked at, what was found, and what to do or what it costs where something is missing."""
+    """One line of the output.
+
+    what    the subject
+    found   what this machine has
+    advice  if something is missing: what to do, or what it costs
+    fatal   whether megazero cannot run
+    """
 
     what: str
     found: str
@@ -50,7 +57,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """Everything, in the order in which it matters."""
+    """All findings, the most important first."""
     for look in (_torch, _processor, _compiler, _kernels, _memory, _devices, _backends, _optional):
         yield from look()
 
@@ -150,7 +157,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _cuda_kernels(index: int) -> Finding:
-    """Those of a card, compiled now where they are not yet."""
+    """The kernels of a GPU, which are compiled now if they are not compiled yet."""
     asked = library.choice()
     if asked == "reference":
         return Finding("CUDA kernels", "off", "MEGAZERO_FUSED=reference: the ops are torch's own")
@@ -167,7 +174,7 @@ def _cuda_kernels(index: int) -> Finding:
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:
-    """What a small bf16 run would compute attention with, tried."""
+    """The body of attention that a small bf16 run would choose; the choice tries it."""
     with suppress(ValueError):  # MEGAZERO_FUSED, which has been told
         for name, alibi in (("attention", False), ("with ALiBi", True)):
             workload = AttentionWorkload(torch.bfloat16, 256, 1, 4, 1, 64, alibi=alibi)
@@ -205,7 +212,7 @@ def _optional() -> Iterator[Finding]:
 
 
 def run() -> int:
-    """Print the findings; the status."""
+    """Print the findings, and return the status: 1 if one of them is fatal."""
     fatal = False
     for finding in examine():
         mark = "!" if finding.fatal else "-" if finding.advice else " "

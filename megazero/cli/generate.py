@@ -13,18 +13,18 @@ from megazero.config.schema import DataConfig
 DESCRIPTION = """
 Text from a trained model, alone or under torchrun.
 
-The checkpoint is of any format that `megazero convert` reads, on any layout. Prompts come from --prompt, from
-the lines of --prompt-file (of .jsonl: strings, or "prompt" of each line; - is the standard input), else from the
-standard input. A single continuation is shown as it comes, several one after the other, each under its number; --json
-prints a line of JSON for each, with prompt, text, ids, and what ended it. The text goes to the standard output, where a
-terminal gets control characters as escapes (\\x1b), but for line feed and tab; all else goes to the standard error.
-Draws depend on the seed and on a prompt's place among the prompts: the same seed gives the same text on every layout,
-whatever the other prompts say, but for rounding.
+The checkpoint may have any format that `megazero convert` reads, and any layout. Prompts come from --prompt and from
+the lines of --prompt-file (a line of .jsonl is a string or an object with "prompt"; - is the standard input). Without
+both they come from the standard input. A single continuation is printed token by token, several one after the other,
+each under its number. --json prints a line of JSON for each, with prompt, text, ids, and what ended it. The text goes
+to the standard output; a terminal gets control characters as escapes (\\x1b), except line feed and tab. Everything else
+goes to the standard error. Draws depend on the seed and on the number of a prompt: except for rounding, the same seed
+gives the same text on every layout, whatever the other prompts are.
 
-With --chat a prompt is a user's turn, written by the chat template beside the model's tokenizer, and what comes is the
-answer, up to the token that ends it. --chat --interactive is a conversation, which remembers its turns; /help lists its
-commands (/reset, /system TEXT, /temperature T). Ctrl-C stops an answer and not the program. A special token that a
-prompt spells is plain text, with --chat and without, and a warning says so.
+With --chat a prompt is a user's turn, encoded by the chat template of the model's tokenizer, and the text is the answer
+up to the token that ends it. --chat --interactive is a conversation, which remembers its turns; /help lists its
+commands (/reset, /system TEXT, /temperature T). Ctrl-C stops an answer, but not the program. A special token that a
+prompt spells is plain text, with or without --chat, and a warning says so.
 
 Status: 0, 2 for a mistake in arguments or files, 130 on Ctrl-C, 141 where nobody reads the output any more, 1 for
 anything else.

@@ -31,17 +31,17 @@ from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
 
 A_WEEK = 7 * 24 * 60.0
-"""Minutes that the other ranks wait for somebody to type."""
+"""The timeout in minutes while the other ranks wait for the user to type."""
 
 
 def given(args: argparse.Namespace) -> dict[str, float]:
-    """What the flags say of how tokens are taken, and how many at most."""
+    """The settings of `KEYS` that the flags give."""
     flags = {key: getattr(args, key) for key in KEYS if getattr(args, key) is not None}
     return flags | ({"temperature": 0.0} if args.greedy else {})
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
-    """Raises ConfigError, which names all that is wrong."""
+    """Raise one ConfigError with all problems of the flags."""
     wrong = [*checkpoint_problems(args), *problems(args, world_size, replicas=False)]
     wrong += not_positive(args, "max_new_tokens", "num_samples", "batch_size")
     if args.greedy and args.temperature:
@@ -78,7 +78,7 @@ def note(grid: ProcessGrid, text: str) -> None:
 
 
 def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
-    """Raises DataError."""
+    """The tokenizer by the flags, or the checkpoint's own. Raises DataError if there is none, or none for --chat."""
     assert loaded.run.model.vocab_size is not None
     if args.ids:
         return IdTokenizer(loaded.run.model.vocab_size)
@@ -97,7 +97,7 @@ def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
 
 
 def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> GenerationOptions:
-    """Raises DataError for ids that the model has not."""
+    """The options by the flags and the model's own defaults. Raises DataError for ids outside the vocabulary."""
     vocabulary = loaded.run.model.vocab_size or 0
     for flag, ids in (("--stop-id", args.stop_id), ("--prefix-id", [] if args.prefix_id is None else [args.prefix_id])):
         for wrong in ids:
@@ -120,7 +120,7 @@ def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokeniz
 
 
 def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
-    """On every rank."""
+    """Open the model and continue the prompts. A collective of all ranks."""
     began = time.perf_counter()
     loaded = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_for(args, loaded)

@@ -31,21 +31,21 @@ MODEL = Path(__file__).with_name("harness_model.py")
 
 
 def model_arguments() -> str:
-    """What the model's class says of its arguments. It is read and not imported, which would import torch."""
+    """The docstring of the model's class. It is parsed from the source, since an import would import torch."""
     (found,) = (node for node in ast.parse(MODEL.read_text()).body if isinstance(node, ast.ClassDef))
     return cleandoc(ast.get_docstring(found) or "")
 
 
 def main(argv: Sequence[str]) -> int:
-    """lm_eval's command line; its help has ours in front."""
-    sys.argv = ["megazero harness", *argv]  # where lm_eval looks
+    """Run lm_eval's command line. The help is ours, followed by lm_eval's."""
+    sys.argv = ["megazero harness", *argv]  # lm_eval reads it
     if not argv or {"-h", "--help"} & {*argv[:1]}:
         ours = command_parser("harness", DESCRIPTION, EXAMPLES).format_help()
         say(f"{ours}\nWhat --model_args may name:\n\n{model_arguments()}\n\nAll else is lm_eval's:\n")
         from lm_eval.__main__ import cli_evaluate
 
         def theirs() -> None:
-            with suppress(SystemExit):  # 0, behind a help
+            with suppress(SystemExit):  # status 0, after the help
                 cli_evaluate()
 
         return status_of(theirs)

@@ -22,7 +22,7 @@ from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
 
-# Behind the adapter, whose import says what to install where lm_eval is missing.
+# Imported after the adapter, whose import names the package to install if lm_eval is missing.
 from lm_eval.api.registry import register_model  # isort: skip
 
 
@@ -30,21 +30,23 @@ from lm_eval.api.registry import register_model  # isort: skip
 class MegazeroLM(HarnessModel):
     """A checkpoint, opened for the harness.
 
-    path             of any format that `megazero.load` reads
-    tp, pp           ranks that share the model; what they leave of the processes are replicas that share the requests
-    precision        to compute in: fp64, fp32, bf16, fp16; None: the checkpoint's
+    path             a checkpoint of any format that `megazero.load` reads
+    tp, pp           ranks that share the model by tensor and pipeline parallelism. With more than tp x pp processes,
+                     replicas of the model divide the requests
+    precision        that of the computation: fp64, fp32, bf16 or fp16; None: the checkpoint's
     batch_size       rows of one forward pass
-    device           auto, cpu or cuda, of which a rank takes the card of its local rank. lm_eval's command line says
-                     cuda:0 where its user says nothing: that is auto
-    max_length       tokens that the model reads at once; None: its sequence length or position table
-    tokenizer, tokenizer_path    None: the checkpoint's own
-    prefix_token_id  stands before texts without context; None: the tokenizer's begin token if it has one, else its end
-    token
-    add_bos_token    whether texts begin with the begin token; None: as the tokenizer itself does it
-    format           of the checkpoint, where it could be taken for another
-    grid             where the caller has one already; None: this process, or those that torchrun started
+    device           auto, cpu or cuda; with cuda a rank takes the GPU of its local rank. cuda:0, the default of
+                     lm_eval's command line, means auto
+    max_length       the most tokens that the model reads at once; None: its sequence length or position table
+    tokenizer, tokenizer_path    kind and path of a tokenizer; None: the checkpoint's own
+    prefix_token_id  the token before texts without context; None: the tokenizer's begin token if it has one, else its
+                     end token
+    add_bos_token    whether texts begin with the begin token; None: as the tokenizer does by default
+    format           the checkpoint's format, if it could be taken for several
+    grid             the caller's grid; None: one of this process, or of those that torchrun started
 
-    Every rank makes one, and calls it in the same order. Raises ConversionError, DataError, ValueError.
+    Every rank makes an object and makes the same calls in the same order. Raises ConversionError, DataError or
+    ValueError.
     """
 
     def __init__(
@@ -94,19 +96,19 @@ class MegazeroLM(HarnessModel):
         )
 
     def close(self) -> None:
-        """End the process groups that this model made. Every rank calls it; a program that ends by itself need not."""
+        """Destroy the process groups of this model. All ranks call it; at the program's end it is optional."""
         self._closing.close()
 
 
 def begin_token(source: Source, tokenizer: Tokenizer) -> int | None:
-    """The token that Hugging Face's files beside a model call its first (`bos_token`), None where they name none."""
+    """The begin token (`bos_token`) that Hugging Face's files of a model name; None if they name none."""
     files = [source.companions.get(name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
     token = named_tokens(*({} if file is None else read_json(file) for file in files)).get("bos_token")
     return tokenizer.id_of(token) if token is not None and isinstance(tokenizer, HuggingFaceTokenizer) else None
 
 
 def _begins(tokenizer: Tokenizer, begin: int | None, wanted: bool | None) -> tuple[int, ...]:
-    """What is put before every text."""
+    """The tokens before every text."""
     if wanted is None:
         return tokenizer.begins if isinstance(tokenizer, HuggingFaceTokenizer) else ()
     if wanted and begin is None:

@@ -12,13 +12,13 @@ from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.launch import Environment
 
-# Behind the adapter, whose import says what to install where lm_eval is missing, and which tells lm_eval its name.
+# Imported after the adapter, whose import names the package to install if lm_eval is missing, and registers the model.
 from lm_eval.__main__ import cli_evaluate  # isort: skip
 
 
 def run() -> NoReturn:
-    """lm_eval's command line as this rank, whose process it ends. Rank 0 prints and writes; the other ranks compute the
-    same and keep it for themselves.
+    """Run lm_eval's command line as this rank, and end the process. All ranks compute the same; only rank 0 prints and
+    writes.
     """
 
     def work(here: Environment) -> None:

@@ -10,15 +10,15 @@ from megazero.cli.data_flags import cores
 from megazero.cli.parser import command_parser
 
 DESCRIPTION = """
-What is inside a checkpoint, and how two differ.
+The contents of a checkpoint, or the differences of two.
 
-PATH is a checkpoint of megazero, a folder of them (its checkpoints are listed, and the newest is shown), or one of any
-other format that `megazero convert` reads. With two PATHs what differs is shown. One of adapters (--lora-rank) is shown
-as it is, and compared with a model as the model that it makes of its base. Values are read in pieces: memory does not
-grow with the model.
+PATH is a checkpoint of megazero, a folder of them (its checkpoints are listed, and the newest is shown), or a
+checkpoint of any other format that `megazero convert` reads. With two PATHs the differences are shown. A checkpoint of
+adapters (--lora-rank) is shown as it is; for a comparison with a model, the adapters are merged with their base. Values
+are read in pieces, so memory does not grow with the model.
 
-Status: 0; 1 where a checkpoint is damaged, or with --exit-code where two differ; 2 for a mistake in the arguments; 141
-where nobody reads the output any more.
+Status: 0; 1 if a checkpoint is damaged, or with --exit-code if two differ; 2 for a mistake in the arguments; 141 if
+nobody reads the output any more.
 """
 EXAMPLES = (
     "megazero inspect runs/bloom",

@@ -12,8 +12,8 @@ from megazero.config.schema import DataConfig
 from megazero.data.indexed import DataError
 
 DESCRIPTION = """
-What data are: documents, tokens, lengths. With --seq-length what training reads of them: samples of each split and
-their text, in the order of a run.
+A description of data: documents, tokens, lengths. With --seq-length also what training reads of them: samples of each
+split and their text, in the order of a run.
 """
 EXAMPLES = (
     "megazero inspect-data --data-path data/mine",

@@ -33,16 +33,16 @@ from megazero.data.progress import Progress, to_stderr
 from megazero.system.status import FAILED
 
 NEAREST = 3
-"""Names that are offered for one that is not there."""
+"""The most similar names that the error for an unknown tensor offers."""
 
 
 class Mistake(Exception):
-    """In the arguments."""
+    """A mistake in the arguments."""
 
 
 @dataclass
 class Counter:
-    """Bytes that have been read, reported now and then."""
+    """Counts bytes that have been read, and reports them as progress."""
 
     progress: Progress
     done: int = 0
@@ -65,7 +65,7 @@ def opened(path: Path, format: str | None) -> Inspected:
 
 
 def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
-    """(all that was asked about one checkpoint, what is wrong)."""
+    """(the record of one checkpoint, its problems)."""
     inside = checkpoints_in(args.path) if is_ours(args.path) else []
     problems = [f"{entry['name']}: {entry['problem']}" for entry in inside if entry["problem"]]
     record: Record = {"checkpoints": inside}
@@ -97,7 +97,7 @@ def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
 
 
 def told(args: argparse.Namespace) -> int:
-    """Print what was asked; the status. Raises Mistake, CheckpointError, ValueError, OSError."""
+    """Print the result and return the status. Raises Mistake, CheckpointError, ValueError, OSError."""
     if args.other is None:
         record, problems = described(args)
         if args.json:
@@ -119,5 +119,5 @@ def told(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The same, with a line for what is wrong."""
+    """As `told`; an error becomes a line on stderr and a status."""
     return status_of(lambda: told(args), (Mistake, NoCheckpoint), failures=(CheckpointError, ValueError))

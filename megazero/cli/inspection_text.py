@@ -1,4 +1,4 @@
-"""What `megazero inspect` found, as text: a checkpoint's contents, and how two differ."""
+"""The records of `megazero inspect` as text: a checkpoint's contents, and the differences of two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.train.banner_parts import pairs, table
 
 
 def shown(record: Record, everything: bool) -> str:
-    """A description as text."""
+    """The record of a checkpoint as text. everything: include fields at their defaults and all files."""
     parts = []
     if record["checkpoints"]:
         rows = [
@@ -105,7 +105,7 @@ def _tensors(tensors: Record) -> str:
 
 
 def _columns(columns: dict[str, str]) -> str:
-    """`float32 weight exp_avg exp_avg_sq`, dtypes that follow each other alike written once."""
+    """`float32 weight exp_avg exp_avg_sq`; a dtype that repeats is written once."""
     words: list[str] = []
     before = None
     for column, dtype in columns.items():
@@ -133,7 +133,7 @@ def _statistics(statistics: Record) -> str:
 
 
 def shown_difference(record: Record, everything: bool) -> str:
-    """A comparison as text."""
+    """The record of a comparison as text. everything: include equal tensors."""
     first, second = record["paths"]
     parts = [f"< {first} ({record['formats'][0]})\n> {second} ({record['formats'][1]})"]
     fields = [

@@ -1,6 +1,6 @@
-"""The command `megazero`: one word says which program, the rest are its flags.
+"""The command `megazero`: its first word names a subcommand, the rest are that one's flags.
 
-Nothing of a program is imported before it is asked for: most of them import torch, which takes seconds.
+A subcommand is imported only when it is called, because most of them import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from megazero.system.status import MISTAKEN
 
 
 class Subcommand(NamedTuple):
-    """A program. module: has `main(argv)`, which returns a status; script: the same program in a clone."""
+    """A subcommand.
+
+    module    a module of `megazero.cli` with `main(argv)`, which returns a status
+    script    how the same program is started in a clone
+    sentence  its description in the help
+    """
 
     module: str
     script: str
@@ -50,7 +55,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
         "doctor": Subcommand("doctor", "python -m megazero.doctor", "what this machine and installation offer"),
     }
 )
-"""By the word that calls it. Modules are those of this room."""
+"""The subcommands by name."""
 
 HELP = "-h", "--help", "help"
 USAGE = "usage: megazero COMMAND [flags]\n       megazero COMMAND --help\n       megazero --version"
@@ -76,7 +81,7 @@ def program(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def unknown(name: str) -> str:
-    """What to say of a word that is no command: that of a script of the same name, else one that is spelled alike."""
+    """The message for an unknown command. It suggests the command of a script of that name, or one spelled alike."""
     bare = name.removesuffix(".py").rpartition("/")[2]
     same = [known for known, command in SUBCOMMANDS.items() if command.script.endswith(f"/{bare}.py")]
     hint = f"; did you mean {same[0]}?" if same else did_you_mean(bare.replace("_", "-"), SUBCOMMANDS)
@@ -84,7 +89,7 @@ def unknown(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The status of the command that the first word names; 2 where it names none."""
+    """Run the command that the first word names and return its status; 2 if there is no such command."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name == "help" and rest and rest[0] not in HELP:
         name, *rest = rest[0], "--help", *rest[1:]

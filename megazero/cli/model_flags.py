@@ -1,6 +1,6 @@
-"""Flags of the tools that open a trained model: its tokenizer, and the layout it is opened on.
+"""Flags of the commands that open a trained model: its tokenizer, and the layout on which it is opened.
 
-Which model: `checkpoint_flags`.
+`checkpoint_flags` has the flags that name the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = run_options()["precision"].choices
 MOST_TOKENS = 128
-"""Of a continuation, where nobody says how long it may be."""
+"""The most tokens of a continuation, if neither flags nor the model's files set a limit."""
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
@@ -46,7 +46,7 @@ def parallel_of(args: argparse.Namespace) -> ParallelConfig:
 
 
 def problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> Iterator[str]:
-    """What is wrong with these flags. replicas: whether tp x pp ranks may be there several times."""
+    """The problems of these flags. replicas: whether there may be several replicas of tp x pp ranks."""
     yield from not_positive(args, "tp", "pp")
     size = args.tp * args.pp
     if min(args.tp, args.pp) > 0 and (world_size % size if replicas else world_size != size):
@@ -67,5 +67,5 @@ def not_positive(args: argparse.Namespace, *names: str) -> Iterator[str]:
 
 
 def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer | None:
-    """The one that the flags name, else the checkpoint's own, if it has one. Raises DataError."""
+    """The tokenizer that the flags name, else the checkpoint's own; None without either. Raises DataError."""
     return build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else loaded.tokenizer

@@ -10,10 +10,10 @@ from megazero.cli.ending import say
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's own is silent where its help does not arrive."""
+    """argparse's parser, with a status for a help that cannot be written; argparse ignores that error."""
 
     def print_help(self, file: Any = None) -> None:
-        """Ends the program with a status where nobody reads on, or the output cannot be written."""
+        """Print the help. If it cannot be written, end the program with status 141 or 1."""
         say(self.format_help().rstrip("\n"))
 
 
@@ -29,7 +29,7 @@ def command_parser(name: str, description: str, examples: Sequence[str], epilog:
 
 
 def taken_out(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """(what follows a flag, the other words); of a repeated flag the last counts."""
+    """(the value of a flag, the other words). If the flag is repeated, its last value counts; None if it is absent."""
     words, rest, value = iter(argv), [], None
     for word in words:
         if word == flag:

@@ -72,14 +72,14 @@ def show(schedule: ScheduleConfig, iterations: Sequence[range] | None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """For the help alone: all flags but one are those of a run."""
+    """The parser for the help only. All flags but one are those of a run."""
     made = command_parser("plan-schedule", DESCRIPTION, EXAMPLES)
     made.add_argument(FLAG, metavar="LIST", help="numbers and ranges, as 1,100,5-8 (default: powers of ten, the last)")
     return made
 
 
 def model_of(path: str) -> ConfigSource:
-    """What the checkpoint of --init-from says: for that, torch is imported."""
+    """The settings of the checkpoint of --init-from. Only this imports torch."""
     from megazero.train.init_from import model_source
 
     return model_source(path)

@@ -17,10 +17,13 @@ BY_A_LAUNCHER = frozenset({"RANK", "WORLD_SIZE"})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns where help was asked for or ranks were started; the process of a rank ends with its status."""
+    """Print the help, start --ranks, or train as one rank.
+
+    Returns a status in the first two cases. In the third the process ends with the rank's status.
+    """
     told = requested_help(argv)
     if told is not None:
-        if os.environ.get("RANK", "0") == "0":  # one rank tells it
+        if os.environ.get("RANK", "0") == "0":  # one rank prints it
             say(told.rstrip("\n"))
         return 0
     count = ranks_to_start(argv, os.environ)
@@ -37,9 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ranks_to_start(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """The number behind --ranks, where there is something to start. What is wrong with it is told with all else that is
-    wrong.
-    """
+    """The value of --ranks, if ranks are to be started; else None. Its problems are reported later, with all others."""
     command = read_command_line(argv).command
     if command.ranks is None or command.ranks < 1 or BY_A_LAUNCHER & environment.keys():
         return None
@@ -47,7 +48,7 @@ def ranks_to_start(argv: Sequence[str], environment: Mapping[str, str]) -> int |
 
 
 def this_command(started: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """How this program was started, up to its flags: each rank is started likewise, from the same installation."""
+    """The command that started this program, without its flags. It starts each rank from the same installation."""
     at = len(started) - len(argv)
     if at > 0 and [*started[at:]] == [*argv]:
         return [sys.executable, *started[1:at]]

@@ -1,4 +1,4 @@
-"""What `megazero inspect-data` does: what data are, and the samples that a training run would read of them."""
+"""What `megazero inspect-data` does: it describes data, and the samples that a training run would read of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.data.tokenizer import build_tokenizer
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print it. Raises DataError."""
+    """Print the description. Raises DataError."""
     if args.seq_length is None and (args.dump or args.samples):
         raise DataError(f"{'--dump' if args.dump else '--samples'} needs --seq-length: the tokens of a sample")
     if args.dump:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _samples(args: argparse.Namespace) -> None:
-    """What a run with these flags reads."""
+    """Print, and dump if requested, the samples that a run with these flags would read."""
     tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else None
     cfg = DataConfig(
         data_path=tuple(args.data_path),

@@ -1,4 +1,4 @@
-"""`megazero train-tokenizer`: a byte-level BPE of one's own."""
+"""`megazero train-tokenizer`: training a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 

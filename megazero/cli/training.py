@@ -18,7 +18,7 @@ from megazero.train.prepare import prepare
 
 
 def train(arguments: Sequence[str], environment: Environment, signals: StopSignals | None = None) -> None:
-    """Parse, build, run. signals: what asks the run to stop; None: nothing does."""
+    """Parse the flags, prepare, build the job and train. signals: requests to stop; None: there are none."""
     parsed = parse_arguments(arguments, environment.world_size, model_source, missing_files)
     if parsed.command.starts_nothing:
         told = answer(parsed, environment.world_size)
