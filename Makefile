@@ -1,13 +1,13 @@
 # make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU; FLAGS="--train-iters 20")
 # make check      after each change: lint, types and the quick tests; under 3 minutes once the rest is installed
-# make test       install into .venv and run all that a change can break, lint and types too (SEED=n: the samples that a run drew)
+# make test       install into .venv and run all that a change can break, lint and types too (SEED=n: draw the samples of an earlier run again)
 # make test-all   every test and every case of every grid; layouts without compiled kernels, too; hours
 # make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
-# make fuzz       damaged files for every reader, for so long (MINUTES=10 TARGET="yaml manifest"); found ones go to tests/fuzz/found
-# make gpu-test   everything that needs an NVIDIA GPU to be tested, with the torch that is installed; 8 minutes, no network
-# make gpu-bench  ops and training steps on an NVIDIA GPU beside torch and transformers, likewise
-# make bench      ops, a training step by its parts, megazero beside its peers, generation beside transformers (BENCH=--quick: a smoke test)
-# make docs       build the documentation's site with sphinx; prints where it begins
+# make fuzz       damaged files for every reader, for some minutes (MINUTES=10 TARGET="yaml manifest"); failures go to tests/fuzz/found
+# make gpu-test   all tests that need an NVIDIA GPU, with the installed torch; 8 minutes, no network
+# make gpu-bench  ops and training steps on an NVIDIA GPU compared with torch and transformers; 8 minutes, no network
+# make bench      ops, parts of a training step, megazero compared with other trainers, generation compared with transformers (BENCH=--quick: a smoke test)
+# make docs       build the documentation's site with sphinx, and print the path of its first page
 # make lint       ruff and mypy, without what the tests install
 # make install    the program alone, into .venv
 # make clean      remove caches and builds (.venv, runs and data stay)
@@ -51,7 +51,7 @@ install: $(VENV)/.installed
 pretrain: $(VENV)/.installed
 	@PATH="$(abspath $(VENV))/bin:$$PATH" examples/pretrain_stdlib.sh $(FLAGS)
 
-# A process of pytest for each core; the tests of a file stay together, and share what they have set up. tests/conftest.py has the order.
+# pytest runs one process for each core. The tests of a file stay in one process and share their set-up. tests/conftest.py has the order.
 RUN_TESTS = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -ra --cpu 15 $(if $(SEED),--seed $(SEED))
 
 check: $(VENV)/.installed-test
@@ -70,7 +70,7 @@ parity: $(VENV)/.installed-test
 fuzz: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED))
 
-# These two install nothing: PYTHON where it is given, else the virtual environment where there is one, else python3.
+# These two install nothing. They use PYTHON if it is given, else the virtual environment if it exists, else python3.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VENV)/bin/python),$(PYTHON)),$(PYTHON))
 
 gpu-test:
@@ -79,7 +79,7 @@ gpu-test:
 gpu-bench:
 	@$(GPU_PYTHON) -m bench.gpu $(BENCH)
 
-# DeepSpeed takes part where it is installed: its own pip package would otherwise be built here for one table.
+# DeepSpeed takes part if it is installed. It is not installed here, because pip would build its package for one table.
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.ops $(BENCH)
 	$(VENV)/bin/python -m bench.train $(BENCH)
@@ -87,7 +87,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.peers $(BENCH)
 	$(VENV)/bin/python -m bench.generate $(BENCH)
 
-# What make test installs has all that this needs.
+# The packages of make test are all that this needs.
 docs: $(or $(wildcard $(VENV)/.installed-test),$(VENV)/.installed-docs)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m sphinx -q -W --keep-going docs build/docs
 	@echo "$(CURDIR)/build/docs/index.html"

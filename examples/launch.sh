@@ -1,21 +1,21 @@
-# Sourced by the scripts beside it: `recipe NAME flags...` runs pretrain_gpt.py under torchrun, `ranks OPTIONS... SCRIPT flags...` any script.
+# The scripts of this folder source this file: `recipe NAME flags...` runs pretrain_gpt.py under torchrun, `ranks OPTIONS... SCRIPT flags...` any script.
 #
-#   NNODES, GPUS_PER_NODE   how many; every recipe has its published numbers as defaults
-#   RDZV_ENDPOINT           host:port that all nodes reach, on the first of them (one node needs none: its rendezvous is a private file)
-#   RDZV_ID                 the same on all nodes of one job, and hard to guess; with more than one node it has to be given
+#   NNODES, GPUS_PER_NODE   numbers of nodes and of GPUs; the defaults of a recipe are its published numbers
+#   RDZV_ENDPOINT           host:port on the first node that all nodes reach (one node needs none: its rendezvous is a private file)
+#   RDZV_ID                 a name of the job, the same on all nodes and hard to guess; required with more than one node
 #   DATA_PATH               PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx files (default: the built-in corpus)
 #   SAVE                    folder of checkpoints; the newest complete one in it is resumed
-#   LOG_DIR                 each rank's output goes to a file of its own there; the first rank of a node also prints
+#   LOG_DIR                 folder with one file for each rank's output; the first rank of a node also prints
 #
-# Curves for TensorBoard, where it is installed: --tensorboard-dir DIR behind the script's name.
-# The status is the ranks' own: 0 finished, or stopped as asked and saved; 2 the configuration is wrong; 1 anything else.
+# For curves in TensorBoard, if it is installed, add --tensorboard-dir DIR after the script's name.
+# The status is that of the ranks: 0 finished, or stopped as requested and saved; 2 the configuration is wrong; 1 anything else.
 
-# Ranks get this long after another rank's failure to end before torchrun kills them; its own default is 30 seconds.
+# The time that ranks have to end after another rank's failure, before torchrun kills them. torchrun's default is 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 
-# torchrun returns 1 and a traceback whenever it gets a signal, also where all ranks have saved and left with 0. So it gets none: it has a
-# process group of its own and ignores what else reaches it, and the ranks, which it starts, are told here. They are told every second, for
-# there may be none yet; being told twice changes nothing for them. Ctrl-\ ends everything at once, without saving.
+# torchrun returns 1 and a traceback whenever it gets a signal, even if all ranks have saved and ended with 0. So it gets none: it has a
+# process group of its own and ignores other signals, and this script sends the signal to the ranks. It does so every second, because there
+# may be no ranks yet; a second signal has no effect on them. Ctrl-\ ends everything at once, without saving.
 ranks() {
     local agent error meeting status=0 name
     local meet=(--rdzv-backend c10d --rdzv-id "${RDZV_ID:-$(random_id)}")
@@ -25,7 +25,7 @@ ranks() {
     if [[ -n "${RDZV_ENDPOINT:-}" ]]; then
         meet+=(--rdzv-endpoint "$RDZV_ENDPOINT")
     else
-        # torch's store listens on all addresses, and torchrun unpickles what it finds there: one host does without it.
+        # torch's store listens on all addresses, and torchrun unpickles what it finds there. On one host it is not used.
         meet+=(--rdzv-endpoint "$meeting" --rdzv-conf store_type=file)
         if [[ -d /sys/class/net/lo ]]; then
             export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
@@ -52,7 +52,7 @@ ranks() {
     done
     wait "$agent" || status=$?
     trap - INT TERM HUP QUIT
-    # torchrun leaves there what its first failing rank left, with that rank's status.
+    # torchrun writes the error of its first failing rank there, with that rank's status.
     if ((status != 0)) && grep -q '"errorCode": 2[,}]' "$error"; then
         status=2
     fi
@@ -60,7 +60,7 @@ ranks() {
     return "$status"
 }
 
-# Send a signal to what a process has started.
+# Send a signal to the processes that a process has started.
 tell() {
     local started
     started=$(cat "/proc/$1/task/$1/children" 2>/dev/null || pgrep -P "$1" || true)

@@ -17,10 +17,10 @@
 #   DATA_PATH=/data/corpus SAVE=/scratch/bloom sbatch --nodes 8 --gpus-per-node 4 examples/slurm.sh --resubmit 20 examples/bloom/560m.sh
 #
 # One torchrun per node; they find each other at the first node (c10d rendezvous). 20 minutes before the time limit
-# Slurm sends USR1 to this script, which asks all ranks to stop: they finish their iteration, save and leave with 0, and so
-# does the job. With --resubmit N it goes back into the queue then, at most N times, and resumes. It does not where the run
-# finished or failed. To stop a job by hand, saved and shown as completed: scancel --signal=TERM JOB (scancel alone gives
-# ranks 30 seconds, and is shown as cancelled).
+# Slurm sends USR1 to this script, which makes all ranks stop: they finish their iteration, save and end with 0, and so
+# does the job. With --resubmit N the job then returns to the queue, at most N times, and resumes, unless the run has
+# finished or failed. To stop a job by hand so that it saves and counts as completed: scancel --signal=TERM JOB (scancel
+# alone gives ranks 30 seconds, and the job counts as cancelled).
 set -euo pipefail
 resubmit=0
 if [[ "${1:-}" == --resubmit && "${2:-}" =~ ^[0-9]+$ ]]; then
@@ -36,19 +36,19 @@ export NNODES="$SLURM_JOB_NUM_NODES"
 export GPUS_PER_NODE="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RDZV_ENDPOINT="${RDZV_ENDPOINT:-${hosts[0]}:$((20000 + SLURM_JOB_ID % 10000))}"
-# Whoever can guess this can talk to the rendezvous: a job's number would not do.
+# Anybody who can guess this can join the rendezvous, so a job's number is not enough.
 RDZV_ID="${RDZV_ID:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}"
 export RDZV_ID
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 export LOGS="${LOGS:-logs/$SLURM_JOB_ID}"
 
-# Per rank one file: logs/JOB/node-NODE/.../attempt_0/LOCAL_RANK/{stdout,stderr}.log. When one node fails the others
-# get the time that a save may take, and not more: --wait, and no --kill-on-bad-exit, which would cut it off.
+# Each rank has one file: logs/JOB/node-NODE/.../attempt_0/LOCAL_RANK/{stdout,stderr}.log. When one node fails, the others
+# get as much time as a save may take: by --wait, and without --kill-on-bad-exit, which would kill them at once.
 srun --cpus-per-task "${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait="$((TORCH_ELASTIC_SHUTDOWN_TIMEOUT + 60))" \
     bash -c 'LOG_DIR="$LOGS/node-$SLURM_NODEID" exec bash "$@"' recipe "$@" &
 step=$!
 
-# The limit comes near: steps get the signal, this script does not (scancel without --batch).
+# Near the time limit: send the signal to the job's steps, but not to this script (scancel without --batch).
 limit=""
 trap 'limit=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done

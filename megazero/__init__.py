@@ -1,7 +1,7 @@
 """megazero: pretraining of GPT-, BLOOM- and LLaMA-style models.
 
-`megazero.pretrain(run)` trains one, and `megazero.training(run)` lets the caller take the steps. `megazero.load(path)`
-opens a trained one. `megazero.checkpoint` is the format.
+`megazero.pretrain(run)` trains a model; with `megazero.training(run)` the caller takes the steps. `megazero.load(path)`
+opens a trained model. `megazero.checkpoint` reads and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLACES = {
     "pretrain": "megazero.train.api",
     "training": "megazero.train.api",
 }
-"""What a program needs, and where it is."""
+"""The public names, and the modules that define them."""
 __version__ = "0.1.0"
 __all__ = [
     "ConfigError",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """One of `__all__`, found when it is asked for: the ground that all rooms stand on imports none of them."""
+    """A name of `__all__`, imported on first use, because every room imports this package and it must import none."""
     if name in _PLACES:
         return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'megazero' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`megazero` as a model of the LM Evaluation Harness, which knows it by name once this module is imported.
+"""`megazero` as a model of the LM Evaluation Harness. Importing this module registers it there.
 
     from megazero.harness import MegazeroLM
     lm_eval.simple_evaluate(model=MegazeroLM("runs/bloom"), tasks=["lambada_openai"])

@@ -1,4 +1,4 @@
-"""Creates the process groups of a process that is there for one run, and decides with what status it ends."""
+"""Process groups of a process that exists for one run only, and the status with which it ends."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN
 from megazero.telemetry.watchdog import die_with_parent
 
 WAIT_FOR_OTHERS = 60.0
-"""Seconds within which all ranks that a launcher stops have said that they were told: each imports torch first, on a
-host where all do so.
+"""Seconds in which a rank that got a signal waits for the other ranks to get it. Each rank imports torch first, all on
+one host.
 """
 WRONG = "megazero/configuration"
-"""In the launcher's store once rank 0 has told what is wrong with the configuration; with a rank behind it, once that
-rank knows.
+"""A key in the launcher's store: set when rank 0 has printed the problems of the configuration. KEY/RANK is set when
+that rank has seen it.
 """
 RANK_0_SAYS = "the configuration is wrong; rank 0 says how"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What torchrun (or Slurm, or nobody) told this process. Without a launcher the world is this process."""
+    """Rank and world size as the launcher (torchrun, Slurm) put them into the environment; without one, one process."""
 
     rank: int
     local_rank: int
@@ -56,11 +56,11 @@ class Environment:
 
 @contextmanager
 def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[ProcessGrid]:
-    """The process grid of this rank for the length of the block, in a process that is there for it alone. dp is world
-    size / (tp * pp).
+    """A context with this rank's process grid, in a process that exists for this run only.
 
-    A world of one needs no process group and makes none. After a failure the groups are left as they are: tearing them
-    down would wait for peers that may be gone.
+    dp is world size / (tp * pp).
+    Entering and leaving are collectives of the world. A world of one makes no process group. After a failure the groups
+    are not destroyed, because that would wait for peers that may be gone. Raises ConfigError as `world_of` does.
     """
     die_with_parent()
     torch.set_num_threads(threads.given() or threads.share(environment.local_world_size))
@@ -76,7 +76,7 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
 
 @dataclass(frozen=True)
 class World:
-    """What process groups are made of."""
+    """What process groups are created from: the axes, this rank's device, the backend and its timeout."""
 
     axes: Axes
     device: torch.device
@@ -85,7 +85,7 @@ class World:
 
 
 def world_of(parallel: ParallelConfig, environment: Environment) -> World:
-    """Raises ConfigError for what this machine or this torch does not have."""
+    """The world of a run. Raises ConfigError for a device or backend that this machine or this torch does not have."""
     try:
         device = devices.resolve(parallel.device, environment.local_rank)
     except ValueError as error:
@@ -106,40 +106,41 @@ def world_of(parallel: ParallelConfig, environment: Environment) -> World:
             ]
         )
     if parallel.cuda_graphs:
-        # NCCL registers the memory of captured collectives and takes it for one piece, which a segment that grows is
-        # not: hangs and accesses outside of it (pytorch/pytorch#158029).
+        # NCCL registers the memory of captured collectives as one piece. An expandable segment is not one piece, which
+        # leads to hangs and accesses outside of it (pytorch/pytorch#158029).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     return World(axes, device, backend, timeout)
 
 
 def begin(world: World, **store: Any) -> None:
-    """torch's default group, found through the launcher's environment, or through a store that is given."""
-    # Without device_id: given one, torch splits the world's communicator for every further group (ncclCommSplit), and
-    # waits for all ranks of the world; but ranks make their own groups only, and use them in their own order
+    """Create torch's default group through the launcher's environment or the given store. A collective of the world."""
+    # Without device_id: with one, torch splits the world's communicator for every further group (ncclCommSplit), which
+    # waits for all ranks of the world. But a rank makes only its own groups, and uses them in its own order
     # (pytorch/pytorch#134314).
     options = stream_options(world.backend, world.timeout)
     dist.init_process_group(world.backend, timeout=world.timeout, pg_options=options, **store)
 
 
 def _backend_for(device: torch.device, environment: Environment) -> str:
-    """nccl on CUDA, but not where ranks share a card, which it refuses."""
+    """nccl on CUDA, unless ranks share a GPU, which nccl refuses; else gloo."""
     own_card = environment.local_world_size <= devices.device_count(device)
     return "nccl" if device.type == "cuda" and own_card else "gloo"
 
 
 def exit_status(main: Callable[[], None], environment: Environment) -> int:
-    """Run `main` and turn how it ends into the status of the process: 0, 2 for a wrong configuration, 130 for Ctrl-C
-    where nothing else hears it, 1 for the rest.
+    """Run `main` and return the exit status: 0, 2 for a ConfigError, 130 for KeyboardInterrupt, 1 for any other error.
+
+    A ConfigError is printed once, by rank 0. Of other errors, the first rank to fail prints its traceback.
     """
     try:
         main()
     except ConfigError as error:
         _report_once(str(error), environment)
         return MISTAKEN
-    except PeerError as error:  # a consequence; who failed first says why, if it still can
+    except PeerError as error:  # a consequence: the rank that failed first prints the reason, if it can
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
         return FAILED
-    except KeyboardInterrupt:  # of a program that saves nothing
+    except KeyboardInterrupt:  # only in programs that save nothing; training handles the signal
         print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception:
@@ -149,11 +150,11 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process now, without tearing the interpreter down.
+    """End this process now, without finalising the interpreter.
 
-    Threads that wait for messages are daemons, because a peer that died may never answer. When the interpreter takes
-    itself down under a thread that is in the backend's C++ code, the process aborts, and torchrun reports a run that
-    ended well as failed (about one in ten on a busy machine). By now the state is saved and every file closed.
+    Threads that wait for messages are daemons, because a peer that died may never answer. If the interpreter is
+    finalised while such a thread is in the backend's C++ code, the process aborts, and torchrun reports a successful
+    run as failed (about one in ten on a busy machine). The state is saved and all files are closed before this call.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -161,16 +162,16 @@ def leave(status: int) -> NoReturn:
 
 
 def stop_early(signal: str, environment: Environment) -> NoReturn:
-    """End this process because of a signal that came before the first step, when there is nothing to save.
+    """End this process because of a signal before the first step, when there is nothing to save.
 
-    Status 0 where all ranks were told, as launchers and schedulers do. A rank that is alone with it has status 1: the
-    others would wait for it, and so the launcher ends them. Where rank 0 has told that the configuration is wrong, the
-    launcher ends whoever leaves after the first: the status is 2 all the same. Communicates through the launcher's
-    store, if it has one.
+    The status is 0 if all ranks got the signal, as from launchers and schedulers. If only some ranks got it, they end
+    with status 1, so that the launcher ends the others, which would wait for them. If rank 0 has reported a wrong
+    configuration, the launcher sends the signal after the first rank has ended, and the status is 2. Communicates
+    through the launcher's store, if there is one.
     """
     world, told = environment.world_size, environment.world_size
     if agent_serves():
-        with suppress(Exception):  # the store goes with the launcher, which goes when its ranks have gone
+        with suppress(Exception):  # the launcher, and its store with it, may be gone once a rank has ended
             store, deadline = _store(environment), time.monotonic() + WAIT_FOR_OTHERS
             if store.check([WRONG]):
                 if environment.rank:
@@ -193,7 +194,7 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
 
 
 def agent_serves() -> bool:
-    """Whether torchrun keeps the store, so that it is there before any process group and after a rank has gone."""
+    """Whether torchrun serves the store, which then exists before any process group and after a rank has ended."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -209,17 +210,16 @@ def _store(environment: Environment) -> dist.Store:
 
 
 def _say_last(message: str, *, first: bool) -> None:
-    """A rank's last words, on the screen and for its launcher."""
+    """Print a rank's last message to stderr, and record it for its launcher."""
     print(message, file=sys.stderr, flush=True)
     _record(message, first=first)
 
 
 def _record(message: str, *, first: bool) -> None:
-    """Leave a message where torchrun looks for it when a rank has failed: its summary, which is the last on the screen,
-    then ends with it.
+    """Write a message into the file that torchrun reads when a rank has failed. torchrun's summary then ends with it.
 
-    Its root cause is the earliest failure by the clock in these files; `first` is false where another rank's failure is
-    the cause.
+    torchrun takes the earliest failure, by the timestamps in these files, as the root cause. first: False if another
+    rank's failure is the cause.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -229,7 +229,10 @@ def _record(message: str, *, first: bool) -> None:
 
 
 def _report_once(message: str, environment: Environment) -> None:
-    """Rank 0 prints; the others leave only after it has, for the launcher kills every rank once one is gone."""
+    """Print a message on rank 0. The other ranks wait for it, because the launcher kills all ranks once one has ended.
+
+    Communicates through the launcher's store.
+    """
     if environment.world_size == 1:
         _say_last(message, first=True)
         return
@@ -248,12 +251,15 @@ def _report_once(message: str, environment: Environment) -> None:
         store.wait([WRONG], timedelta(seconds=30))
         _record(RANK_0_SAYS, first=False)
         store.set(f"{WRONG}/{environment.rank}", "seen")
-    except Exception:  # rank 0 found nothing wrong, or is gone: what is wrong is wrong here
+    except Exception:  # rank 0 has found no problem, or is gone: the problem is this rank's
         _say_last(f"rank {environment.rank}: {message}", first=True)
 
 
 def _report_failure(trace: str, environment: Environment) -> None:
-    """The first rank to fail prints its traceback, the ranks that fail because it is gone print a line."""
+    """Print the traceback if this rank is the first to fail; else print one line that names the first.
+
+    The first rank is found by an atomic compare-and-set in the store.
+    """
     first = environment.rank
     with suppress(Exception):
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store(environment)

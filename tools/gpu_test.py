@@ -1,11 +1,12 @@
-"""All that needs an NVIDIA GPU to be tested, on the card and with the torch that are there: `make gpu-test`.
+"""All tests that need an NVIDIA GPU, on this machine's GPU and with its torch: `make gpu-test`.
 
     python -m tools.gpu_test                # everything, in at most eight minutes
     python -m tools.gpu_test --only ranks   # stages whose name contains this
     python -m tools.gpu_test --logs DIR     # keep what each stage printed
 
-Stages that need the card for themselves run alone, the others beside each other. What is most likely to be wrong comes
-first, and what fails is printed when it fails. Status 0: everything passed; 1: something failed, or there is no card.
+Stages that need the GPU for themselves run alone; the others run in parallel. The stages that are most likely to fail
+come first, and the output of a failed stage is printed at once. Status 0: everything passed; 1: something failed, or
+there is no GPU.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from bench import card
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 465
-"""For all stages together; what is left of eight minutes goes to the start and the summary."""
+"""The time limit of all stages together. The rest of eight minutes is for the start and the summary."""
 FOUND = 99
-"""Status of the sanitizer where it found something."""
+"""The status with which the sanitizer reports a finding."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A command that is a test. seconds: its limit. sanitizer: its status means what the sanitizer makes of it."""
+    """A command that is a test. seconds: its time limit. sanitizer: whether it runs under the sanitizer, which sets the
+    status.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -44,21 +47,21 @@ class Stage:
 
 
 def pytest_stage(name: str, seconds: int, *words: str, workers: int = 0) -> Stage:
-    """workers: processes that share the tests, where pytest-xdist is installed."""
+    """A stage that runs pytest. workers: number of processes, if pytest-xdist is installed."""
     spread = ("-n", str(workers)) if workers and find_spec("xdist") else ()
     command = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "--tb=short", "--durations=5", *spread, *words)
     return Stage(name, command, seconds)
 
 
 def sanitizer() -> str | None:
-    """NVIDIA's compute-sanitizer."""
+    """The path of NVIDIA's compute-sanitizer; None if it is not installed."""
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
 def sanitized(program: str, tool: str) -> Stage:
-    """Every kernel under a tool of the sanitizer.
+    """A stage that runs every kernel under a tool of the sanitizer.
 
-    Without torch's cache each tensor is an allocation, whose ends are known.
+    torch's caching allocator is off, so that each tensor is an allocation, whose bounds the sanitizer knows.
     """
     options = ("--error-exitcode", str(FOUND), "--report-api-errors", "no")
     command = (program, "--tool", tool, *options, sys.executable, "-m", "tests.gpu.sanitize")
@@ -66,7 +69,7 @@ def sanitized(program: str, tool: str) -> Stage:
 
 
 def phases() -> Iterator[tuple[Stage, ...]]:
-    """Stages of one phase run beside each other."""
+    """The phases in order. The stages of one phase run in parallel."""
     apart = ("tests/gpu/test_training.py", "tests/gpu/test_parity.py", "tests/gpu/test_attention.py")
     yield (Stage("every kernel once", (sys.executable, "-m", "tests.gpu.sanitize"), 150),)
     yield (
@@ -85,7 +88,7 @@ def phases() -> Iterator[tuple[Stage, ...]]:
 
 @dataclass
 class Running:
-    """A started stage; `finish` waits for it."""
+    """A stage that has been started. `finish` waits for it."""
 
     stage: Stage
     process: subprocess.Popen[bytes]
@@ -128,7 +131,7 @@ class Running:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """The stage and all processes that it started: it leads a session of its own."""
+    """Kill a stage and all processes that it started, which are its session."""
     os.killpg(process.pid, 9)
     process.wait()
 
@@ -152,7 +155,7 @@ class Result:
 
 
 def judged(stage: Stage, status: int | None, output: str) -> str:
-    """A sanitizer that cannot work on this machine (its driver, a container) says nothing about the kernels."""
+    """The verdict on a stage; "left out" if the sanitizer cannot work on this machine (its driver, a container)."""
     if status is None:
         return "OUT OF TIME"
     if stage.sanitizer and status != FOUND and re.search(r"(?m)^=+ .*(not supported|Unable to|Internal)", output):
@@ -172,7 +175,7 @@ def last_line(output: str) -> str:
 
 
 def run(stages: Sequence[Stage], folder: Path, deadline: float) -> list[Result]:
-    """Beside each other; every result is printed as soon as those before it are."""
+    """Run stages in parallel. A result is printed as soon as all results before it are."""
     results = []
     for running in [Running.start(stage, folder) for stage in stages]:
         result = running.finish(deadline)

@@ -2,11 +2,11 @@
 # Make a virtual environment and install megazero into it:  tools/install.sh VENV EXTRAS
 #
 #   EXTRAS   extras of pyproject.toml, comma-separated, or nothing
-#   PYTHON   interpreter to make it with (default python3)
-#   TORCH_INDEX  package index to take torch from; default: PyTorch's index of CPU builds where there is no NVIDIA GPU and
-#                that index answers (PyPI's torch brings some 3 GB of CUDA libraries), else pip's own
+#   PYTHON   interpreter for the environment (default python3)
+#   TORCH_INDEX  package index for torch; default: PyTorch's index of CPU builds if there is no NVIDIA GPU and that index
+#                answers (PyPI's torch depends on some 3 GB of CUDA libraries), else pip's own
 #
-# torch comes first and pinned, so that nothing that follows can choose another one. May be run again at any time.
+# torch is installed first and pinned, so that no later package chooses another version. The script may be run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 extras=${2:-} python=${PYTHON:-python3}
