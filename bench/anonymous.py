@@ -1,4 +1,4 @@
-"""What a program takes of memory that is its own: anonymous pages, mappings of files not counted."""
+"""The anonymous memory of a program: its own pages, without mappings of files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 EVERY = 0.005
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 
 
 class Ran(NamedTuple):
-    """peak: bytes of RssAnon at its largest look. output: stdout and stderr together."""
+    """A program that has ended. peak: the largest sample of RssAnon, in bytes. output: stdout and stderr together."""
 
     status: int
     peak: int
@@ -22,7 +22,7 @@ class Ran(NamedTuple):
 
 
 def run(command: Sequence[str], cwd: Path) -> Ran:
-    """Run a command of one process to its end, looking at its memory all the time. Needs Linux's /proc."""
+    """Run a command of one process to its end, and sample its memory meanwhile. Needs Linux's /proc."""
     began, peak = time.monotonic(), 0
     with subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         while child.poll() is None:
@@ -35,7 +35,7 @@ def run(command: Sequence[str], cwd: Path) -> Ran:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """RssAnon of a process now; 0 once it has ended."""
+    """The present RssAnon of a process in bytes; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

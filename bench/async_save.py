@@ -1,12 +1,12 @@
-"""What a checkpoint costs a run: steps that save, steps beside which one is written, and all others, with --async-save
-and without.
+"""What a checkpoint costs a run: seconds of steps that save, of steps during a background save, and of all others, with
+--async-save and without.
 
     python -m bench.async_save                # 200M parameters in bf16; some ten minutes on two cores
     python -m bench.async_save --quick        # a tiny model: does it start?
 
-The time of a step is that from its beginning to the next one's: the step itself, and what a save makes it wait. Both
-ways run in processes of their own, one after the other, on a disk of --folder (default: where temporary files lie).
-Figures are medians.
+The time of a step is that from its beginning to the next one's, so it includes the wait for a save. Each way runs in a
+process of its own, one after the other, on the disk of --folder (default: the folder of temporary files). Figures are
+medians.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ TINY = Workload("tiny", layers=2, hidden=64, heads=4, sequence=64, vocabulary=50
 WAYS = {"async": ["--async-save"], "sync": []}
 KINDS = ("plain", "saving", "writing")
 LIMIT = 1.3
-"""How many times as long as a plain step one that saves may take."""
+"""The most that a step that saves may take, over a plain step."""
 
 
 def measured(way: str, work: Workload, saves: int, every: int, folder: Path) -> dict[str, Any]:
-    """Seconds of steps by kind, of the parts of what a save makes its step wait, of reading the checkpoint back, and
-    bytes.
-    """
+    """Seconds of steps by kind, of the parts of a save's wait, and of reading the checkpoint back; and its bytes."""
     from bench.contestants.megazero_ import build_megazero
 
     os.environ["BENCH_FOLDER"] = str(folder)
@@ -121,14 +119,12 @@ def in_process(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def normal(seconds: dict[str, list[float]]) -> float:
-    """The median of steps that neither save nor have a save beside them; of those that have, where
-    there are no others.
-    """
+    """The median of steps without a save; if there are none, of steps during a background save."""
     return statistics.median(seconds.get("plain") or seconds["writing"])
 
 
 def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """A line for each way and kind of step, with its ratio to the plain steps of the same process."""
+    """A row for each way and kind of step, with its ratio to the plain steps of the same process."""
     lines = []
     for way, one in found.items():
         plain = normal(one["seconds"])
@@ -145,7 +141,7 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> None:
-    """One table, and its numbers in a file; status 1 where the limit is not met."""
+    """Print one table and write its numbers to a file; status 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
     parser.add_argument("--saves", type=int, default=5, help="saves of each way")

@@ -1,6 +1,4 @@
-"""Whether this Python can compute on an NVIDIA GPU, and what that is: asked before anything that takes long to find it
-out.
-"""
+"""Whether this Python can compute on an NVIDIA GPU, and facts about that GPU, found out before anything slow starts."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ OLDEST_TORCH = 2, 11
 
 
 def why_not() -> str | None:
-    """One sentence about what is missing, or None. Imports torch, starts nothing."""
+    """One sentence about what is missing; None if nothing is. Imports torch, but starts nothing on the GPU."""
     try:
         import torch
     except ImportError as error:
@@ -30,7 +28,7 @@ def why_not() -> str | None:
 
 
 def facts() -> dict[str, str | int | float]:
-    """The card, its driver and the versions that decide how fast it is. Only where `why_not` is None."""
+    """The GPU, its driver and the versions that determine its speed. Only if `why_not` is None."""
     from megazero.system import device as devices
 
     libraries = {name: version(f"nvidia-{name}") for name in ("cublas", "cudnn", "nccl")}
@@ -43,14 +41,14 @@ def facts() -> dict[str, str | int | float]:
 
 
 def driver() -> str:
-    """NVIDIA's kernel driver."""
+    """The version of NVIDIA's kernel driver."""
     path = Path("/proc/driver/nvidia/version")
     numbers = re.findall(r"\b\d{3}\.\d+(?:\.\d+)*\b", path.read_text()) if path.exists() else []
     return numbers[0] if numbers else smi("driver_version")
 
 
 def smi(what: str) -> str:
-    """What nvidia-smi says of the first card, "unknown" where it cannot be asked."""
+    """The answer of nvidia-smi about the first GPU; "unknown" if it cannot run."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -60,7 +58,7 @@ def smi(what: str) -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package, which for NVIDIA's may end in the version of CUDA; "" where there is none."""
+    """The version of an installed package, whose name may end in the version of CUDA; "" if it is not installed."""
     for name in (package, f"{package}-cu13", f"{package}-cu12"):
         try:
             return metadata.version(name)

@@ -1,5 +1,5 @@
-"""What an op is timed with, by `bench/ops.py` on a CPU and `bench/gpu_ops.py` on a card: sizes, tensors, and what has
-to be moved.
+"""The input of an op that is timed, by `bench/ops.py` on a CPU and `bench/gpu_ops.py` on a GPU: sizes, tensors, and the
+bytes to move.
 
 b micro-batch, s sequence, n heads, d head dim, h hidden, f ffn width, v vocabulary, N = b*s tokens.
 """
@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of W1, the vocabulary of W2. dtype: of everything but what an optimizer keeps in fp32."""
+    """The sizes of W1 with the vocabulary of W2. dtype: of all tensors except those that an optimizer keeps in fp32."""
 
     b: int = 4
     s: int = 512
@@ -45,7 +45,7 @@ class Sizes:
 
 
 class BothWays:
-    """Forward, and backward from the gradient that comes last."""
+    """An op's forward, and its backward. The last argument is the gradient of the result."""
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self.forward = forward
@@ -57,11 +57,13 @@ class BothWays:
 
 @dataclass(frozen=True)
 class Case:
-    """prepare makes the tensors of one repetition. bytes and flops are the least that forward and backward need.
+    """An op to time.
 
-    forward_bytes  those of forward alone, for an op that is `BothWays`
-    moves          what the bytes are, in words
-    to_compile     what torch.compile is given in the place of `theirs`, where that compiles to nothing
+    prepare        makes the tensors of one repetition
+    bytes, flops   the least that forward and backward together need
+    forward_bytes  the least that forward alone needs, for an op that is `BothWays`
+    moves          a description of the bytes
+    to_compile     the function for torch.compile instead of `theirs`, if that cannot be compiled
     """
 
     name: str
@@ -78,10 +80,10 @@ class Case:
 
 
 def fresh(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Clones that need gradients: what an op overwrites is there again next time."""
+    """A function that clones the tensors, with gradients required. An op may overwrite the clones."""
     return lambda: tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
 
 
 def with_gradient(result: int, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """As `fresh`, and the gradient of a result of so many elements: to make it is not the op's work."""
+    """As `fresh`, followed by a gradient for a result of `result` elements, so that making it is not timed."""
     return lambda: (*fresh(*tensors)(), torch.ones(result, dtype=tensors[0].dtype, device=tensors[0].device))

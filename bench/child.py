@@ -1,8 +1,9 @@
-"""The process of one rank of a contestant: does what the harness asks over a pipe, and sleeps otherwise.
+"""The process of one rank of a contestant. It executes commands that the harness sends over a pipe, and sleeps
+otherwise.
 
     python -m bench.child COMMANDS REPLIES WORKLOAD ENTRY          (two file descriptors, two JSON texts)
 
-A command is one line of JSON, and so is its reply. Standard output and error go where the harness put them.
+A command is one line of JSON, and so is its reply. The harness redirects standard output and error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MIB = 1 << 20
 
 
 class Rank:
-    """Answers the commands: each is a method of its name."""
+    """Executes the commands: each is the method of its name."""
 
     def __init__(self, work: Workload, entry: Entry) -> None:
         self.work, self.entry = work, entry
@@ -34,7 +35,7 @@ class Rank:
         self.imports = 0
 
     def load(self) -> dict[str, Any]:
-        """Import what the contestant needs; its memory is what every later figure is taken above."""
+        """Import what the contestant needs. Later figures of memory are differences from the memory after this."""
         import torch
 
         torch.set_num_threads(self.work.threads)
@@ -59,7 +60,7 @@ class Rank:
         return {"seconds": seconds, "loss": loss}
 
     def turn(self, count: int) -> dict[str, Any]:
-        """Seconds of `count` steps together, from a device that has nothing to do until it has nothing to do again."""
+        """Seconds of `count` steps together; the device is idle before them and after them."""
         from megazero.system import device as devices
 
         assert self.step is not None
@@ -72,19 +73,19 @@ class Rank:
         return {"seconds": time.perf_counter() - began, "loss": float(loss)}
 
     def device_memory(self) -> dict[str, Any]:
-        """Most GiB that tensors held on the card since the process began; on a CPU its resident set."""
+        """The peak of tensors' memory on the GPU since the process began, in GiB; on a CPU, of the resident set."""
         from megazero.system import device as devices
 
         return {"peak_gib": devices.peak_memory_bytes(devices.resolve(self.work.device, 0)) / (1 << 30)}
 
     def report(self) -> dict[str, Any]:
-        """What the contestant's step knows about itself since it was last asked."""
+        """The report of the contestant's step since the last report."""
         assert self.step is not None
         ask: Callable[[], dict[str, Any]] = getattr(self.step, "report", dict)
         return ask()
 
     def forget_peak(self) -> dict[str, Any]:
-        """Start the peak anew: building and compiling are over. Where the kernel forbids it, they count."""
+        """Reset the peak, after building and compiling. If the kernel forbids it, those count too."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
@@ -92,18 +93,18 @@ class Rank:
         return {"reset": True}
 
     def memory(self) -> dict[str, Any]:
-        """Peak resident MiB above the imports."""
+        """The peak of the resident set above that after the imports, in MiB."""
         return {"peak": (resident("VmHWM") - self.imports) / MIB, "imports": self.imports / MIB}
 
 
 def resident(field: str) -> int:
-    """Bytes that /proc/self/status tells under this name."""
+    """The bytes of a field of /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that are loaded."""
+    """The versions of the libraries that are loaded."""
     names = ("torch", "transformers", "deepspeed", "numpy")
     return {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
 
@@ -122,16 +123,14 @@ def caught(replies: TextIO) -> Iterator[None]:
 
 
 def listen(commands: TextIO, waiting: SimpleQueue[str]) -> None:
-    """Take commands as they come. When nobody can send any more, end, even in the middle of a step that waits for a
-    peer.
-    """
+    """Put commands into the queue. When the pipe closes, end the process, even during a step that waits for a peer."""
     for line in commands:
         waiting.put(line)
     leave()
 
 
 def leave() -> None:
-    """No library gets to wait for its threads or its neighbours."""
+    """End the process at once, so that no library waits for its threads or for peers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

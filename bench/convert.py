@@ -1,12 +1,12 @@
-"""Memory and rate of conversions at the tensor shapes of a large model, of which a few layers stand for all.
+"""Memory and rate of conversions at the tensor shapes of a large model, with only a few of its layers.
 
     python -m bench.convert      # one layer of BLOOM-176B's shapes: 12 GB, largest tensor 7.2 GB, as much in --folder
     python -m bench.convert --shape 1b1 --layers 4
 
-A Hugging Face checkpoint of these shapes is made without taking room (its files have holes), and goes from format to
-format with `megazero convert`. For each step: seconds, bytes read per second, and the largest anonymous
-memory (mappings of files not counted) beside the bytes of the largest tensor. The bound that conversions are held to is
-3 times the largest tensor + 500 MB.
+A Hugging Face checkpoint of these shapes is made as sparse files, which take no room, and is converted from format to
+format with `megazero convert`. For each conversion the table has seconds, bytes read per second, and the peak of
+anonymous memory (without mappings of files) with the bytes of the largest tensor. The bound of a conversion is 3 times
+the largest tensor + 500 MB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.results import RESULTS, table, write
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"176b": (14336, 112), "7b1": (4096, 32), "1b1": (1536, 16)}
-"""Of BLOOM: hidden size, heads. All have 250,880 tokens."""
+"""Hidden size and heads of BLOOM's models. All have 250,880 tokens."""
 VOCABULARY = 250_880
 CHAIN = (
     ("hf", "megazero", ()),
@@ -34,7 +34,7 @@ CHAIN = (
     ("megatron-deepspeed", "hf", ("--dtype", "fp16")),
     ("megazero", "universal", ()),
 )
-"""From, to, flags; every format that is read here has been written by a step before."""
+"""(source format, target format, flags) of each conversion. An earlier one has written every source."""
 SPARE = 500_000_000
 
 
@@ -58,7 +58,7 @@ def tensors(hidden: int, layers: int, vocabulary: int) -> Iterator[tuple[str, li
 
 
 def hollow(folder: Path, hidden: int, heads: int, layers: int, vocabulary: int = VOCABULARY) -> int:
-    """A bf16 checkpoint of zeros that takes no room on disk; bytes of its largest tensor."""
+    """Make a bf16 checkpoint of zeros that takes no room on disk; return the bytes of its largest tensor."""
     folder.mkdir()
     config = {
         "model_type": "bloom",
@@ -86,7 +86,7 @@ def hollow(folder: Path, hidden: int, heads: int, layers: int, vocabulary: int =
 
 
 def main() -> None:
-    """One table; a result file unless --no-save."""
+    """Print one table, and write a result file unless --no-save is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="176b")
     parser.add_argument("--layers", type=int, default=1)

@@ -1,8 +1,8 @@
-"""Collectives between ranks of one host: through the memory they share, beside the backend's own way.
+"""Collectives between ranks of one host: through shared memory, compared with the backend.
 
     torchrun --nproc-per-node 2 -m bench.exchange
 
-Milliseconds are medians over turns A B A B of the slowest rank; GB/s are bytes of the tensor over them.
+Milliseconds are those of the slowest rank, medians over alternating turns. GB/s are the tensor's bytes over that time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cases(group: Group, bytes_of: int) -> dict[str, Callable[[], None]]:
 
 
 def turn(run: Callable[[], None], times: int, group: Group) -> float:
-    """Seconds of one call, of the slowest rank."""
+    """Seconds of one call on the slowest rank."""
     collectives.barrier(group)
     begin = time.perf_counter()
     for _ in range(times):
@@ -51,7 +51,7 @@ def turn(run: Callable[[], None], times: int, group: Group) -> float:
 
 
 def compared(ours: Group, theirs: Group, size: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Seconds of each collective on a tensor of this size, both ways in turns."""
+    """Seconds of each collective on a tensor of this size, for both ways in alternating turns."""
     others = cases(theirs, size)
     for name, run in cases(ours, size).items():
         ways = (run, ours), (others[name], theirs)
@@ -75,7 +75,7 @@ HEADINGS = ("collective", "bytes", "shared memory ms", "gloo ms", "GB/s", "times
 
 
 def main() -> None:
-    """One table, and its numbers in a file."""
+    """Print one table, and write its numbers to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one call of each: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")

@@ -1,4 +1,4 @@
-"""Who meets whom: the tables of `bench/peers.py`.
+"""The tables of `bench/peers.py`: which contestants are compared on which workload.
 
 A new contestant is a row here and a `build` in `bench/contestants`.
 """
@@ -19,7 +19,7 @@ PIPELINE = replace(TWO, micro_batches=4)
 
 @dataclass(frozen=True)
 class Table:
-    """One contestant of ours against several rivals on one workload."""
+    """A table: megazero and several rivals on one workload."""
 
     name: str
     title: str
@@ -31,14 +31,14 @@ class Table:
         return hash(self.name)
 
     def tiny(self) -> Table:
-        """The same on a model that takes no time, without compilation."""
+        """The same table with a tiny model and without compilation."""
         work = replace(self.work, layers=2, hidden=64, heads=2, sequence=32, vocabulary=256, micro_batch=2, threads=1)
         rivals = tuple(replace(rival, settings={**rival.settings, "compile": False}) for rival in self.rivals)
         return replace(self, work=work, rivals=rivals)
 
 
 def megazero(name: str, *layout: str, replicas: int = 1) -> Entry:
-    """With the allocator as the program sets it for itself."""
+    """megazero, with the allocator's settings that the program sets for itself."""
     given = {"layout": list(layout), "replicas": replicas}
     return Entry(name, "megazero_", given, {allocator.VARIABLE: allocator.settings()}, replicas=replicas)
 
@@ -66,8 +66,8 @@ def torch_parallel(name: str, kind: str, note: str = "", replicas: int = 1, **se
     return Entry(name, "torch_parallel", {"kind": kind, **settings}, replicas=replicas, note=note)
 
 
-# Settings are those that were fastest of the ones tried: precision "master" (bf16 parameters, fp32 masters beside them)
-# or "autocast" (fp32 parameters), attention "sdpa" or "eager" (written out, which the compiler then fuses).
+# Settings are the fastest of those that were tried: precision "master" (bf16 parameters with fp32 masters) or
+# "autocast" (fp32 parameters), attention "sdpa" or "eager" (written in plain ops, which the compiler then fuses).
 ONE_PROCESS = (
     bloom("BLOOM of transformers", "eager, tuned allocator, fused AdamW", precision="autocast"),
     bloom("BLOOM compiled", "the same under torch.compile", precision="autocast", compile=True),
