@@ -1,10 +1,10 @@
-"""Megatron's blend of datasets: step i takes the dataset that is furthest behind its share.
+"""Megatron's blend of datasets: step i takes the dataset that is furthest behind its weight.
 
-The rule is greedy (float64, `w[k] * max(i, 1) - taken[k]`, lowest index on ties), so step i needs all steps before it.
-A loop in Python would take minutes for a long run. Instead the steps are cut into lanes that advance side by side in
-numpy: each lane starts from a good guess of `taken`, and where the lane before it ends elsewhere, it is run again from
-there. The rule forgets small differences within a few rounds, so one or two repeats suffice; the result is that of the
-loop whatever the guesses were, because a lane is kept only if it started from exactly what its predecessor ended with.
+The rule is greedy (float64, `w[k] * max(i, 1) - taken[k]`, lowest index on ties), so step i depends on all steps before
+it. A loop in Python would take minutes for a long run. Instead the steps are divided into lanes that numpy computes in
+parallel. Each lane starts from a guess of `taken`. If the lane before it ends with another value, it is run again from
+that value. Small differences vanish within a few rounds, so one or two repeats suffice. The result is exactly that of
+the loop: a lane is kept only if it started from the value with which its predecessor ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_DATASETS = 32767
 
 
 def normalise(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights divided by their sum. Raises DataError unless all are finite and larger than 0."""
+    """Weights divided by their sum, float64 [datasets]. Raises DataError unless all are finite and larger than 0."""
     values = np.array(weights, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all() or (values <= 0).any():
         raise DataError(f"--data-path: weights must be finite and larger than 0, got {', '.join(map(str, weights))}")
@@ -33,19 +33,17 @@ def normalise(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 def wanted(shares: NDArray[np.float64], size: int) -> list[int]:
-    """Samples each dataset is planned to give; their sum is the blend's length."""
+    """Number of samples that a blend of `size` takes of each dataset, rounded up. Their sum is the blend's length."""
     return [math.ceil(size * share) for share in shares.tolist()]
 
 
 def built(shares: NDArray[np.float64], size: int) -> list[int]:
-    """Samples each dataset is built for: half a percent more."""
+    """Number of samples for which each dataset is built: 0.5 % more than `wanted`."""
     return [math.ceil(count * 1.005) for count in wanted(shares, size)]
 
 
 def blend_index(shares: NDArray[np.float64], size: int) -> dict[str, NDArray]:
-    """dataset_index int16 [size] and dataset_sample_index int64 [size]: which dataset step i takes, and which of its
-    items.
-    """
+    """dataset_index int16 [size] and dataset_sample_index int64 [size]: the dataset of step i, and its item there."""
     shares = shares / np.sum(shares)
     dataset, item = np.zeros(size, dtype=np.int16), np.empty(size, dtype=np.int64)
     if len(shares) == 1:
@@ -71,7 +69,10 @@ def _block(
     dataset: NDArray[np.int16],
     item: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Fill [lanes, steps] outputs of steps first, first+1, ...; `taken` before them in, after them out."""
+    """Fill the outputs [lanes, steps] of steps first, first+1, ...
+
+    taken: float64 [datasets] before them. Returns the same after them.
+    """
     lanes, steps = dataset.shape
     starts = first + np.arange(lanes, dtype=np.int64) * steps
     before = np.vstack([taken, *([_guess(shares, starts[1:])] if lanes > 1 else [])])
@@ -85,7 +86,7 @@ def _block(
 
 
 def _guess(shares: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Likely `taken` before each of these steps: shares rounded by largest remainder. [len(steps), datasets]."""
+    """A guess of `taken` before each of these steps, by largest remainder: float64 [len(steps), datasets]."""
     exact = shares * steps[:, None].astype(np.float64)
     taken = np.floor(exact)
     left = steps - taken.sum(axis=1).astype(np.int64)
@@ -96,7 +97,7 @@ def _guess(shares: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.
 def _advance(
     shares: NDArray[np.float64], starts: NDArray[np.int64], before: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int16], NDArray[np.int64]]:
-    """Run lanes side by side: `taken` after, dataset [lanes, steps] and item [lanes, steps]."""
+    """Run lanes in parallel: (`taken` after them [lanes, datasets], dataset [lanes, steps], item [lanes, steps])."""
     taken = before.copy()
     rows = np.arange(len(starts))
     behind = np.empty_like(taken)

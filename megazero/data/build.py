@@ -1,4 +1,4 @@
-"""From the flags of `--data-path` and its kin to datasets."""
+"""From --data-path and the flags that belong to it to datasets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ Requests = tuple[int | None, int | None, int | None]
 
 @dataclass(frozen=True)
 class Blend:
-    """What `--data-path` names. shares is None for one prefix without a weight, else float64
-    [prefixes], summing to 1.
+    """The value of --data-path.
+
+    prefixes  of the pairs of files
+    shares    normalised weights, float64 [prefixes]; None for one prefix without a weight
     """
 
     prefixes: tuple[str, ...]
@@ -49,7 +51,7 @@ def cache_root(cfg: DataConfig) -> Path:
 
 
 def parse_data_path(words: Sequence[str]) -> Blend:
-    """PREFIX, or WEIGHT PREFIX pairs (one pair is a blend of one). Raises DataError."""
+    """Parse PREFIX, or pairs WEIGHT PREFIX (one pair is a blend of one). Raises DataError."""
     if len(words) == 1:
         return Blend((words[0],), None)
     if not words or len(words) % 2:
@@ -68,7 +70,7 @@ def parse_data_path(words: Sequence[str]) -> Blend:
 
 
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
-    """NAME PREFIX pairs. Raises DataError."""
+    """Parse pairs NAME PREFIX: name -> prefix. Raises DataError."""
     if len(words) % 2:
         raise DataError(f"--valid-data-path has {len(words)} words; give NAME PREFIX pairs: {' '.join(words)}")
     names = words[::2]
@@ -79,7 +81,7 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
 
 
 def train_tokens(cfg: DataConfig) -> list[int]:
-    """Tokens of each pair of --data-path that --split leaves for training. Reads headers and ends of the .idx only.
+    """Number of training tokens (by --split) of each pair of --data-path. Reads only parts of the .idx files.
 
     Raises DataError.
     """
@@ -97,12 +99,16 @@ def build_datasets(
     named_samples: int | None = None,
     report: Report = silent,
 ) -> Datasets:
-    """Datasets with at least `samples` of train, valid, test and `named_samples` of each named validation set.
+    """The datasets of --data-path and --valid-data-path.
 
-    None or 0 asks for none: one epoch is there all the same, and an empty split is no error. Every rank calls this
-    alike; whoever comes first on a file system builds what is not cached, the others wait on a file lock. Communicates
-    nothing: call it while no collective is outstanding. vocab_size None leaves ids unchecked; tokenizer: the one of
-    cfg, which the pairs have to be of as far as they say. Raises DataError.
+    samples        least numbers of samples of train, valid and test. With None or 0 a dataset has one epoch, and its
+                   split may be empty
+    named_samples  the same for each named validation set
+    vocab_size     bound of the token ids; None: they are not checked
+    tokenizer      the tokenizer of cfg. Pairs that record their tokenizer must have been made with it
+
+    All ranks call this with the same arguments. The first on a file system builds index files that are not cached; the
+    others wait for a file lock. Communicates nothing; no collective may be outstanding meanwhile. Raises DataError.
     """
     if seq_length < 1:
         raise DataError(f"--seq-length {seq_length}: must be at least 1")

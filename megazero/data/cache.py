@@ -1,8 +1,8 @@
 """Folders that are built once per file system and then only read.
 
-`once` is called by every rank alike. The first to get the file lock builds, in a temporary folder that is synced and
-renamed; the others sleep on the lock, say what they wait for, and find the finished folder. A builder that dies loses
-its lock to the next one. No collective is involved, so nothing can time out.
+All ranks call `once`. The first to get the file lock builds the folder under a temporary name, syncs and renames it.
+The others wait for the lock, report what they wait for, and find the finished folder. If the builder dies, the next
+rank gets the lock. No collective is used, so nothing can time out.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SEAL = "seal"
 PAGE = 512
 """Words of 8 bytes that are summed together."""
 WEIGHTS = np.arange(PAGE, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C14) | np.uint64(1)
-"""Of the words of a page: odd, so that no change of one word is lost modulo 2^64, and all different, so that words in
-another order count.
+"""Weights of the words of a page. They are odd, so that a change of one word always changes the sum modulo 2^64, and
+different, so that the order of words matters.
 """
 AT_ONCE = 1 << 20
-"""Bytes read at once to sum them: whole pages, few enough for a core's own cache."""
+"""Bytes that are read and summed at once: whole pages that fit into a core's cache."""
 
 Arrays = dict[str, FileArray]
 
@@ -51,7 +51,7 @@ def default_root() -> Path:
 
 
 def key_of(what: str, facts: dict[str, Any]) -> str:
-    """Name of a cache folder: a hash of everything that determines its contents."""
+    """Name of a cache folder: a hash of all facts that determine its contents."""
     text = json.dumps({"format": FORMAT, "what": what, **facts}, sort_keys=True)
     return f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
@@ -63,7 +63,10 @@ def once(
     report: Report,
     complete: Callable[[Path], bool] = Path.is_dir,
 ) -> Path:
-    """root/name, built by build(temporary folder, report) unless it is there and `complete`."""
+    """The folder root/name, built by build(temporary folder, report) unless it exists and is `complete`.
+
+    Raises DataError where it cannot be written or locked.
+    """
     folder = root / name
     if complete(folder):
         return folder
@@ -90,7 +93,7 @@ def once(
 
 @contextlib.contextmanager
 def _held(handle: int, name: str, report: Report) -> Iterator[None]:
-    """The lock is polled, so that a waiting rank can pass on what the builder last wrote into the lock file."""
+    """Hold the lock. It is polled, so that a waiting rank can report what the builder has written into its file."""
     start = said = time.monotonic()
     while True:
         try:
@@ -125,7 +128,7 @@ def _build(
                 with open(path, "rb") as written:
                     os.fsync(written.fileno())
         sync_folder(temporary)
-        if folder.exists():  # it was there and not complete
+        if folder.exists():  # it is not complete
             folder.rename(temporary.with_name(f"{temporary.name}-old"))
         try:
             temporary.rename(folder)
@@ -133,7 +136,7 @@ def _build(
             if not complete(folder):  # a network file system may show another machine's finished folder late
                 raise
         sync_folder(root)
-    except OSError as error:  # numpy tells of a full disk in numbers of elements
+    except OSError as error:  # numpy's message about a full disk gives numbers of elements only
         free, name = shutil.disk_usage(root).free, folder.name
         raise DataError(
             f"{name} cannot be written to {root}, where {size(free)} are free ({error}); --data-cache-path chooses "
@@ -147,8 +150,10 @@ def _build(
 def cached_arrays(
     root: Path, what: str, facts: dict[str, Any], build: Callable[[Report], dict[str, NDArray]], report: Report
 ) -> Arrays:
-    """Arrays that `facts` determine, in files of the cache. Each is an .npy file in its own right; what is not as it
-    was written is built again, whoever sees it, and who has the files open reads on in the old ones.
+    """Arrays that are determined by `facts`, in .npy files of the cache.
+
+    Files that are missing or not as they were written are built again. A process that has old files open goes on
+    reading them. Raises DataError as `once` does.
     """
 
     def write(folder: Path, say: Report) -> None:
@@ -170,8 +175,9 @@ def cached_arrays(
 
 
 def _open(folder: Path) -> Arrays | None:
-    """None when something is missing or is not what was written: an order with a wrong number in it would be a run on
-    other data. All of it is read, by every rank, and nothing has to be agreed upon.
+    """The arrays of a folder; None if something is missing or not as it was written.
+
+    Every rank reads all files to check them. A wrong number in an order would silently train on other data.
     """
     try:
         record = read_object(folder / FACTS, BOUNDS.manifest)
@@ -194,9 +200,9 @@ def _seal(record: dict[str, Any]) -> str:
 
 
 def _sum(file: OpenFile) -> str:
-    """A hash of the weighted sums of its pages.
+    """A hash of the weighted sums of the file's pages.
 
-    A wrong word always changes the sum of its page; hashing all of it would take several times as long.
+    One wrong word always changes the sum of its page. Hashing the whole file would take several times as long.
     """
     digest = hashlib.sha256(str(file.size).encode())
     for start in range(0, file.size, AT_ONCE):

@@ -1,9 +1,9 @@
-"""Chat templates: turns of a conversation to one text, and which parts of it an assistant has written.
+"""Chat templates: from the turns of a conversation to one text, with the parts that an assistant wrote.
 
-A template is a Jinja program that comes with a tokenizer (Hugging Face's chat_template.jinja or tokenizer_config.json);
-it runs in Jinja's sandbox, in a process with limits (`template_program`). Its special tokens are tokens, those that
-stand in the data are text: where a data string spells one it is parted by `CUT`, which the tokenizer takes for a border
-and drops. All other text reaches the template, and the tokenizer, as it is.
+A template is a Jinja program that comes with a tokenizer (Hugging Face's chat_template.jinja or tokenizer_config.json).
+It runs in Jinja's sandbox, in a process with limits (`template_program`). Special tokens that the template writes are
+tokens; those that the data spell are text. `CUT` is inserted into each special token that the data spell; the tokenizer
+splits there and drops it. All other text is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.system.reading import BOUNDS, raised_as, read_object, read_text
 
 HERE = "\ufdd3"
-"""A mark of our own, such a character as `special.CUT` is: where a message is to be gone on with."""
+"""A marker for the end of a message that the model is to continue; a noncharacter of Unicode like `special.CUT`."""
 STRANGE = re.compile(f"[{OPEN}{CLOSE}{CUT}\ud800-\udfff]")
-"""What no turn may hold: our marks, and lone surrogates."""
+"""Characters that no turn may have: the markers, and lone surrogates."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 NOTHING = MappingProxyType({"tools": None, "documents": None})
-"""What templates may ask for, and get as `transformers` gives it where there is none."""
+"""Variables that templates may read. `transformers` also passes None for them if they are not given."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = Mapping[str, Any]
@@ -40,8 +40,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rendered:
-    """text: as the tokenizer gets it, `CUT` included. spans: what assistants wrote, ranges of its
-    characters in order.
+    """A conversation as text.
+
+    text   the text for the tokenizer, with `CUT`
+    spans  the ranges of its characters that assistants wrote, in order
     """
 
     text: str
@@ -49,11 +51,14 @@ class Rendered:
 
 
 class ChatTemplate:
-    """source: the Jinja program. variables: what it may name (bos_token, eos_token). specials: the tokenizer's special
-    tokens.
+    """A chat template.
 
-    Raises DataError where the program cannot be read, ImportError without jinja2. `strftime_now`, which tells the day,
-    is there for prompts only: what a model is trained on must not depend on it.
+    source     the Jinja program
+    variables  variables of the program (bos_token, eos_token)
+    specials   the tokenizer's special tokens
+
+    Raises DataError where the program cannot be read, ImportError without jinja2. Only prompts have `strftime_now` (the
+    date): training data must not depend on the day.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], specials: Sequence[str]) -> None:
@@ -62,7 +67,10 @@ class ChatTemplate:
         self.marks_generation = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", source) is not None
 
     def render(self, messages: Sequence[Message], **more: Any) -> Rendered:
-        """more: further variables, such as tools. Raises DataError where template and messages do not go together."""
+        """A whole conversation for training. more: further variables, such as tools.
+
+        Raises DataError where the template refuses the messages or writes what cannot be used.
+        """
         given = [list(messages), *more.values()]
         plain, *others = [self._changed(value, self.specials.parted) for value in given]
         named = dict(zip(more, others, strict=True))
@@ -71,8 +79,7 @@ class ChatTemplate:
         return rendered
 
     def question(self, messages: Sequence[Message]) -> str:
-        """The text that a model is to answer, as `render` has it: what turns spell like a special token is parted by
-        `CUT`, and stays text.
+        """The prompt for an answer to these messages. Special tokens that turns spell stay text, as in `render`.
 
         Raises DataError as `render` does, and for messages that are no turns.
         """
@@ -92,17 +99,18 @@ class ChatTemplate:
         return text
 
     def end_of_turn(self) -> str | None:
-        """The special token that stands behind an assistant's words; None where there is none, or it does not show."""
+        """The special token behind an assistant's message; None if there is none or it cannot be found."""
         try:
             text = self._text([{"role": "user", "content": "?"}, {"role": "assistant", "content": HERE}], {})
-        except DataError:  # it wants other turns
+        except DataError:  # the template needs other turns
             return None
         behind = _unmarked(text).rpartition(HERE)[2].lstrip()
         return next((token for token in self.specials.texts if behind.startswith(token)), None)
 
     def _refuse_joined(self, given: list[Any], names: Sequence[str], text: str, **how: Any) -> None:
-        """Raises DataError where the text has a special token that neither data nor template has alone. names: of all
-        given but the first.
+        """Raise DataError if data and template together make a special token that neither makes alone.
+
+        names: names of the variables in `given` behind the first.
         """
         if any(self.specials.borders(string) for string in _strings(given)):
             framed, *others = [
@@ -113,11 +121,10 @@ class ChatTemplate:
                 raise DataError("text of the conversation and text of the chat template make a special token together")
 
     def prompt(self, messages: Sequence[Mapping[str, str]], *, answer: bool = True) -> str:
-        """The text that a model gets: to answer, or to go on with the last message. What data spells like a special
-        token is one here.
+        """The prompt for an answer, or with answer=False for a continuation of the last message.
 
-        Raises DataError as `render` does, and where the template leaves the last message out that is to be gone on
-        with.
+        Special tokens that messages spell are special tokens here. Raises DataError as `render` does, and where the
+        template leaves out a last message that is to be continued.
         """
         given: list[Message] = list(messages)
         if not answer:
@@ -127,11 +134,11 @@ class ChatTemplate:
             return text
         before, mark, behind = text.rpartition(HERE)
         if not mark:
-            raise DataError("the chat template leaves out the message that is to be gone on with")
-        return before if behind.startswith(" ") else before.rstrip()  # else it strips messages, but for the mark
+            raise DataError("the chat template leaves out the message that is to be continued")
+        return before if behind.startswith(" ") else before.rstrip()  # else the template strips messages
 
     def _changed(self, value: Any, act: Callable[[str], str]) -> Any:
-        """A value of JSON kind with `act` on every string in it. A role is not the data's: it is one of `ROLES`."""
+        """A JSON value with `act` applied to every string in it, except roles of `ROLES`, which are not data."""
         if isinstance(value, str):
             return act(value)
         if isinstance(value, Mapping):
@@ -144,7 +151,7 @@ class ChatTemplate:
     def _text(
         self, messages: list[Any], more: dict[str, Any], prompt: bool = False, today: datetime | None = None
     ) -> str:
-        """The template's output, with `OPEN` and `CLOSE` around what it marks as generated."""
+        """The template's output, with `OPEN` and `CLOSE` around its {% generation %} blocks."""
         named = {**NOTHING, **self.variables, **more, "messages": messages, "add_generation_prompt": prompt}
         text = self._template.render(named, today)
         strange = SURROGATE.search(text)
@@ -153,7 +160,7 @@ class ChatTemplate:
         return text
 
     def _mark(self, messages: list[Message], more: dict[str, Any]) -> Rendered:
-        """By the template's own {% generation %} blocks."""
+        """Find the assistants' text by the template's {% generation %} blocks."""
         parts, spans, length, start = [], [], 0, None
         for part in re.split(f"([{OPEN}{CLOSE}])", self._text(messages, more)):
             if part in (OPEN, CLOSE):
@@ -171,7 +178,7 @@ class ChatTemplate:
         raise DataError("the chat template has marks of what is generated inside each other, or alone")
 
     def _extend(self, messages: list[Message], more: dict[str, Any]) -> Rendered:
-        """An assistant's turn is what the text grows by, from the one that asks for a turn to the one that has it."""
+        """Find an assistant's text as the difference between the text with its turn and the prompt for that turn."""
         whole, spans = self._text(messages, more), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -179,17 +186,15 @@ class ChatTemplate:
             before, after = self._text(messages[:number], more, prompt=True), self._text(messages[: number + 1], more)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
-                    "which text is the assistant's does not show: the chat template writes the beginning of a "
-                    "conversation otherwise when "
-                    f"more follows (turn {number + 1}); {{% generation %}} blocks in the template would say it"
+                    "the assistant's text cannot be found: the chat template writes the beginning of a conversation "
+                    "differently when "
+                    f"more follows (turn {number + 1}); {{% generation %}} blocks in the template would mark it"
                 )
             spans.append((len(before), self._end(after, len(before))))
         return Rendered(whole, tuple(spans))
 
     def _end(self, text: str, start: int) -> int:
-        """Where a turn ends: with the special token that ends it; the line break behind that is the template's, not the
-        model's.
-        """
+        """The end of a turn: behind its special token, without the template's line break, which no model writes."""
         kept = text.rstrip()
         return len(kept) if len(kept) > start and kept.endswith(self.specials.texts) else len(text)
 
@@ -199,13 +204,13 @@ def _unmarked(text: str) -> str:
 
 
 def _framed(text: str) -> str:
-    """With borders around what is not space, which templates may strip."""
+    """The text with `CUT` around it, inside leading and trailing space, which templates may strip."""
     inside = text.strip()
     return text.replace(inside, f"{CUT}{inside}{CUT}", 1) if inside else text
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in a value of JSON kind."""
+    """Every string in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -217,7 +222,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Whether a chat template lies beside this tokenizer."""
+    """Whether there is a chat template in the tokenizer's folder."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return False
     folder = tokenizer.path.parent
@@ -227,16 +232,16 @@ def has_template(tokenizer: Tokenizer) -> bool:
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """The one beside this tokenizer. Raises DataError where there is none."""
+    """The chat template in the tokenizer's folder. Raises DataError if there is none."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise DataError("turns of a chat need a chat template, which comes with --tokenizer hf")
     return read_template(tokenizer.path.parent, tokenizer.special_tokens.texts)
 
 
 def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:
-    """The chat template beside a tokenizer: chat_template.jinja, or the one in tokenizer_config.json.
+    """The chat template in a tokenizer's folder: chat_template.jinja, or the one in tokenizer_config.json.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     config = _config(folder / "tokenizer_config.json")
     alone = folder / "chat_template.jinja"

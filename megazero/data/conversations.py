@@ -1,11 +1,10 @@
-"""Instruction data: jsonl with a prompt and a completion, or the turns of a chat, to token ids and which of them are
-learned.
+"""Instruction data: jsonl with a prompt and a completion, or the turns of a chat, as token ids with a loss mask.
 
     {"prompt": "2 + 2 = ", "completion": "4"}
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-`records` makes these of records in other shapes. A completion is followed by the tokenizer's separator, which is
-learned too. Chats are written by the tokenizer's chat template.
+`records` converts records in other shapes to these. A completion is followed by the tokenizer's separator, which has a
+loss too. The tokenizer's chat template formats chats.
 """
 
 from __future__ import annotations
@@ -32,13 +31,16 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.system.reading import parse_json, raised_as, shown
 
 AT_ONCE = 512
-"""Lines that are tokenized together, on all cores."""
+"""Number of lines that are tokenized together, on all cores."""
 
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """ids: its tokens. loss_mask: which of them the loss is taken on; the first token follows nothing, so it never
-    is."""
+    """A conversation of n tokens.
+
+    ids        int32 [n], token ids
+    loss_mask  bool [n]: whether the loss on predicting this token counts. The first token is never predicted
+    """
 
     ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
@@ -46,7 +48,12 @@ class TokenizedConversation:
 
 @dataclass
 class ConversationEncoder:
-    """Lines to conversations. eod_id: what ends a completion. vocab_size: of the model."""
+    """Converts lines to conversations.
+
+    eod_id      token that ends a completion; None if the tokenizer has none
+    vocab_size  the model's, which bounds the ids
+    template    the chat template, read when the first chat needs it
+    """
 
     tokenizer: Tokenizer
     eod_id: int | None
@@ -54,7 +61,7 @@ class ConversationEncoder:
     template: ChatTemplate | None = field(default=None, init=False)
 
     def encode(self, lines: Sequence[RawDocument]) -> list[TokenizedConversation]:
-        """Raises DataError naming file and line."""
+        """The conversations of these lines, in order. Raises DataError naming file and line."""
         records = [(raw, self._in_one_shape(raw, _record(raw))) for raw in lines]
         found: list[TokenizedConversation | None] = [
             None if "messages" in record else self._completed(raw, record) for raw, record in records
@@ -83,7 +90,7 @@ class ConversationEncoder:
         if not completion:
             raise _wrong(raw, "the completion is empty, so there is nothing to learn")
         if self.eod_id is None:
-            raise _wrong(raw, "a completion has to end with a separator, and the tokenizer names none: give --eod-id")
+            raise _wrong(raw, "a completion must end with a separator, and the tokenizer has none: give --eod-id")
         with _named(raw):
             before, after = self._parts(prompt, completion)
         if not after:
@@ -93,11 +100,12 @@ class ConversationEncoder:
         )
 
     def _parts(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
-        """Tokens of a prompt, and those of the completion behind it, which together are the text of both.
+        """(tokens of the prompt, tokens of the completion), which together decode to the text of both.
 
-        The prompt has the tokens that it has alone, as at generation, and the completion those that it has there:
-        alone, pieces of many models would begin with a blank. Where the two share a token, the completion has tokens of
-        its own, if they read the same; else the shared one and all behind it are the completion's.
+        The prompt has the tokens that it has alone, as at generation. The completion has the tokens that it has behind
+        the prompt, since many tokenizers would put a blank before it alone. If a token spans both, the completion is
+        tokenized alone, provided that this decodes to the same text; else that token and all behind it belong to the
+        completion.
         """
         before, whole = self.tokenizer.encode(prompt), self.tokenizer.encode(prompt + completion)
         shared = next(
@@ -124,7 +132,7 @@ class ConversationEncoder:
         return self.template
 
     def _written(self, raws: Sequence[RawDocument], texts: list[str]) -> list[Encoded]:
-        """All at once; one after the other where one of them is wrong, to say which."""
+        """Tokenize all texts at once. If one fails, tokenize them one by one to find which."""
         assert isinstance(self.tokenizer, HuggingFaceTokenizer), "there was a template"
         try:
             return self.tokenizer.encode_written(texts)
@@ -135,7 +143,7 @@ class ConversationEncoder:
             raise
 
     def _mask_assistant(self, raw: RawDocument, rendered: Rendered, encoded: Encoded) -> TokenizedConversation:
-        """The loss is taken on a token that has a character which an assistant wrote, and on those between such."""
+        """The loss counts on each token with a character that an assistant wrote, and on tokens between such."""
         starts, stops = (np.array([token[part] for token in encoded], dtype=np.int64) for part in (1, 2))
         loss_mask = np.zeros(len(encoded), dtype=np.bool_)
         for start, stop in rendered.spans:
@@ -182,7 +190,7 @@ def read_conversations(
 
 @contextmanager
 def _named(raw: RawDocument) -> Iterator[None]:
-    """What is wrong inside is wrong with this line."""
+    """Add the file and line to a DataError inside the block."""
     try:
         yield
     except DataError as error:

@@ -1,7 +1,7 @@
-"""The default corpus: the source files of this Python's own standard library, which every machine has.
+"""The default corpus: the source files of this Python's standard library, which every machine has.
 
-Prepared once per cache folder: a byte-level BPE is trained on it and the files become a .bin/.idx pair, one document
-per file.
+It is prepared once per cache folder: a byte-level BPE is trained on it, and the files become a .bin/.idx pair with one
+document per file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Corpus:
-    """Prefix of the pair, and the folder of the gpt2 tokenizer that made it."""
+    """The prepared corpus: prefix of its pair, folder of its gpt2 tokenizer, a description for the banner."""
 
     prefix: str
     tokenizer_path: str
@@ -37,7 +37,7 @@ class Corpus:
 
 
 def source_files(library: Path) -> list[Path]:
-    """Python files of the library, its tests left out, in an order that scatters packages: splits are contiguous."""
+    """Python files of the library without its tests, ordered by a hash: splits are contiguous and need a mixture."""
     found: list[Path] = []
     for folder, inside, names in os.walk(library):
         inside[:] = [
@@ -48,9 +48,9 @@ def source_files(library: Path) -> list[Path]:
 
 
 def default_corpus(root: Path, report: Report, library: Path | None = None) -> Corpus:
-    """Prepare the corpus unless it is in the cache; safe when many ranks call it together.
+    """Prepare the corpus unless it is in the cache. Any number of ranks may call this together.
 
-    Raises DataError without source files.
+    library: folder of the source files; default: Python's standard library. Raises DataError if it has none.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
     files = source_files(library)

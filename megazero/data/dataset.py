@@ -20,18 +20,18 @@ from megazero.system import device as devices
 
 LARGE = 1 << 22
 ORDER_BYTES = 16, 12
-"""Memory, at least, for each document of each epoch and for each sample while an order is made (`build_orders`)."""
+"""Lower bounds of the bytes that `build_orders` needs for each document of each epoch, and for each sample."""
 BLEND_BYTES = 10
-"""Memory, at least, for each sample while a blend is made (`blend_index`)."""
+"""A lower bound of the bytes that `blend_index` needs for each sample."""
 
 
 @dataclass(frozen=True)
 class PackedSample:
-    """A sample that knows which of its predictions count, and whose documents were put together.
+    """A sample into which several documents (conversations) are packed.
 
     tokens     int64 [S+1]: inputs are [:-1], labels [1:]
-    loss_mask  bool [S]: whether the prediction of the label counts
-    documents  int64 [S]: number of each input's document within the sample; what fills it up is a document of its own
+    loss_mask  bool [S]: whether the prediction of the label counts in the loss
+    documents  int64 [S]: number of each input's document within the sample; the padding is a document of its own
     """
 
     tokens: NDArray[np.int64]
@@ -40,12 +40,12 @@ class PackedSample:
 
 
 class Samples(Protocol):
-    """A dataset of n samples; item i is the i-th in the order of the run: running text, int64 [S+1], whose inputs are
-    [:-1] and labels [1:], or a packed sample.
+    """A dataset of n samples in the order of the run.
 
-    plans: of every pair of files in it, epochs and the first sample of an epoch shuffled apart. They follow from the
-    number of samples asked for and decide the order: a longer run with other plans has other samples from the first on.
-    Packed samples have what their order follows from in its place (`PackedDataset.plans`).
+    Item i is running text, int64 [S+1], whose inputs are [:-1] and labels [1:], or a packed sample. plans: for each
+    pair of files, the epochs and the first sample of an epoch that is shuffled separately. They depend on the requested
+    number of samples and determine the order: a longer run with other plans has other samples from the start. Packed
+    samples have other numbers there (`PackedDataset.plans`).
     """
 
     @property
@@ -57,9 +57,9 @@ class Samples(Protocol):
 
 
 class GPTDataset:
-    """Samples of one split of one pair of files.
+    """Samples of one split of one pair of files: int64 [S+1] each.
 
-    Raises IndexError past its end, DataError on ids outside the vocabulary.
+    Raises IndexError beyond its end, DataError for ids outside the vocabulary.
     """
 
     def __init__(
@@ -106,9 +106,8 @@ class GPTDataset:
 class BlendedDataset:
     """Samples of several datasets in the proportion of their weights.
 
-    Its length can exceed the requested size by less than the number of datasets, as Megatron's does. Every requested
-    sample exists; one of the surplus may point past the end of a small dataset, which raises IndexError when it is
-    asked for.
+    As in Megatron, its length can exceed the requested size by less than the number of datasets. Every requested sample
+    exists. A surplus sample may be beyond the end of a small dataset; reading it raises IndexError.
     """
 
     def __init__(self, parts: Sequence[Samples], index: Arrays) -> None:
@@ -127,7 +126,7 @@ class BlendedDataset:
 
 
 class EmptyDataset:
-    """No samples: a split without tokens, of which none are asked."""
+    """A dataset without samples: a split that has no tokens, or of which no samples are requested."""
 
     plans: tuple[tuple[int, int], ...] = ()
 
@@ -149,7 +148,10 @@ def one_dataset(
     root: Path,
     report: Report,
 ) -> Samples:
-    """The split `name` = sequences bounds[0] .. bounds[1]-1 of a pair, with enough epochs for the requested samples."""
+    """The split `name` (sequences bounds[0] .. bounds[1]-1) of a pair, with enough epochs for `requested` samples.
+
+    Raises DataError for samples of an empty split, and where the memory does not suffice to shuffle it.
+    """
     tokens = data.tokens_between(*bounds)
     if requested and not tokens:
         raise DataError(
@@ -184,7 +186,7 @@ def one_dataset(
 
 
 def _require_memory(what: str, needed: int) -> None:
-    """Raises DataError where so many bytes are more than this machine can hold."""
+    """Raise DataError if this machine has less free memory than `needed` bytes."""
     free = devices.available_memory_bytes()
     if free is not None and needed > free:
         raise DataError(
@@ -194,8 +196,9 @@ def _require_memory(what: str, needed: int) -> None:
 
 
 def blend_of(name: str, shares: NDArray[np.float64], size: int, root: Path, report: Report) -> Arrays:
-    """What a BlendedDataset of `size` samples of the split `name` goes by; its parts are built for `built(shares,
-    size)` samples each.
+    """The index of a BlendedDataset of `size` samples of the split `name`, from the cache (`blend_index`).
+
+    Its parts must be built for `built(shares, size)` samples each. Raises DataError where the memory does not suffice.
     """
     length = sum(wanted(shares, size))
     facts = {"shares": [share.hex() for share in shares.tolist()], "length": length}

@@ -1,7 +1,4 @@
-"""Documents out of files: jsonl and plain text, bare or as .gz and .zst, folders included.
-
-Memory stays bounded whatever the size.
-"""
+"""Reads documents from jsonl and plain text files, also from .gz and .zst files and from folders, in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,12 +20,19 @@ JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 PACKED = (".gz", ".zst")
 PIECE = 1 << 23
 PACKED_PIECE = 1 << 10
-"""Bytes that zstd unpacks at once: four of them can be a block of 128 kB, so it makes at most 32 MB of these."""
+"""Packed bytes that zstd unpacks at once. 4 bytes can stand for 128 kB, so the result has 32 MB at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawDocument:
-    """Undecoded document, or a piece of a long one; `last` ends the document."""
+    """The bytes of a document, or of a piece of a long one.
+
+    path     name of the file
+    line     number of its line, from 1
+    data     undecoded bytes
+    is_json  whether it is a line of jsonl
+    last     whether it ends the document
+    """
 
     path: str
     line: int
@@ -38,11 +42,10 @@ class RawDocument:
 
 
 def find_files(inputs: Sequence[str | Path], include: Sequence[str] = ()) -> list[Path]:
-    """Files named, and all files in folders named (recursively, hidden ones left out), each folder in sorted order.
-    Raises DataError.
+    """The files in `inputs`, and all files in its folders (recursively, without hidden ones), each folder sorted.
 
-    include: patterns (`*.txt`) of which a file in a folder has to match one, by its name or by its path within the
-    folder.
+    include: patterns (`*.txt`). A file in a folder must match one of them by its name or its path within the folder.
+    Raises DataError for a missing input or if there is no file.
     """
     found: list[Path] = []
     for name in inputs:
@@ -66,13 +69,13 @@ def find_files(inputs: Sequence[str | Path], include: Sequence[str] = ()) -> lis
 
 
 def is_json(path: Path) -> bool:
-    """By the file's ending, packed or not."""
+    """Whether the file is JSON by its ending, before .gz or .zst."""
     return (Path(path.stem).suffix if path.suffix in PACKED else path.suffix) in JSON_ENDINGS
 
 
 @dataclass
 class Reading:
-    """An open file: `stream` gives its bytes unpacked, `raw` tells how far the packed file is read."""
+    """An open file: `stream` reads its unpacked bytes; `raw.tell()` is the position in the packed file."""
 
     stream: BinaryIO
     raw: BinaryIO
@@ -93,9 +96,7 @@ def opened(path: Path) -> Iterator[Reading]:
 
 
 class _Zstd(io.RawIOBase):
-    """Unpacks frame after frame. The library's own stream reader takes a truncated frame for the end of the file; this
-    one raises.
-    """
+    """Unpacks all frames of a zstd file. It raises EOFError for a truncated frame; the library's reader does not."""
 
     def __init__(self, raw: BinaryIO, path: Path) -> None:
         try:
@@ -131,10 +132,9 @@ class _Zstd(io.RawIOBase):
 
 
 def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Iterator[RawDocument]:
-    """Documents of one file in order. jsonl: a line each, blank lines skipped; text: the file, or with document 'line'
-    each line.
+    """The documents of one file in order. jsonl: each line, without blank ones. Text: the file, or each line.
 
-    Lines end at \\n only, and a line's \\r\\n belongs to the ending. Raises DataError naming the file where it cannot
+    document: "file" or "line", for text. Lines end with \\n or \\r\\n. Raises DataError naming the file where it cannot
     be read.
     """
     name = str(path)
@@ -154,9 +154,7 @@ def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Ite
 
 
 def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Lines by number, from 1. Raises DataError for one that is longer than a document may be: few packed bytes unpack
-    to any length.
-    """
+    """(number from 1, line). Raises DataError for a line that is longer than `BOUNDS.document`."""
     for number in count(1):
         line = stream.readline(BOUNDS.document + 1)
         if len(line) > BOUNDS.document:
@@ -169,9 +167,7 @@ def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _pieces(stream: BinaryIO, name: str) -> Iterator[RawDocument]:
-    """A file as one document, cut after a line, a space or at least a whole character, so that no piece outgrows
-    memory.
-    """
+    """A file as one document, in pieces of bounded size that end behind a line, a space or at least a character."""
     rest, line = b"", 1
     while block := stream.read(PIECE):
         rest += block
@@ -184,7 +180,7 @@ def _pieces(stream: BinaryIO, name: str) -> Iterator[RawDocument]:
 
 
 def _character_start(data: bytes) -> int:
-    """Where the last character begins."""
+    """The offset of the last character of UTF-8 data."""
     place = len(data) - 1
     while place > 0 and data[place] & 0xC0 == 0x80:
         place -= 1
@@ -192,8 +188,9 @@ def _character_start(data: bytes) -> int:
 
 
 def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
-    """Decoded text. errors 'strict' or 'replace' is for bytes that are no UTF-8; a lone surrogate in JSON becomes
-    U+FFFD.
+    """The text of a document. errors: "strict" or "replace", for bytes that are no UTF-8.
+
+    A lone surrogate in JSON becomes U+FFFD. Raises DataError naming file and line.
     """
     where = f"{raw.path}, line {raw.line}"
     try:

@@ -1,8 +1,7 @@
 """Arrays in files, read by offset and not mapped into memory.
 
-Reading a mapping beyond its file's end kills the process with SIGBUS, which names no file, and whatever is asked
-before, the file may be cut off between question and answer. A call to read returns less, and that is an error with the
-file's name.
+If a mapped file is truncated, reading beyond its end kills the process with SIGBUS, without the file's name. A call to
+read returns fewer bytes instead, and this becomes an error with the file's name.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class DataError(ValueError):
 
 
 class OpenFile:
-    """A file as long as it was when it was opened. Raises DataError where it cannot be.
+    """An open file. Threads and forked processes may share it. Raises DataError where it cannot be opened.
 
-    Threads and forks may share it.
+    size: bytes when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,12 +35,9 @@ class OpenFile:
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """count bytes from offset on, which were there when it was opened.
-
-        Raises DataError where they are not any more.
-        """
+        """`count` bytes from `offset` on. Raises DataError if the file has been truncated since it was opened."""
         found = os.pread(self._file.fileno(), count, offset)
-        while len(found) < count:  # a call to the system reads 2 GiB at most
+        while len(found) < count:  # a system call reads 2 GiB at most
             more = os.pread(self._file.fileno(), count - len(found), offset + len(found))
             if not more:
                 now = os.fstat(self._file.fileno()).st_size
@@ -53,7 +49,7 @@ class OpenFile:
 
 
 class ArrayRows(Protocol):
-    """What an array and a `FileArray` have in common: rows are read by number and by range."""
+    """The common interface of a numpy array and a `FileArray`: rows are read by number or by range."""
 
     def __len__(self) -> int: ...
 
@@ -65,10 +61,10 @@ class ArrayRows(Protocol):
 
 
 class FileArray:
-    """An array [rows, ...] in a file. Each look reads what it asks for: a row by its number, a range, or rows by their
-    numbers. `[:]` is all.
+    """An array [rows, ...] in a file. Each indexing reads from the file: a row, a range, or rows by an array of
+    numbers.
 
-    Raises DataError where the file does not have them any more.
+    `[:]` reads all. Raises DataError if the file has been truncated.
     """
 
     def __init__(self, file: OpenFile, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:

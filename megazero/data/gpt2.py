@@ -1,12 +1,11 @@
 """GPT-2's byte-level BPE (Radford et al. 2019) from vocab.json and merges.txt.
 
-Text is cut into words by a regular expression; each word's UTF-8 bytes start as single-byte tokens, and the
-neighbouring pair that stands earliest in the list of merges is joined until none is left. Words repeat, so their ids
-are remembered.
+A regular expression splits text into words. The UTF-8 bytes of a word begin as single-byte tokens. Then the
+neighbouring pair that comes first in the list of merges is joined, until no pair is left. Ids of words are cached.
 
-Words are cut by `regex`, as in the original; another library's tables of characters are of another version of Unicode.
-`join` is the specification of the rest; the `tokenizers` library does the same ten times as fast, where merges stand in
-the order of their making.
+Words are split by the package `regex`, as in the original; other libraries use other versions of Unicode. `join` is the
+specification of the merges. The `tokenizers` library computes the same ten times as fast, but only where the merges are
+in the order of training.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Merges = Mapping[tuple[int, int], tuple[int, int]]
 
 
 def byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in vocab.json: itself where printable, else
-    one from U+0100 on.
+    """The character that stands for each byte in vocab.json: the byte's own if it is printable, else one from U+0100
+    on.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [value for value in range(256) if value not in printable]
@@ -39,7 +38,7 @@ def byte_symbols() -> list[str]:
 
 
 class GPT2Tokenizer:
-    """Reads the two files; raises DataError where they are damaged or do not belong together."""
+    """GPT-2's tokenizer. Raises DataError where the files are damaged or do not belong together."""
 
     def __init__(self, vocab_file: Path, merges_file: Path) -> None:
         vocab = read_vocab(vocab_file)
@@ -86,10 +85,9 @@ class GPT2Tokenizer:
 
 
 def join(ids: Sequence[int], merges: Merges) -> list[int]:
-    """The earliest pair of the list is joined in all its places, from the left; then the earliest of those that are
-    left, to the end.
+    """Join the pair that comes first in the merges at all its places, from the left; repeat until no pair is left.
 
-    A linked list of ids and a heap of pairs: n log n steps, whatever the word.
+    It uses a linked list of ids and a heap of pairs, and takes n log n steps for n ids.
     """
     tokens = [*ids, NONE]
     after, before = list(range(1, len(tokens) + 1)), list(range(-1, len(tokens) - 1))
@@ -120,10 +118,11 @@ def join(ids: Sequence[int], merges: Merges) -> list[int]:
 
 
 def _library_model(vocab: Mapping[str, int], merges: Merges) -> Any:
-    """The library's model of a BPE, None where it may join in another order.
+    """The BPE model of the `tokenizers` library; None where its result could differ from `join`.
 
-    It takes the earliest pair at each step, wherever it has just come about; we join all places of one first. That is
-    the same unless a join makes a pair that stands before it in the list, which no training does.
+    The library joins the first pair of the list at each step, also one that has just been made. `join` first joins all
+    places of one pair. The results are the same unless a join makes a pair that comes earlier in the list; merges from
+    training never do that.
     """
     made: dict[int, int] = {}
     for rank, joined in merges.values():
@@ -145,7 +144,7 @@ def _pattern() -> Any:
 
 
 def read_vocab(path: Path) -> dict[str, int]:
-    """vocab.json: token -> id, each with an id of its own. Raises DataError."""
+    """vocab.json: token -> id. Raises DataError, also for two tokens with one id."""
     with raised_as(DataError):
         vocab = read_json(path, BOUNDS.tokenizer)
     if (
@@ -162,10 +161,7 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[int, list[str]]]:
-    """merges.txt: the number of each line and what stands in it, blank lines and the first one's version left out.
-
-    Raises DataError.
-    """
+    """merges.txt: (line number, its words), without blank lines and the version in the first line. Raises DataError."""
     with raised_as(DataError):
         lines = read_text(path, BOUNDS.tokenizer).split("\n")
     start = 1 if lines[0].startswith("#version") else 0
@@ -177,9 +173,7 @@ def read_merges(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def _ranked(path: Path, vocab: dict[str, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """(left id, right id) -> (rank, joined id), in the order of the file; of two lines with one pair
-    the first counts.
-    """
+    """(left id, right id) -> (rank, joined id) in the order of the file. Of two equal lines the first counts."""
     merges: dict[tuple[int, int], tuple[int, int]] = {}
     for number, halves in read_merges(path):
         unknown = [token for token in (*halves, "".join(halves)) if token not in vocab]
@@ -190,7 +184,7 @@ def _ranked(path: Path, vocab: dict[str, int]) -> dict[tuple[int, int], tuple[in
 
 
 def _token_bytes(token: str, byte_of: dict[str, int]) -> bytes:
-    """Added tokens may hold characters outside the byte alphabet: those stand for themselves."""
+    """The bytes of a token. An added token may have characters outside the byte alphabet; it is encoded as UTF-8."""
     if all(symbol in byte_of for symbol in token):
         return bytes(byte_of[symbol] for symbol in token)
     return token.encode("utf-8")

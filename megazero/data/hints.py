@@ -1,4 +1,4 @@
-"""What to do where the prefix of a pair is asked for and something else is given."""
+"""Hints for a --data-path that is not the prefix of a pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHOWN = 5
 
 
 def what_to_do(given: str) -> str | None:
-    """A sentence on what lies at `given`, or how it is written; None where nothing shows."""
+    """A sentence on what `given` is and what to write instead; None if that is not clear."""
     place = Path(given).expanduser()
     if place.suffix in ENDINGS and place.with_suffix(".idx").is_file():
         return f"{given}: a pair is named without its endings: {given.removesuffix(place.suffix)}"
@@ -35,7 +35,7 @@ def _folder(given: str, place: Path) -> str:
 
 def _preparing(given: str) -> str:
     command = f"megazero prepare-data --input {shlex.quote(given)} --output-prefix my-data --tokenizer ... --append-eod"
-    return f"text becomes one by {command}, and --data-path my-data is that"
+    return f"make a pair from text by {command}, then use --data-path my-data"
 
 
 def _is_number(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""The range of the token ids in a pair of files, found once by reading them and remembered in the cache."""
+"""The range of the token ids in a pair of files, found by reading them and kept in the cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOST_SCANNED = 1 << 33
 
 @dataclass(frozen=True)
 class IdRange:
-    """Smallest and largest id of a pair, or of evenly spread blocks of a very large one."""
+    """Smallest and largest id of a pair, or of evenly spaced blocks of a very large one."""
 
     smallest: int
     largest: int
 
 
 def identity(data: IndexedDataset) -> dict[str, Any]:
-    """What tells this pair from any other: where it lies, sizes, times of last change."""
+    """The identity of a pair: its path, the sizes and the modification times of its files."""
     stats = [path.stat() for path in (data.bin_path, data.idx_path)]
     return {
         "prefix": str(Path(data.prefix).resolve()),
@@ -35,7 +35,7 @@ def identity(data: IndexedDataset) -> dict[str, Any]:
 
 
 def id_range_of(data: IndexedDataset, root: Path, report: Report) -> IdRange:
-    """Check the whole .idx (once) and the range of the ids. Raises DataError on a file that contradicts itself."""
+    """The range of the ids. The first call also checks the whole .idx. Raises DataError for an inconsistent file."""
 
     def build(say: Report) -> dict[str, NDArray]:
         data.check()
@@ -46,9 +46,10 @@ def id_range_of(data: IndexedDataset, root: Path, report: Report) -> IdRange:
 
 
 def _scan(data: IndexedDataset, report: Report) -> NDArray[np.int64]:
-    """Files above 8 GiB are sampled: 1 TB would take minutes before the first step.
+    """int64 [3]: smallest id, largest id, number of ids read.
 
-    Datasets check each sample they serve all the same.
+    Files above 8 GiB are sampled, since 1 TB would take minutes before the first step. Datasets check each sample again
+    when it is read.
     """
     count, itemsize = data.count, data.dtype.itemsize
     blocks = -(-count // BLOCK)
@@ -63,7 +64,7 @@ def _scan(data: IndexedDataset, report: Report) -> NDArray[np.int64]:
 
 
 def require_ids_below(vocab_size: int, data: IndexedDataset, facts: IdRange) -> None:
-    """Raises DataError when an id is negative or not below the vocabulary."""
+    """Raise DataError if an id is negative or not less than the vocabulary size."""
     if facts.smallest < 0 or facts.largest >= vocab_size:
         wrong = facts.smallest if facts.smallest < 0 else facts.largest
         raise DataError(

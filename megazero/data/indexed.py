@@ -1,11 +1,11 @@
-"""Megatron's indexed dataset: token ids back to back in PREFIX.bin, and where each sequence lies in PREFIX.idx.
+"""Megatron's indexed dataset: token ids back to back in PREFIX.bin, and the position of each sequence in PREFIX.idx.
 
 .idx, little-endian: magic (9 bytes), u64 version 1, u8 dtype code, u64 N sequences, u64 D = documents + 1, then int32
 lengths[N], int64 byte pointers[N], int64 document_indices[D] (first 0, last N), optionally int8 modes[N].
 
-Opening costs a few page reads whatever the size, so that every rank may do it: it checks sizes and ends. `check` reads
-the whole .idx and is called once, by whoever builds the index caches. Both files are read by offset, so that one that
-is cut off under a run is an error with its name.
+Opening a pair checks sizes and ends. It reads a few pages whatever the size, so every rank may do it. `check` reads the
+whole .idx; the rank that builds the index caches calls it once. Both files are read by offset, so that a file that is
+truncated during a run gives an error with its name.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ BLOCK = 1 << 22
 
 
 def pair(prefix: str | Path) -> tuple[Path, Path]:
-    """PREFIX.bin and PREFIX.idx; the prefix itself may hold dots."""
+    """PREFIX.bin and PREFIX.idx. The prefix may contain dots."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """What Megatron writes for a vocabulary: u16 below 65,500 ids, else i32."""
+    """The dtype that Megatron writes for a vocabulary size: uint16 below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
     """A pair of files, open for reading.
 
-    count              ids in .bin
+    dtype              of the ids
+    count              number of ids in .bin
     lengths            int32 [N], ids of each sequence
     pointers           int64 [N], byte where each sequence starts in .bin
     document_indices   int64 [documents + 1], first sequence of each document
     modes              int8 [N] or None
+
     Raises DataError, which names the file and the numbers that disagree.
     """
 
@@ -77,21 +79,18 @@ class IndexedDataset:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
-        """Ids of one sequence."""
+        """Ids of one sequence, in the dtype of the file. Raises IndexError beyond the end."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix}: sequence {sequence} of {len(self)}")
         return self.read(int(self.pointers[sequence]) // self.dtype.itemsize, int(self.lengths[sequence]))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Ids start .. start+count-1, in the dtype of the file.
-
-        Raises DataError where the file does not have them any more.
-        """
+        """Ids start .. start+count-1, in the dtype of the file. Raises DataError if the file has been truncated."""
         itemsize = self.dtype.itemsize
         return np.frombuffer(self._bin.read(start * itemsize, count * itemsize), dtype=self.dtype)
 
     def tokens_between(self, first: int, last: int) -> int:
-        """Ids in sequences first .. last-1, in constant time (sequences lie back to back, which `check` proves)."""
+        """Number of ids in sequences first .. last-1, in constant time: sequences are back to back (see `check`)."""
         if last <= first:
             return 0
         begin, end = int(self.pointers[first]), int(self.pointers[last - 1])
@@ -120,7 +119,7 @@ class IndexedDataset:
         return DTYPES[code], sequences, bounds
 
     def _check_ends(self) -> int:
-        """Bytes of .bin."""
+        """Check both ends of the index against the size of .bin; return that size in bytes."""
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
             raise DataError(
@@ -135,16 +134,15 @@ class IndexedDataset:
             )
         if found % self.dtype.itemsize:
             raise DataError(
-                f"{self.bin_path} has {found} bytes and {self.idx_path} says so: no whole number of {self.dtype} ids "
+                f"{self.bin_path} has {found} bytes, as {self.idx_path} says: no whole number of {self.dtype} ids "
                 f"of {self.dtype.itemsize} "
                 "bytes, so one of them is damaged"
             )
         return found
 
     def check(self) -> None:
-        """Read the whole .idx: lengths not negative, sequences back to back, document bounds in order.
-
-        Raises DataError.
+        """Read the whole .idx. Raises DataError unless lengths are not negative, sequences are back to back, and
+        document bounds are in order.
         """
         itemsize = self.dtype.itemsize
         expected = 0

@@ -1,6 +1,4 @@
-"""Shows what data are, and what training would read of them: lengths and first samples of each split, as arrays and as
-text.
-"""
+"""Shows data as training would read them: lengths and first samples of each split, as arrays and as text."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from megazero.data.tokenizer_record import read_tokenizer_record
 
 
 def parse_samples(text: str | None) -> Requests:
-    """'4000,200,20' as three numbers; None asks for none. Raises DataError."""
+    """'4000,200,20' as three numbers; for None, three times None. Raises DataError."""
     if text is None:
         return (None, None, None)
     try:
@@ -31,7 +29,7 @@ def parse_samples(text: str | None) -> Requests:
 
 
 def first_samples(samples: Samples, count: int) -> NDArray[np.int64]:
-    """[min(count, length), S+1]; only for a dataset that is not empty."""
+    """The first samples of a dataset that is not empty: int64 [min(count, length), S+1]."""
     found = [samples[number] for number in range(min(count, len(samples)))]
     return np.stack([sample.tokens if isinstance(sample, PackedSample) else sample for sample in found])
 
@@ -47,9 +45,9 @@ def check_dump(path: Path, first: int) -> None:
 
 
 def dump(datasets: Datasets, path: Path, first: int) -> None:
-    """An .npz with the first samples of each split that is not empty, and `lengths` of all three.
+    """Write an .npz with the first samples of each split that is not empty, and `lengths` of all three, atomically.
 
-    Whole or not at all.
+    Raises DataError where it cannot be written.
     """
     splits = {name: getattr(datasets, name) for name in SPLITS}
     arrays = {name: first_samples(samples, first) for name, samples in splits.items() if len(samples)}
@@ -66,7 +64,7 @@ def dump(datasets: Datasets, path: Path, first: int) -> None:
 
 
 def summary(prefix: str) -> str:
-    """What a pair is: documents, tokens, how long documents are, and which tokenizer it is of. Reads all of .idx.
+    """A description of a pair: its documents, tokens, lengths of documents, tokenizer. Reads the whole .idx.
 
     Raises DataError.
     """
@@ -92,7 +90,7 @@ def summary(prefix: str) -> str:
 
 
 def describe(datasets: Datasets, tokenizer: Tokenizer | None, show: int) -> str:
-    """Length of each split and its first `show` samples, decoded where there is a tokenizer."""
+    """The length of each split and its first `show` samples, decoded if there is a tokenizer."""
     named = [(name, getattr(datasets, name)) for name in SPLITS] + list(datasets.named_valid.items())
     lines: list[str] = []
     for name, samples in named:

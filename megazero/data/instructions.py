@@ -1,4 +1,4 @@
-"""From --instruction-data to datasets: conversations are tokenized once per file system, packed once per seed and
+"""From --instruction-data to datasets. Conversations are tokenized once per file system and packed once per seed and
 sequence length.
 """
 
@@ -26,15 +26,18 @@ from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
 
 FORMAT = 4
-"""Counts up when the same files become other tokens."""
+"""Version of the cache. It is increased when the same files give other tokens."""
 TOKENIZER_ENDINGS = (".json", ".txt", ".model", ".jinja")
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Tokens one after the other: int32 [T], bool [T]; where each conversation begins, and the end: int64 [n + 1].
+    """Tokenized conversations, back to back.
 
-    The last in memory.
+    facts      what determines them, for keys of caches
+    tokens     int32 [T]
+    loss_mask  bool [T]
+    starts     int64 [n + 1], in memory: the beginning of each conversation, and the end
     """
 
     facts: dict[str, Any]
@@ -52,10 +55,10 @@ def build_instructions(
     samples: tuple[int, int],
     report: Report,
 ) -> tuple[Datasets, str]:
-    """Training and validation samples, at least as many as `samples` says of each, and for the banner what they are.
+    """Training and validation datasets with at least `samples` samples each, and a description for the banner.
 
-    Every rank calls this alike; whoever comes first on a file system tokenizes and packs, the others wait on a file
-    lock. Communicates nothing. cfg.eod_id ends completions and fills samples up. Raises DataError.
+    cfg.eod_id ends completions and pads samples. All ranks call this with the same arguments. The first on a file
+    system tokenizes and packs; the others wait for a file lock. Communicates nothing. Raises DataError.
     """
     encoder = ConversationEncoder(tokenizer, cfg.eod_id, vocab_size)
     texts = []
@@ -98,7 +101,7 @@ def _tokenized(
             lengths.append(len(conversation.ids))
         return {
             "tokens": np.concatenate(tokens),
-            "learned": np.concatenate(loss_mask),  # the name that files in caches have
+            "learned": np.concatenate(loss_mask),  # the name of this array in existing caches
             "starts": np.cumsum(lengths, dtype=np.int64),
         }
 
@@ -147,9 +150,7 @@ def _packed(
 
 
 def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[NDArray[np.int64], list[str]]:
-    """Lengths of the conversations, 0 for one that is left out, and what became of those that do not
-    fit into a sample.
-    """
+    """(lengths of the conversations, 0 for one that is left out; a sentence on those longer than a sample)."""
     lengths = np.diff(read.starts)
     over = np.flatnonzero(lengths > capacity)
     if not len(over):
@@ -181,7 +182,7 @@ def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[N
 
 
 def _fingerprint(path: str | None) -> str | None:
-    """A hash of what a tokenizer and its chat template are read from."""
+    """A hash of the files of a tokenizer and its chat template."""
     if path is None:
         return None
     place = Path(path).expanduser()

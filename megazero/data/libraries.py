@@ -1,4 +1,4 @@
-"""Tokenizers of other libraries, imported only when asked for."""
+"""Tokenizers of other libraries, which are imported when they are used."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from megazero.data.special import CUT, SpecialTokens
 from megazero.system.reading import BOUNDS, parse_json, raised_as, read_bytes, read_text, shown
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""A token for a byte of text that has none."""
+"""Tokens for single bytes of text without another token."""
 Encoded = list[tuple[int, int, int]]
-"""Ids, each with the range of the text's characters that it stands for."""
+"""(id, start, stop) of each token: its id and the range of the text's characters that it covers."""
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece .model file. Its normalisation may change the text; byte_fallback and identity models do not."""
+    """A sentencepiece .model file. Its normalisation may change the text.
+
+    Raises DataError for a file that is no such model, ImportError without the package.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -56,7 +59,10 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json of the `tokenizers` library. No special tokens are added, and none are read out of the text."""
+    """A tokenizer.json of the `tokenizers` library. `encode` adds no special tokens and reads none in the text.
+
+    Raises DataError for a file that is no such tokenizer, ImportError without the package.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -77,7 +83,7 @@ class HuggingFaceTokenizer:
         self.eod_id: int | None = next((ids[token] for token in SEPARATORS if token in ids), None)
         with _library(path):
             self.begins: tuple[int, ...] = self._habit()
-        """Ids that the library itself would put before a text, a begin token for instance; `encode` does not."""
+        """Ids that the library would put before a text, such as a begin token. `encode` does not."""
         special = {
             number: token.content for number, token in self._model.get_added_tokens_decoder().items() if token.special
         }
@@ -93,7 +99,7 @@ class HuggingFaceTokenizer:
         return tuple(encoded.ids[:first])
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token that is written like this, special ones included; None where there is none."""
+        """The id of this token, which may be a special one; None if there is none."""
         found: int | None = self._model.token_to_id(token)
         return found
 
@@ -105,7 +111,7 @@ class HuggingFaceTokenizer:
         ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         if self._special.keys().isdisjoint(ids):
             return ids
-        # A model over whole words (Unigram) finds special tokens among them by itself.
+        # A Unigram model can produce special tokens from plain text.
         (parted,) = self.encode_written([self.special_tokens.parted(text)])
         return [number for number, _, _ in parted]
 
@@ -114,15 +120,15 @@ class HuggingFaceTokenizer:
         return self._model.decode(ids, skip_special_tokens=False)
 
     def decode_without_specials(self, ids: list[int]) -> str:
-        """As `decode`, special tokens left out."""
+        """As `decode`, without special tokens."""
         _require_below(ids, self.vocab_size)
         return self._model.decode(ids, skip_special_tokens=True)
 
     def encode_written(self, texts: list[str]) -> list[Encoded]:
-        """Texts in which special tokens stand for themselves, as a chat template writes them; `special.CUT` is a border
-        and is left out.
+        """Encode texts of a chat template: special tokens in them are tokens; `special.CUT` splits the text and is
+        dropped.
 
-        Raises DataError for a text that does not spell a special token, but becomes one by normalisation.
+        Raises DataError for a text that becomes a special token only by normalisation.
         """
         model, cut = self._written
         return [
@@ -131,7 +137,7 @@ class HuggingFaceTokenizer:
         ]
 
     def encode_with_specials(self, text: str) -> list[int]:
-        """Special tokens that the text spells are tokens, as `transformers` takes it; `special.CUT` is left out."""
+        """Encode a text in which special tokens are tokens, as `transformers` does. `special.CUT` is dropped."""
         model, cut = self._written
         return [number for number in model.encode(text, add_special_tokens=False).ids if number != cut]
 
@@ -146,7 +152,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _written(self) -> tuple[Any, int]:
-        """The tokenizer with special tokens and the border, and the border's id."""
+        """(the tokenizer with special tokens and `special.CUT`, the id of `special.CUT`)."""
         import tokenizers
 
         model = tokenizers.Tokenizer.from_str(self._model.to_str())
@@ -157,9 +163,7 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _library(path: Path) -> Iterator[None]:
-    """What the tokenizers library makes of a file: it raises bare Exception, and where it panics, what is no Exception
-    at all.
-    """
+    """Turn the library's errors into DataError. It raises bare Exception, and on a panic a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, DataError):
@@ -169,8 +173,9 @@ def _library(path: Path) -> Iterator[None]:
 
 
 def _checked_content(path: Path) -> str:
-    """A tokenizer.json whose ids are within bounds; the library makes memory for all up to the largest, and aborts
-    where there is none.
+    """The text of a tokenizer.json whose ids are within bounds. Raises DataError.
+
+    The library allocates memory for all ids up to the largest, and aborts the process if there is not enough.
     """
     with raised_as(DataError):
         text = read_text(path, BOUNDS.tokenizer)
@@ -184,9 +189,7 @@ def _checked_content(path: Path) -> str:
 
 
 def _ids(record: dict[str, Any]) -> Iterator[int]:
-    """Whatever is an id in a tokenizer.json: of the vocabulary, of added tokens, of what the post-processor puts around
-    a text.
-    """
+    """All ids in a tokenizer.json: of the vocabulary, of added tokens, and in the post-processor."""
     vocab, added = record["model"].get("vocab"), record.get("added_tokens")
     found = [*(vocab.values() if isinstance(vocab, dict) else ()), record["model"].get("unk_id")]
     found += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
@@ -201,7 +204,7 @@ def _ids(record: dict[str, Any]) -> Iterator[int]:
 
 
 def _unknown(written: str) -> int | None:
-    """The id that stands for text without a token, of a tokenizer.json's content."""
+    """The id of the unknown token in a tokenizer.json's content; None if there is none."""
     record = json.loads(written)
     model, added = record["model"], {token["content"]: token["id"] for token in record["added_tokens"]}
     found: int | None = model["unk_id"] if "unk_id" in model else added.get(model.get("unk_token"))

@@ -1,8 +1,8 @@
 """Micro-batches of one data-parallel rank, prepared ahead of the step by background threads.
 
-Sample numbers are the only state: micro-batch m of rank r holds samples consumed + (m * dp + r) * b + j. A global batch
-is therefore the same set of samples for every dp and micro-batch size, and a resumed run goes on where the consumed
-samples say.
+The number of consumed samples is the only state: micro-batch m of rank r has samples consumed + (m * dp + r) * b + j.
+So a global batch has the same samples for every dp and micro-batch size, and a resumed run continues with the next
+sample.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from megazero.model.batch import MicroBatch
 from megazero.system.streams import SideCopies
 
 TRAVELS = ("tokens", "labels", "loss_mask", "samples", "documents", "positions")
-"""The tensors of a micro-batch that the data brings."""
+"""The fields of a micro-batch that the loader fills and copies to the device."""
 _Marks = tuple[NDArray | None, NDArray | None, NDArray | None]
-"""Of samples [b, s]: which predictions count, documents, positions."""
+"""(loss mask, documents, positions), each [b, s] or None."""
 _Travelling = Callable[[], MicroBatch]
-"""A micro-batch on its way: called, it is there."""
+"""A function that returns a micro-batch whose copies have been started."""
 
 
 class TrainLoader:
-    """Cuts a dataset into this rank's micro-batches.
+    """Makes this rank's micro-batches of a dataset.
 
-    eod_mask_loss leaves out the prediction made at a separator (the next document's first token), as Megatron's
-    --eod-mask-loss; document_mask numbers the documents of each sample, a separator belonging to the document that it
-    ends. Both need eod_id; neither says anything of packed samples, which know it themselves. restart_positions gives
-    those the places of tokens in their documents. num_workers threads work ahead of `micro_batches`; with 0 it does the
-    work itself. Copies to a device travel beside its computation.
+    eod_id             the separator, which ends a document
+    eod_mask_loss      the prediction at a separator does not count, as with Megatron's --eod-mask-loss
+    document_mask      number the documents of each sample; a separator belongs to the document that it ends
+    restart_positions  give packed samples the positions of tokens within their documents
+    num_workers        threads that prepare micro-batches ahead; with 0 `micro_batches` prepares them itself
+    device             where micro-batches are copied to, on a stream of their own
+
+    Packed samples have their own loss mask and documents, whatever eod_mask_loss and document_mask are. Raises
+    DataError where these two need an eod_id that is None.
     """
 
     def __init__(
@@ -67,7 +71,10 @@ class TrainLoader:
         self._travelling: dict[tuple[int, int], list[_Travelling]] = {}
 
     def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]:
-        """This rank's part of the global batch that follows `consumed_samples`, on the device, in order."""
+        """This rank's micro-batches of the global batch that follows `consumed_samples`, on the device, in order.
+
+        Raises DataError for samples beyond the dataset's end, or of another length.
+        """
         key = (consumed_samples, global_batch)
         ready, travelling = self._ahead.pop(key, None), self._travelling.pop(key, None)
         for stale in self._ahead.values():
@@ -85,22 +92,20 @@ class TrainLoader:
         return [take() for take in travelling]
 
     def prefetch(self, consumed_samples: int, global_batch: int) -> None:
-        """Start preparing a global batch; asking past the dataset's end is no error until `micro_batches` does."""
+        """Start to prepare a global batch. Samples beyond the dataset's end are an error only in `micro_batches`."""
         key = (consumed_samples, global_batch)
         if self._threads is None or key in self._ahead or consumed_samples + global_batch > len(self.dataset):
             return
         self._ahead[key] = [self._threads.submit(self._make, numbers) for numbers in self._numbers(*key)]
 
     def upload(self) -> None:
-        """Start copying to the device what `prefetch` has prepared; what is not ready yet is copied when it is asked
-        for.
-        """
+        """Start to copy prefetched global batches to the device, if they are ready."""
         for key, futures in self._ahead.items():
             if key not in self._travelling and all(future.done() and future.exception() is None for future in futures):
                 self._travelling[key] = [self._send(future.result()) for future in futures]
 
     def close(self) -> None:
-        """Stop the threads; what was prepared is dropped."""
+        """Stop the threads and drop prefetched micro-batches."""
         self._ahead.clear()
         self._travelling.clear()
         if self._threads is not None:
@@ -153,7 +158,7 @@ class TrainLoader:
         )
 
     def _tensor(self, values: NDArray) -> Tensor:
-        """Contiguous; pinned when it will travel to a device, so that the copy does not hold up the step."""
+        """A contiguous tensor, pinned if it will be copied to a GPU, so that the copy is asynchronous."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
@@ -163,7 +168,7 @@ class TrainLoader:
 
 
 def within_documents(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each token stands in its document: [b, s] -> the same; a document is a run of one number."""
+    """Positions of tokens within their documents: int64 [b, s] -> the same. A document is a run of equal numbers."""
     places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
     begins = np.ones(documents.shape, dtype=np.bool_)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

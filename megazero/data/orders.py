@@ -1,8 +1,8 @@
-"""Megatron's document, sample and shuffle orders, byte for byte (megatron/core/datasets/gpt_dataset.py), in vectorised
-numpy.
+"""Megatron's document, sample and shuffle indices (megatron/core/datasets/gpt_dataset.py) in vectorised numpy.
 
-T tokens of a split, S sequence length, e epochs, n samples. Sample j covers tokens j*S .. (j+1)*S of the split's
-documents in document-index order, one token more than S: neighbouring samples share it.
+They are the same byte for byte. T tokens of a split, S sequence length, e epochs, n samples. Sample j has tokens j*S ..
+(j+1)*S of the split's documents in the order of the document index: S + 1 tokens, the last of which is also the first
+of the next sample.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often a split is read: all that its orders depend on beside documents, sequence length and seed."""
+    """How often a split is read. With the documents, the sequence length and the seed it determines the order."""
 
     epochs: int
     samples: int
     separate_from: int
-    "First sample of the last epoch when that is shuffled apart; else equal to samples."
+    "First sample of the last epoch if that is shuffled separately; else equal to samples."
 
     @property
     def separate(self) -> bool:
@@ -49,13 +49,13 @@ def split_shares(split: str) -> list[float]:
 
 
 def split_bounds(split: str, sequences: int) -> list[tuple[int, int]]:
-    """First and last+1 sequence of train, validation and test."""
+    """(first, last + 1) sequence of train, validation and test."""
     marks = [round(share * float(sequences)) for share in accumulate([0.0, *split_shares(split)])]
     return list(pairwise(marks))
 
 
 def plan(tokens: int, seq_length: int, requested: int | None) -> EpochPlan:
-    """Epochs that cover the requested samples; without a request, or with 0, one epoch."""
+    """The plan for at least `requested` samples of a split of `tokens` tokens; one epoch for None or 0."""
     if tokens == 0:
         assert not requested, "the caller refuses samples of an empty split"
         return EpochPlan(epochs=1, samples=0, separate_from=0)
@@ -69,8 +69,9 @@ def plan(tokens: int, seq_length: int, requested: int | None) -> EpochPlan:
 
 
 def document_index(first: int, last: int, epochs: int, separate: bool, random: RandomState) -> NDArray[np.int32]:
-    """Sequences first .. last-1, `epochs` times, shuffled together; when separate, the last epoch apart. int32 [epochs
-    * documents].
+    """Sequences first .. last-1, `epochs` times, shuffled together: int32 [epochs * documents].
+
+    separate: shuffle the last epoch separately.
     """
     documents = np.arange(first, last, dtype=np.int32)
     if not separate:
@@ -86,10 +87,10 @@ def document_index(first: int, last: int, epochs: int, separate: bool, random: R
 def sample_index(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
 ) -> NDArray[Any]:
-    """Row j: position in the document index, and offset there, of token j*S. [samples + 1, 2], int32 unless positions
-    outgrow it.
+    """Row j: (position in the document index, offset in that document) of token j*S.
 
-    Empty documents hold no token, so no row but the first points at one.
+    [samples + 1, 2], int32, or int64 if int32 does not suffice. Empty documents have no token, so only row 0 can point
+    to one.
     """
     wide = len(documents) > np.iinfo(np.int32).max
     index = np.zeros((samples + 1, 2), dtype=np.int64 if wide else np.int32)
@@ -105,8 +106,9 @@ def sample_index(
 
 
 def shuffle_index(separate_from: int, samples: int, random: RandomState) -> NDArray[Any]:
-    """Sample numbers in the order they are served: 0 .. separate_from-1 shuffled, then the rest shuffled apart. uint32,
-    int64 past 2^32-2.
+    """Sample numbers in the order of the run: 0 .. separate_from-1 shuffled, then the rest shuffled. [samples]
+
+    uint32, or int64 from 2^32 - 2 samples on.
     """
     order = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
     random.shuffle(order[:separate_from])
@@ -124,7 +126,7 @@ def build_orders(
     how: EpochPlan,
     report: Report = silent,
 ) -> dict[str, NDArray]:
-    """The three indices of one split. One RandomState(seed) serves the documents first, the samples second."""
+    """The three indices of one split. One RandomState(seed) shuffles the documents first, then the samples."""
     random = RandomState(seed)
     report(f"shuffling {how.epochs} x {last - first:,} documents")
     documents = document_index(first, last, how.epochs, how.separate, random)

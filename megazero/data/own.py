@@ -1,4 +1,4 @@
-"""Data and a tokenizer that a program hands in, in place of what a configuration names."""
+"""Data and a tokenizer that a program passes, instead of those that a configuration names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
 
 MARKS = 16
-"""Samples that a data set is known by."""
+"""Number of samples in a dataset's checksum."""
 
 
 class Rows(Protocol):
-    """A data set of a program: n samples of seq_length + 1 token ids each, whose inputs are [:-1] and labels [1:].
+    """A dataset of a program: n samples of seq_length + 1 token ids each. Inputs are [:-1], labels [1:].
 
-    Item i is a one-dimensional array, tensor or list of integers, the same one each time and on every rank. Several
-    threads may ask at once (--num-workers).
+    Item i is a one-dimensional array, tensor or list of integers, the same each time and on every rank. Several threads
+    may read at once (--num-workers).
     """
 
     def __len__(self) -> int: ...
@@ -33,12 +33,15 @@ class Rows(Protocol):
 
 
 class OwnSamples:
-    """The rows of a program as samples of a run: sample i is row i modulo their number, in the program's own order.
+    """The rows of a program as samples of a run, in the program's order. Sample i is row i modulo the number of rows.
 
-    rows     what the program handed in; name: how messages call it
-    samples  how many the run takes
+    rows        the program's dataset
+    name        its name in messages
+    seq_length  tokens of a sample, without the last label
+    vocab_size  bound of the ids
+    samples     number of samples that the run takes
 
-    A row that is wrong raises DataError when it is asked for.
+    Raises DataError for an empty dataset, and when a wrong row is read.
     """
 
     def __init__(self, rows: Rows, name: str, seq_length: int, vocab_size: int, samples: int) -> None:
@@ -47,7 +50,7 @@ class OwnSamples:
         if self._number == 0:
             raise DataError(f"{name} holds no samples")
         self.plans = ((self._number, self._fingerprint()),)
-        """Number of rows, and a checksum of some: what a checkpoint knows the data by."""
+        """(number of rows, checksum of some), by which a checkpoint identifies the data."""
 
     def __len__(self) -> int:
         return self._samples
@@ -79,11 +82,11 @@ class OwnSamples:
 
 @dataclass(frozen=True)
 class OwnData:
-    """What a program hands in.
+    """Data and tokenizer of a program.
 
-    train      rows to train on; None: what the configuration names
-    valid      rows by the name of their metric (valid_loss, valid_loss/NAME)
-    tokenizer  in place of --tokenizer
+    train      rows to train on; None: the data that the configuration names
+    valid      name of the metric (valid_loss, valid_loss/NAME) -> rows to validate on
+    tokenizer  replaces --tokenizer; None: the configuration's
     """
 
     train: Rows | None = None
@@ -91,7 +94,7 @@ class OwnData:
     tokenizer: Tokenizer | None = None
 
     def problems(self, run: Run) -> list[str]:
-        """What of the configuration contradicts what was handed in."""
+        """A sentence for each contradiction between the configuration and this."""
         found = []
         if self.tokenizer is not None and run.data.tokenizer is not None:
             found.append(f"a tokenizer is handed in, and --tokenizer {run.data.tokenizer} names another: give one")
@@ -122,7 +125,7 @@ class OwnData:
 
 
 def own_datasets(run: Run, own: OwnData, samples: int, validation_samples: int) -> Datasets:
-    """Data of a program for a run that takes so many samples of it, and of each validation set so many.
+    """The datasets of a run from a program's data: `samples` for training, `validation_samples` of each validation set.
 
     Raises DataError for rows that are no samples, and for a validation set that is too short.
     """

@@ -1,8 +1,8 @@
-"""Several conversations in one sample: which share one, and the samples that they make.
+"""Packing of several conversations into one sample.
 
-First-fit: the conversations, in an order shuffled by the seed, each go into the first sample that has room. None is
-split. (Sorted by length before, they would fill samples a little better, and every sample would hold conversations of
-one kind.)
+It is first-fit packing: in an order shuffled by the seed, each conversation goes into the first sample that has room.
+None is split. (Sorting by length first would fill samples a little better, but a sample would have conversations of
+similar lengths only.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megazero.data.file_array import ArrayRows
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Items by bin: each into the first bin that has room for it. No length is above the capacity.
+    """The items of each bin: each item goes into the first bin that has room. No length may exceed the capacity.
 
-    Bins are the leaves of a tree whose nodes know the most room below them, so that an item is placed in log n steps.
+    Bins are the leaves of a tree. A node has the largest room below it, so an item is placed in log n steps.
     """
     size = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [capacity] * (2 * size)
@@ -45,8 +45,10 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packs:
-    """members: numbers of conversations, sample after sample. bounds: where each sample begins in them, and the end,
-    int64 [samples + 1].
+    """The conversations of each sample.
+
+    members  int64: numbers of conversations, sample after sample
+    bounds   int64 [samples + 1]: the beginning of each sample in `members`, and the end
     """
 
     members: ArrayRows
@@ -54,9 +56,9 @@ class Packs:
 
 
 def pack(lengths: NDArray[np.int64], capacity: int, seed: int) -> Packs:
-    """Conversations of these lengths in samples of `capacity` tokens.
+    """Pack conversations of these lengths into samples of `capacity` tokens.
 
-    Those of length 0 are left out, longer ones count as `capacity`.
+    Those of length 0 are left out; longer ones count as `capacity`.
     """
     kept = np.flatnonzero(lengths > 0)
     order = kept[np.random.RandomState(seed).permutation(len(kept))]
@@ -67,19 +69,20 @@ def pack(lengths: NDArray[np.int64], capacity: int, seed: int) -> Packs:
 
 
 class PackedDataset:
-    """Samples of packed conversations, every epoch in an order of its own.
+    """Samples of packed conversations, in another order in every epoch.
 
-    tokens, loss_mask  of all conversations one after the other: int32 [T], bool [T]
-    starts             where each begins, and the end: int64 [conversations + 1]
-    padding            the token that fills a sample up; no prediction of it counts
-    requested          samples that the run takes; there are as many epochs as that needs
+    tokens     int32 [T]: tokens of all conversations, back to back
+    loss_mask  bool [T]: whether the loss on predicting a token counts
+    starts     int64 [conversations + 1]: the beginning of each conversation, and the end
+    padding    the token that pads samples; its predictions do not count
+    requested  number of samples that the run takes; the dataset has as many epochs as these need
 
-    Raises IndexError past its end.
+    Raises IndexError beyond its end.
     """
 
     plans: tuple[tuple[int, int], ...]
-    """Samples of an epoch, and a checksum of where its conversations begin: with these, the seed and its number an
-    epoch's order is given. The number of epochs takes no part: a longer run begins like a shorter one.
+    """(samples of an epoch, checksum of `starts`). With the seed and the number of an epoch they determine its order.
+    The number of epochs is not among them, so a longer run begins like a shorter one.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class PackedDataset:
         return self.sample(int(self._order(epoch)[place]))
 
     def sample(self, number: int) -> PackedSample:
-        """Sample `number` of an epoch before it is shuffled."""
+        """Sample `number` of an epoch in the order before shuffling."""
         first, last = self.packs.bounds[number : number + 2].tolist()
         tokens = np.full(self.seq_length + 1, self.padding, dtype=np.int64)
         loss_mask = np.zeros(self.seq_length + 1, dtype=np.bool_)

@@ -1,6 +1,4 @@
-"""Text files to a .bin/.idx pair, with many worker processes, bounded memory, and documents in the
-order of the files.
-"""
+"""From text files to a .bin/.idx pair, by worker processes in bounded memory. Documents keep the order of the files."""
 
 from __future__ import annotations
 
@@ -34,14 +32,16 @@ BATCH_DOCUMENTS = 4096
 
 @dataclass(frozen=True)
 class ReaderOptions:
-    """How bytes become documents."""
+    """How documents are read from files."""
 
     json_key: str = "text"
+    "Key of the text in a jsonl record."
     format: str = "auto"
-    "auto goes by the file's ending; jsonl or text overrides it."
+    "auto: by the file's ending; jsonl and text override it."
     document: str = "file"
     "A document of plain text: the whole file, or each line."
     encoding_errors: str = "strict"
+    "strict or replace, for bytes that are no UTF-8."
     include: tuple[str, ...] = ()
     "Patterns of the files that are read in folders; none: all."
     skip_undecodable: bool = False
@@ -50,11 +50,13 @@ class ReaderOptions:
 
 @dataclass
 class InputReport:
-    """What became of the input, to be said at the end.
+    """Counts of the input, which are reported at the end.
 
-    skipped      documents that are no UTF-8 and were left out; first: where the first of them is
-    replaced     characters that stand for bytes that are no UTF-8
-    characters   of text; tokens: what the tokenizer made of them, separators apart
+    skipped     documents that were left out because they are no UTF-8
+    first       place of the first of them
+    replaced    characters that replace bytes that are no UTF-8
+    characters  characters of text
+    tokens      tokens of text, without separators
     """
 
     skipped: int = 0
@@ -76,7 +78,7 @@ class InputReport:
         return told * reader.skip_undecodable + replaced * (reader.encoding_errors == "replace")
 
     def require_text(self, inputs: Sequence[str | Path], files: int, tokenizer: str = "") -> None:
-        """Raises DataError where there was nothing, or the tokenizer made nothing of it."""
+        """Raise DataError if there was no text, or no token for it."""
         if not self.characters:
             skipped = f"; {self.skipped:,} documents that are no UTF-8 were left out" if self.skipped else ""
             raise DataError(f"no text in {', '.join(map(str, inputs))} ({files:,} files){skipped}")
@@ -88,7 +90,7 @@ class InputReport:
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """What workers need: how to read, which tokenizer, and the id to append to each document (None: none)."""
+    """The arguments of a worker: the tokenizer, how to read, and whether to append the separator to each document."""
 
     tokenizer: str
     tokenizer_path: str | None
@@ -98,9 +100,13 @@ class PreprocessJob:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids back to back; lengths of the documents, `open_end` when the last of them goes on in the next batch.
+    """A tokenized batch.
 
-    characters of text in it, those replaced, and tokens of text, as `Told` has them.
+    tokens    ids back to back
+    lengths   numbers of ids of its documents
+    open_end  whether the last document continues in the next batch
+
+    characters, replaced and text_tokens are counts as in `InputReport`.
     """
 
     tokens: NDArray[Any]
@@ -112,7 +118,7 @@ class Encoded:
 
 
 class DocumentEncoder:
-    """One worker's tokenizer at work."""
+    """Encodes batches in one worker. Raises DataError for --append-eod without a separator."""
 
     def __init__(self, job: PreprocessJob) -> None:
         self.job = job
@@ -153,10 +159,9 @@ def preprocess(
     report: Report,
     overwrite: bool = False,
 ) -> PairWriter:
-    """Write output.bin, output.idx and output.tokenizer, or none; one sequence per document, empty documents included.
-    Returns the closed writer.
+    """Write output.bin, output.idx and output.tokenizer, or none of them. Returns the closed writer.
 
-    Raises DataError where there is no text at all.
+    Each document is one sequence, also an empty one. Raises DataError if there is no text at all.
     """
     files, told = find_files(inputs, job.reader.include), InputReport()
     total = sum(path.stat().st_size for path in files)
@@ -183,7 +188,7 @@ def preprocess(
 def raw_batches(
     files: Sequence[Path], reader: ReaderOptions, told: InputReport | None = None
 ) -> Generator[tuple[int, list[RawDocument]], None, None]:
-    """(packed bytes read so far, documents of about a MiB). told: gets what is left out."""
+    """(packed bytes read so far, documents of about 1 MiB). told: counts the documents that are left out."""
     told = told or InputReport()
     before = size = 0
     batch: list[RawDocument] = []
@@ -211,7 +216,7 @@ def raw_batches(
 
 
 def _decodes(path: Path) -> bool:
-    """Whether a whole file is UTF-8. One that cannot be unpacked is left to who reads it."""
+    """Whether a whole file is UTF-8. True for one that cannot be unpacked; reading it raises the error."""
     try:
         with opened(path) as reading:
             return decodes(reading.stream)
@@ -222,7 +227,7 @@ def _decodes(path: Path) -> bool:
 def _encoded(
     files: Sequence[Path], job: PreprocessJob, encoder: DocumentEncoder, workers: int, told: InputReport
 ) -> Iterator[tuple[int, Encoded]]:
-    """Batches in order; at most a few per worker are under way, so that a slow tokenizer cannot pile up text."""
+    """(packed bytes read so far, tokenized batch), in order. At most three batches per worker are in memory."""
     batches = raw_batches(files, job.reader, told)
     if workers <= 1:
         for read, batch in batches:
@@ -244,7 +249,7 @@ def _encoded(
 
 
 class _Worker:
-    """What a worker process keeps between batches."""
+    """The state of a worker process between batches."""
 
     encode: Callable[[list[RawDocument]], Encoded]
 
@@ -257,7 +262,7 @@ def _start_worker(job: PreprocessJob) -> None:
         parent.join()
         os._exit(1)
 
-    # A worker holds both ends of its own queue, so it would never see that its parent was killed.
+    # A worker has both ends of its queue open, so it would not notice that its parent was killed.
     threading.Thread(target=leave_with_parent, daemon=True).start()
     _Worker.encode = DocumentEncoder(job)
 
@@ -267,10 +272,7 @@ def _work(batch: list[RawDocument]) -> Encoded:
 
 
 def texts(inputs: Sequence[str | Path], reader: ReaderOptions, report: Report, what: str) -> Iterator[str]:
-    """Decoded documents (long ones in pieces), for training a tokenizer.
-
-    Raises DataError where there is no text at all.
-    """
+    """Decoded documents (long ones in pieces), for training a tokenizer. Raises DataError if there is no text."""
     files, told = find_files(inputs, reader.include), InputReport()
     progress = Progress(report, what, sum(path.stat().st_size for path in files) / 1e6, "MB")
     with closing(raw_batches(files, reader, told)) as batches:

@@ -1,4 +1,4 @@
-"""Progress of long work: how far, how fast, how long still."""
+"""Progress reports of long work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Report = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """A Report that says nothing."""
+    """A Report that does nothing."""
 
 
 def to_stderr(text: str) -> None:
@@ -31,7 +31,7 @@ class Progress:
         self._start = self._last = time.monotonic()
 
     def reach(self, done: float, more: str = "") -> None:
-        """So much is done in all."""
+        """Set the amount that is done, in units. more: text behind the report."""
         self.done = done
         now = time.monotonic()
         if now - self._last >= self.every:

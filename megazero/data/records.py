@@ -1,12 +1,12 @@
-"""Records of instruction data in the shapes that are about, and one of two shapes made of each.
+"""Converts records of instruction data in common shapes to one of two shapes.
 
     {"prompt": ..., "completion": ...}                                     as it is
     {"messages": [{"role": ..., "content": ...}, ...]}                     as it is
     {"instruction": ..., "input": ..., "output": ...}                      Alpaca: one question and its answer
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}     ShareGPT: turns
 
-The last two become turns of a chat. For a tokenizer without a chat template an Alpaca record becomes a prompt and a
-completion, in which headings part what was asked from the answer.
+The last two become turns of a chat. For a tokenizer without a chat template an Alpaca record becomes a prompt, with
+headings, and a completion.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "conversations": ("conversations",),
     }
 )
-"""What a record may be, and the keys that say so."""
+"""Shape of a record -> the keys by which it is recognised."""
 SPEAKERS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("human", "user"), "user")
     | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
     | dict.fromkeys(("tool", "observation", "function_response"), "tool")
     | {"system": "system", "developer": "developer"}
 )
-"""Who says a turn, as ShareGPT and its kin have it, and the role that a template knows."""
+"""Speaker in ShareGPT-like records -> role in chat templates."""
 HEADINGS = ("### Instruction:\n", "\n\n### Input:\n", "\n\n### Response:\n")
 
 
 def in_one_shape(record: Record, has_template: bool) -> Record:
-    """A record with messages, or with prompt and completion; other keys of it stay.
+    """A record with messages, or with prompt and completion. has_template: whether the tokenizer has a chat template.
 
-    Raises DataError where it has no known shape, or two.
+    Raises DataError if the record has no known shape or several.
     """
     found = [name for name, keys in SHAPES.items() if any(key in record for key in keys)]
     if len(found) != 1:
@@ -99,7 +99,7 @@ def _turn(role: str, content: Any) -> dict[str, Any]:
 
 
 def _text(record: Record, key: str) -> str:
-    """A text; where a record may leave it out, an empty one."""
+    """The text of a key; empty for a missing input or system. Raises DataError."""
     value = record.get(key)
     if value is None and key in ("input", "system"):
         return ""

@@ -1,4 +1,4 @@
-"""Special tokens that a text spells: they are text, and have to stay text."""
+"""Special tokens that plain text spells. They must be tokenized as text."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from typing import Any
 from megazero.data.indexed import DataError
 
 CUT = "\ufdd2"
-"""A border in a text, which the tokenizer drops: of the characters that Unicode has set aside for a program's inner
-use.
-"""
+"""A marker at which the tokenizer splits a text, and which it drops: a noncharacter of Unicode, for internal use."""
 
 OF_CLASS = {
     name: dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     for name in ("GPT2Tokenizer", "GPT2TokenizerFast")
 }
-"""Named tokens of kinds of tokenizers, where no file says otherwise."""
+"""Class of a tokenizer -> default named tokens, which its files override."""
 
 
 def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    """Tokens by what a tokenizer calls them (bos_token, eos_token), from the content of tokenizer_config.json and
-    special_tokens_map.json.
+    """Name (bos_token, eos_token) -> token, from the contents of tokenizer_config.json and special_tokens_map.json.
 
-    As `transformers` reads them: the second goes before the first, unless the first has an added_tokens_decoder, which
-    only what was saved later has. Entries that name no token take a name away.
+    This is `transformers`'s rule: the second file has precedence, unless the first has an added_tokens_decoder (newer
+    versions write that). An entry without a token removes the name.
     """
     more = config.get("extra_special_tokens")
     found: dict[str, Any] = dict(OF_CLASS.get(str(config.get("tokenizer_class")), {}))
@@ -39,7 +36,7 @@ def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> d
 
 
 def token_text(token: Any) -> str | None:
-    """A token as such files write it: its text, or a record of it."""
+    """The text of a token, which these files write as a string or as a record; None if there is none."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -56,13 +53,13 @@ class SpecialTokens:
         self._starts = re.compile("|".join(f"(?={re.escape(text)})" for text in self.texts) or r"(?!)")
 
     def count(self, text: str) -> int:
-        """How many a text spells, one after the other."""
+        """Number of special tokens in a text, without overlaps."""
         return len(self._whole.findall(text))
 
     def parted(self, text: str) -> str:
-        """The text with a border in each one that it spells, overlapping ones included.
+        """The text with `CUT` inside each special token that it spells, also inside overlapping ones.
 
-        Raises DataError where one is a single character.
+        Raises DataError if such a token is a single character.
         """
         starts = [found.start() for found in self._starts.finditer(text)]
         if any(text.startswith(token, start) for token in self.texts if len(token) == 1 for start in starts):
@@ -72,7 +69,7 @@ class SpecialTokens:
         return text
 
     def borders(self, text: str) -> bool:
-        """Whether one could come about where this string meets others."""
+        """Whether this string together with text before or behind it could spell a special token."""
         text = text.strip()
         if len(text) < self.longest and any(text in token for token in self.texts):
             return bool(text)

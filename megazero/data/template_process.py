@@ -1,7 +1,4 @@
-"""A chat template in a process of its own, as a function of what it is given.
-
-What runs there, and under which limits: `template_program`.
-"""
+"""A chat template that runs in a process of its own. `template_program` is the program there and has its limits."""
 
 from __future__ import annotations
 
@@ -26,21 +23,21 @@ from megazero.data.template_program import Limits
 
 DEFAULT = Limits()
 OLDEST_JINJA = (3, 1, 6)
-"""Earlier sandboxes could be left."""
+"""The oldest allowed version: earlier sandboxes have known escapes."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
     "import_module(sys.argv[2]).main()"
 )
 _PATIENCE = 2.0
-"""Seconds that a process gets to end by itself once its requests have ended."""
+"""Seconds that a process has to end by itself after its input is closed."""
 
 
 class TemplateProcess:
-    """source: the Jinja program. The process starts with this object, ends with it, and starts anew after a text that
-    broke a limit.
+    """The process of a Jinja program (`source`).
 
-    Raises DataError where the program cannot be read, ImportError without jinja2. Threads may share one, and forks:
-    each has a process.
+    It starts and ends with this object, and is restarted after a request that exceeded a limit. Threads may share this
+    object; a forked process starts a process of its own. Raises DataError where the program cannot be read, ImportError
+    without jinja2.
     """
 
     def __init__(self, source: str, limits: Limits = DEFAULT) -> None:
@@ -51,7 +48,11 @@ class TemplateProcess:
             self._start()
 
     def render(self, variables: dict[str, Any], today: datetime | None = None) -> str:
-        """today: what `strftime_now` tells; None: there is no such function. Raises DataError."""
+        """The text of the template with these variables. today: the date of `strftime_now`; None: without that
+        function.
+
+        Raises DataError where the template fails or exceeds a limit.
+        """
         try:
             request = json.dumps({"variables": variables, "today": today and today.isoformat()})
         except (TypeError, ValueError, RecursionError) as error:
@@ -62,8 +63,8 @@ class TemplateProcess:
             return self._answer(request)
 
     def _start(self) -> None:
-        # A session of its own, so that Ctrl-C at a terminal is for its users; the end of the pipe ends it, whatever
-        # becomes of them.
+        # In a session of its own it does not get Ctrl-C of the terminal. It ends at the end of its input, also when
+        # this process is killed.
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -92,7 +93,7 @@ class TemplateProcess:
             line = process.stdout.readline()
         except BrokenPipeError:
             line = b""
-        except BaseException:  # Ctrl-C between question and answer: the next question would get this one's
+        except BaseException:  # after Ctrl-C before the answer, the next request would get this answer
             self._drop()
             raise
         if not line.endswith(b"\n"):
@@ -105,7 +106,7 @@ class TemplateProcess:
         return answer["text"]
 
     def _drop(self) -> int:
-        """End the process now; its status, that of its own end where it has come to that."""
+        """Kill the process; return its status, which is its own if it had ended before."""
         process, self._process = self._process, None
         assert process is not None
         self._end.detach()
@@ -119,10 +120,10 @@ class TemplateProcess:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """End it and wait for that; its status."""
+    """Close the pipes of a process and wait for its end; return its status."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # what was never sent
+        with suppress(OSError):  # from buffered data that could not be sent
             pipe.close()
     try:
         return process.wait(_PATIENCE)
@@ -132,7 +133,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def _require_jinja() -> None:
-    """Raises ImportError. It is looked for and not imported: only the template's process needs it."""
+    """Raise ImportError unless a recent jinja2 is installed. It is not imported here; only the process needs it."""
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError("chat templates need the package jinja2: pip install jinja2")
     version = importlib.metadata.version("jinja2")

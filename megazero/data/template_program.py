@@ -1,13 +1,13 @@
-"""The process in which a chat template runs: a line of JSON for each request, and one for each answer.
+"""The program of the process in which a chat template runs. Requests and answers are lines of JSON.
 
-A template is a program that came with a tokenizer. Jinja's sandbox keeps it from what it is not given, but not from
-loops without end or strings without limit, and one product of long numbers or strings stops a whole process. So it has
-a process, and the kernel holds it to its limits. This module knows nothing of megazero and is started by
-`template_process`.
+A template is an untrusted program that comes with a tokenizer. Jinja's sandbox restricts what it can access. It does
+not prevent endless loops or huge strings, and one product of long numbers or strings can block a process. So the
+template runs in a process of its own with limits of the kernel. This module imports nothing of megazero;
+`template_process` starts it.
 
     {"source": ..., "limits": ...}       -> {"text": ""}
     {"variables": ..., "today": ISO}     -> {"text": ...}
-    either                               -> {"wrong": message}, {"unreadable": message} of a source that is no program
+    either                               -> {"wrong": message}, or {"unreadable": message} for an invalid source
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from datetime import datetime
 from typing import Any
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Around what is generated: characters that Unicode has set aside for a program's inner use."""
+"""Markers around {% generation %} blocks: noncharacters of Unicode, for internal use."""
 _SHOWN = 400
 
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds     of the processor, for each text; real templates take milliseconds
-    memory      bytes, of the whole process
-    characters  that a text may have, beside `growth` times those of its request
+    """Limits of a template. A text may have `characters` + `growth` x bytes of its request.
+
+    seconds     processor time of each request; real templates take milliseconds
+    memory      bytes of the whole process
+    characters  constant part of a text's length limit
+    growth      factor of the request's length in that limit
     """
 
     seconds: int = 5
@@ -40,7 +43,7 @@ class Limits:
 
 
 def main() -> None:
-    """Serve until the requests end."""
+    """Answer requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     template, limits = None, Limits()
     for line in sys.stdin.buffer:
@@ -61,7 +64,7 @@ def main() -> None:
             answer = {"wrong": "it is nested too deeply, or calls itself without end"}
         except SyntaxError as error:
             answer = {"unreadable": str(error)[:_SHOWN]}
-        except Exception as error:  # whatever a program of somebody else's does
+        except Exception as error:  # a template can raise anything
             answer = {"wrong": str(error)[:_SHOWN] or type(error).__name__}
         sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
         sys.stdout.buffer.flush()
@@ -86,10 +89,9 @@ def _rendered(template: Any, request: dict[str, Any], most: int) -> str:
 
 
 def compiled(source: str) -> Any:
-    """The program, in a sandbox that can change nothing it is given. Its {% generation %} blocks put marks around what
-    they hold.
+    """The compiled template, in a sandbox that cannot change its arguments. {% generation %} blocks write markers.
 
-    Raises SyntaxError for what is no program.
+    Raises SyntaxError for an invalid source.
     """
     import jinja2
     from jinja2.ext import Extension, loopcontrols
@@ -124,5 +126,5 @@ def compiled(source: str) -> Any:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes what HTML would take for markup."""
+    """Replaces Jinja's own filter, which escapes characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

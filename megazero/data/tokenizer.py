@@ -1,6 +1,5 @@
-"""Tokenizers: text to ids and back.
-
-One small protocol; each kind is built from a name and a path, so that workers can build their own.
+"""Tokenizers: from text to ids and back. Each kind is built from a name and a path, so that workers can build their
+own.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from megazero.data.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
 
 
 class Tokenizer(Protocol):
-    """vocab_size: one more than the largest id. eod_id: the token that ends a document, None where the tokenizer has
-    none.
+    """A tokenizer.
+
+    vocab_size  one more than the largest id
+    eod_id      the token that ends a document; None if the tokenizer has none
     """
 
     @property
@@ -26,21 +27,21 @@ class Tokenizer(Protocol):
     def eod_id(self) -> int | None: ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Text that looks like a special token is text: no input can forge a separator."""
+        """The ids of a text. Text that spells a special token is encoded as text, so no input can forge a separator."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD. Raises DataError on an id outside the vocabulary."""
+        """The text of ids. Bytes that are no UTF-8 become U+FFFD. Raises DataError for an id outside the vocabulary."""
 
 
 class ListedTokenizer(Tokenizer, Protocol):
-    """One that is made of files, or of rules: it can say all its tokens."""
+    """A tokenizer that can list all its tokens."""
 
     def pieces(self) -> Mapping[str, int]:
-        """All tokens with their ids, as the tokenizer's files write them."""
+        """Token -> id, for all tokens, in the spelling of the tokenizer's files."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0 to 255; 256 ends a document."""
+    """A tokenizer whose ids 0 to 255 are UTF-8 bytes; 256 ends a document."""
 
     vocab_size = 257
     eod_id = 256
@@ -65,10 +66,9 @@ def _byte(path: str | None) -> ListedTokenizer:
 
 
 def gpt2_files(path: str | None) -> tuple[Path, Path]:
-    """vocab.json and merges.txt of a folder, also as NAME-vocab.json and NAME-merges.txt; path: the folder, the former,
-    or up to NAME.
+    """The paths of vocab.json and merges.txt, which may also be called NAME-vocab.json and NAME-merges.txt.
 
-    Raises DataError where one is missing.
+    path: the folder, the path of vocab.json, or the path up to NAME. Raises DataError if a file is missing.
     """
     place = _need(path, "gpt2", "the folder of vocab.json and merges.txt, or the path up to -vocab.json")
     if place.name.endswith("vocab.json"):
@@ -88,7 +88,7 @@ def _gpt2(path: str | None) -> ListedTokenizer:
 
 
 def sentencepiece_file(path: str | None) -> Path:
-    """The .model file, or the only one of a folder. Raises DataError."""
+    """The .model file at this path, or the only one in this folder. Raises DataError."""
     place = _need(path, "sentencepiece", "the .model file")
     return _only(place, ".model") if place.is_dir() else place
 
@@ -111,7 +111,7 @@ KINDS: dict[str, Callable[[str | None], ListedTokenizer]] = {
 
 
 def build_tokenizer(kind: str, path: str | None) -> ListedTokenizer:
-    """The tokenizer of --tokenizer and --tokenizer-path. Raises DataError, ImportError naming what to install."""
+    """The tokenizer of --tokenizer and --tokenizer-path. Raises DataError, or ImportError with what to install."""
     if kind not in KINDS:
         raise DataError(f"--tokenizer {kind!r}: known are {', '.join(KINDS)}")
     return KINDS[kind](path)
@@ -124,7 +124,7 @@ def _need(path: str | None, kind: str, what: str) -> Path:
 
 
 def _only(folder: Path, ending: str) -> Path:
-    """folder/ending, or the only file of the folder that ends so."""
+    """The file `ending` in the folder, or the only file whose name ends with it. Raises DataError."""
     exact = folder / ending.lstrip("-")
     if exact.is_file():
         return exact

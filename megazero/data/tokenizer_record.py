@@ -1,8 +1,8 @@
-"""PREFIX.tokenizer beside PREFIX.bin: which tokenizer its ids are of.
+"""PREFIX.tokenizer next to PREFIX.bin: a record of the tokenizer that made the ids.
 
-A tokenizer is known by what it does, not by its files: its tokens with their ids, and the ids of a text. So it may have
-moved, have been saved again by another program, or be read by another library. Pairs of other programs have no such
-file, and none is asked for.
+A tokenizer is identified by a hash of its tokens with their ids and of the ids of a sample text, not by its files. So
+its files may be moved, saved again by another program, or read by another library. Pairs of other programs have no such
+record and do not need one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megazero.system.reading import BOUNDS, read_object
 
 FORMAT = 1
 SPOKEN = 1 << 15
-"""Tokens, evenly spread over all, whose spelling is part of the text."""
+"""Number of tokens, evenly spaced over all ids, whose spelling is part of the sample text."""
 BLANKS = str.maketrans("Ġ▁", "  ")
-"""How tokenizers spell a blank in a token."""
+"""Characters with which tokenizers spell a blank in a token."""
 TEXT = (
     "The 12 quick brown foxes don't jump; naïve café, Straße.\n\n\tдля 日本語の文 العربية हिन्दी 👩‍👧 x = (a[0] + 1)  # "
     "ok\r\n"
@@ -30,7 +30,13 @@ TEXT = (
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """tokenizer: its kind, as --tokenizer has it. hash: of what it does (`tokenizer_record`)."""
+    """The identity of a tokenizer.
+
+    tokenizer   its kind, as in --tokenizer
+    vocab_size  one more than its largest id
+    hash        of its tokens and of the ids of a sample text (`tokenizer_record`)
+    format      version of this record
+    """
 
     tokenizer: str
     vocab_size: int
@@ -56,7 +62,7 @@ def path_of(prefix: str | Path) -> Path:
 
 
 def read_tokenizer_record(prefix: str | Path) -> TokenizerRecord | None:
-    """What the file beside a pair says; None without one. Raises DataError where it is damaged."""
+    """The record of a pair; None if it has none. Raises DataError for a damaged one."""
     path = path_of(prefix)
     try:
         if not path.exists():
@@ -67,29 +73,25 @@ def read_tokenizer_record(prefix: str | Path) -> TokenizerRecord | None:
         sound = False
     if not sound or found.format != FORMAT:
         raise DataError(
-            f"{path} is not what a tokenizer is known by; without the file, the ids of {prefix}.bin are taken as they "
-            "are"
+            f"{path} is no valid record of a tokenizer; without the file, the ids of {prefix}.bin are used as they are"
         )
     return found
 
 
 def require_tokenizer_record(prefix: str | Path, now: TokenizerRecord) -> None:
-    """Raises DataError for a pair of another tokenizer; one that says nothing passes."""
+    """Raise DataError for a pair of another tokenizer. A pair without a record passes."""
     then = read_tokenizer_record(prefix)
     if then is not None and then.hash != now.hash:
         raise DataError(
             f"{prefix}.bin was made with another tokenizer ({then}) than the run has ({now}), so its ids would be "
             "other text: give that tokenizer, "
-            f"or make the data anew with `megazero prepare-data`; without {path_of(prefix)} the ids are taken as they "
+            f"or make the data again with `megazero prepare-data`; without {path_of(prefix)} the ids are used as they "
             "are"
         )
 
 
 def common(prefixes: Sequence[str]) -> TokenizerRecord | None:
-    """What pairs that are to be joined were made with; None where one does not say.
-
-    Raises DataError where two differ.
-    """
+    """The common record of pairs to be joined; None if one of them has none. Raises DataError if two differ."""
     found = {prefix: read_tokenizer_record(prefix) for prefix in prefixes}
     known = [(prefix, made) for prefix, made in found.items() if made is not None]
     for prefix, made in known[1:]:

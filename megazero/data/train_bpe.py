@@ -1,5 +1,6 @@
-"""Trains a byte-level BPE with the `tokenizers` library and stores it as GPT-2 does, vocab.json and merges.txt; for
-chats as Hugging Face does, with a chat template beside it.
+"""Trains a byte-level BPE with the `tokenizers` library.
+
+It is stored in GPT-2's format, vocab.json and merges.txt; for chats in Hugging Face's, with a chat template.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megazero.data.indexed import DataError
 from megazero.data.progress import Report
 
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
-"""As ChatML has them."""
+"""The special tokens around a turn in ChatML."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + "
@@ -25,9 +26,11 @@ CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Report, *, chat: bool = False) -> None:
-    """Id 0 is the separator, then (for chats) the tokens around a turn, the 256 bytes, and merges. Deterministic. Each
-    file is written whole or not at all; the one that the tokenizer is opened by is the last. The folder is not told: it
-    may be one that gets its name later.
+    """Train a tokenizer on `texts` and write it into `folder`. The result is deterministic.
+
+    Id 0 is the separator; then come (for chats) the tokens around a turn, the 256 bytes, and the merges. Each file is
+    written atomically, the one by which the tokenizer is opened last. Messages do not name the folder, which the caller
+    may rename. Raises DataError for a vocab_size that is too small, ImportError without the package.
     """
     specials = [END_OF_TEXT, *([TURN, END_OF_TURN] if chat else [])]
     if vocab_size < 256 + len(specials):
@@ -47,7 +50,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    folder.mkdir(parents=True, exist_ok=True)  # before the work, which would be lost with it
+    folder.mkdir(parents=True, exist_ok=True)  # before training, which would be lost if this failed
     report(f"training a byte-level BPE of {vocab_size} tokens")
     tokenizer.train_from_iterator(texts, trainer)
     prefix = f"unfinished-{os.getpid()}"

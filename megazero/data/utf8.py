@@ -1,4 +1,4 @@
-"""Bytes that should be UTF-8: the mark that some programs begin files with, and what is no UTF-8."""
+"""Helpers for bytes that should be UTF-8: byte order marks and invalid bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ PIECE = 1 << 20
 
 
 def skip_mark(stream: Any) -> None:
-    """Leave out a byte order mark at the beginning, which is no part of the text. stream: one that
-    can be peeked into.
-    """
+    """Skip a byte order mark at the beginning of a stream, which must have `peek`."""
     if stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
 
 
 def decodes(stream: BinaryIO) -> bool:
-    """Whether all of a stream is UTF-8. Reads it to its end, a piece at a time."""
+    """Whether a whole stream is UTF-8. Reads it to its end in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         while piece := stream.read(PIECE):
@@ -29,12 +27,12 @@ def decodes(stream: BinaryIO) -> bool:
 
 
 def replaced(data: bytes) -> int:
-    """Characters U+FFFD that decoding puts in the place of bytes; those that stand in the data are none."""
+    """Number of characters U+FFFD by which decoding replaces bytes; those of the data itself do not count."""
     return data.decode("utf-8", errors="replace").count("\ufffd") - data.count("\ufffd".encode())
 
 
 def seems(data: bytes) -> str:
-    """What a file that begins with these bytes seems to be, with what helps; empty where nothing shows."""
+    """A hint for data that are no UTF-8: UTF-16, and how to convert it; else empty."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "; it begins as UTF-16 does: iconv -f utf-16 -t utf-8 makes UTF-8 of it"
     return ""

@@ -1,7 +1,7 @@
-"""Writes a .bin/.idx pair that is either whole or not there.
+"""Writes a .bin/.idx pair, all of it or nothing.
 
-Both files grow under temporary names, are synced, and are renamed .bin first, .idx last; a reader needs both. An old
-pair of the same name loses its .idx first, so that no moment shows a new .bin under an old .idx.
+Both files are written under temporary names, synced, and renamed, .bin first and .idx last; a reader needs both. The
+.idx of an old pair is removed first, so that a new .bin never has an old .idx.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ LONGEST = 2**31 - 1
 
 
 class PairWriter:
-    """Context manager; leaving it without an exception publishes the pair, with one removes what was written.
+    """A context manager that writes a pair. Leaving it without an exception publishes the pair, else removes it.
 
-    tokenizer_record: the tokenizer of the ids, which a small file beside the pair tells. Memory: 4 bytes per sequence,
-    8 per document of several sequences or none.
+    tokenizer_record: the tokenizer of the ids, which is recorded in PREFIX.tokenizer. It needs 4 bytes of memory per
+    sequence and 8 per document. Raises DataError for an existing pair without `overwrite`, and for a dtype that the
+    format does not have.
     """
 
     def __init__(
@@ -80,10 +81,13 @@ class PairWriter:
         return len(self._bounds) - 1
 
     def write(self, tokens: NDArray[Any], lengths: Iterable[int], *, unfinished: int = 0) -> None:
-        """Append documents of one sequence each: ids back to back, and the lengths of the documents that end among
-        them.
+        """Append documents of one sequence each.
 
-        `unfinished` ids at the end belong to a document whose length comes with a later call.
+        tokens      ids back to back
+        lengths     lengths of the documents that end in these ids
+        unfinished  number of ids at the end that belong to a document whose length comes in a later call
+
+        Raises DataError where these numbers do not agree.
         """
         added = np.asarray(list(lengths), dtype=np.int64)
         if self._unfinished + len(tokens) != added.sum() + unfinished:
@@ -154,9 +158,9 @@ class PairWriter:
 
 
 def merge(prefixes: list[str], output: str, *, overwrite: bool = False) -> PairWriter:
-    """Join pairs into one, in order; the widest dtype wins. Returns the closed writer, for its counts.
+    """Join pairs into one, in order, with the widest dtype. Returns the closed writer, for its counts.
 
-    Raises DataError where the pairs are of different tokenizers; the result's is known where that of every pair is.
+    The tokenizer is recorded if every pair records it. Raises DataError where the pairs have different tokenizers.
     """
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     if not sources:

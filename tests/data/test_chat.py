@@ -351,7 +351,7 @@ def test_what_is_wrong_is_said_with_its_line(case: str, marked: Path, tmp_path: 
 def test_templates_that_will_not_do(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "x.jsonl", [chat("a", "b", "c", "d")])
     templates = {
-        "{{ messages[-1]['content'] }}": "which text is the assistant's does not show",
+        "{{ messages[-1]['content'] }}": "the assistant's text cannot be found",
         "{{ raise_exception('turns must be three') }}": "the chat template fails: turns must be three",
         "{{ messages.__class__.__mro__ }}": "the chat template fails: access to attribute '__class__'",
         "{% for %}": "is no program that jinja2 understands",
@@ -369,7 +369,7 @@ def test_templates_that_will_not_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"token id .* is outside the model's vocabulary of 200"):
         read(path, write_tokenizer(tmp_path / "small"), vocab_size=200)
     bare = write_lines(tmp_path / "y.jsonl", [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(DataError, match="the tokenizer names none: give --eod-id"):
+    with pytest.raises(DataError, match="the tokenizer has none: give --eod-id"):
         read(bare, tmp_path / "small", eod_id=None)
 
 

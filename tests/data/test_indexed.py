@@ -107,7 +107,7 @@ BROKEN = {
         lambda p: _patch(Path(p + ".idx"), BOUNDS + 8, b"\x03"),
         r"p\.idx: document 1 ends at sequence 2 before",
     ),
-    "misaligned": (_misalign, r"p\.bin has 21 bytes and .*p\.idx says so: no whole number of uint16 ids"),
+    "misaligned": (_misalign, r"p\.bin has 21 bytes, as .*p\.idx says: no whole number of uint16 ids"),
     "no idx": (lambda p: Path(p + ".idx").unlink(), r"no file .*p\.idx"),
 }
 

@@ -122,5 +122,5 @@ def test_what_lay_there_before_goes_with_its_pair(place, tmp_path):
 def test_a_damaged_file_is_named(place, tmp_path, content):
     write_pair(tmp_path / "p", [60] * 4, 200)
     path_of(tmp_path / "p").write_bytes(content)
-    with pytest.raises(DataError, match=r"p\.tokenizer is not what a tokenizer is known by"):
+    with pytest.raises(DataError, match=r"p\.tokenizer is no valid record of a tokenizer"):
         _build(tmp_path, "p", "byte", None)

@@ -229,8 +229,8 @@ def refusal(words: list[str]) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["text.txt"], "text.txt is no pair of .bin and .idx, but a file; text becomes one by"),
-        (["folder"], "folder is a folder without pairs of .bin and .idx; text becomes one by"),
+        (["text.txt"], "text.txt is no pair of .bin and .idx, but a file; make a pair from text by"),
+        (["folder"], "folder is a folder without pairs of .bin and .idx; make a pair from text by"),
         (["pair.bin"], "pair.bin: a pair is named without its endings: pair"),
         (["0.7,a,0.3,b"], "0.7,a,0.3,b: weights and prefixes of a blend are words of their own: 0.7 a 0.3 b"),
     ],
