@@ -1,13 +1,12 @@
-"""Settings of the memory allocators, for programs to take before they import anything large.
+"""Settings of the memory allocators. Programs apply them before they import anything large.
 
-Activations are large tensors that live for less than a step. glibc by default gives each of them fresh pages from the
-system and takes the pages back at the end of its life; zeroing and mapping those pages cost up to a third of a step on
-a CPU. It reads its settings when a process starts, so the process starts itself once more with them.
+Activations are large tensors that live for less than a step. By default glibc gets fresh pages from the system for each
+of them and returns the pages when it is freed. Zeroing and mapping pages then takes up to a third of a step on a CPU.
+glibc reads its settings when a process starts, so the process executes itself once more with them.
 
-torch's allocator of CUDA memory by default takes segments of fixed sizes, and what does not fit into the rest of one
-needs another. A segment that grows leaves no such rests. (A CUDA graph's pool has segments of its own, NCCL must not
-register them, see `launch`; and ranks that share a card share no segments.) torch reads this setting when it first
-allocates.
+torch's CUDA allocator by default takes segments of fixed sizes, which fragment: a tensor that does not fit into the
+rest of a segment needs another one. Expandable segments do not fragment. (The pool of a CUDA graph has them too, and
+NCCL must not register it, see `launch`.) torch reads this setting at its first allocation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TUNABLES = {
 }
 CUDA_SETTINGS = "expandable_segments:True"
 CUDA_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-"""The name of today and the one of before, which torch reads where the first is not set."""
+"""The variable of torch's allocator and its older name, which torch reads if the first is not set."""
 VARIABLE, CHOICE = "GLIBC_TUNABLES", "MEGAZERO_ALLOCATOR"
 
 
@@ -34,12 +33,11 @@ def settings() -> str:
 
 
 def restart_with_settings() -> None:
-    """Start this very command again with the settings, in the same process; returns where that has been done or cannot
-    be.
+    """Execute this command again with glibc's settings, in the same process; set torch's setting.
 
-    It cannot where the C library is not glibc, and is not where the user set `GLIBC_TUNABLES` for malloc or
-    `MEGAZERO_ALLOCATOR=system`. To be called before anything is opened or started. torch's setting needs no new start;
-    it is left alone where the user has set one.
+    It returns without a restart if the settings are there already, if the C library is not glibc, or if the user has
+    set `GLIBC_TUNABLES` for malloc or `MEGAZERO_ALLOCATOR=system`. A setting of torch's by the user is not changed.
+    Must be called before files are opened or threads are started.
     """
     if os.environ.get(CHOICE) == "system":
         return
@@ -57,7 +55,7 @@ def restart_with_settings() -> None:
 
 
 def describe(device: str = "cpu") -> str:
-    """What the allocator of the device's memory was set to, in words for the banner."""
+    """The settings of the allocator of the device's memory, in words for the banner."""
     if device == "cuda":
         given = next((os.environ[name] for name in CUDA_VARIABLES if name in os.environ), None)
         return (

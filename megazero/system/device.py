@@ -1,6 +1,6 @@
-"""The device a rank computes on. Outside `fused_ops` only this file and streams.py touch `torch.cuda`.
+"""The device of a rank. Outside `fused_ops` only this file and streams.py use `torch.cuda`.
 
-Peak rates are dense (no sparsity) tensor-core rates from the makers' data sheets, in FLOP/s.
+Peak rates are dense (without sparsity) tensor-core rates from NVIDIA's data sheets, in FLOP/s.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megazero.system.limits import limits
 
 _T = 1e12
 
-# Words of the card's name (all of them must occur, as `torch.cuda.get_device_name` writes it), then bf16, fp16, and
-# what fp32 matmuls reach in torch's default mode (no TF32), and fp64. The first row that matches counts.
+# Words that must all occur in the card's name (as `torch.cuda.get_device_name` gives it), then the rates in bf16, fp16,
+# fp32 (in torch's default mode, without TF32) and fp64. The first row that matches counts.
 _PEAKS: tuple[tuple[tuple[str, ...], float | None, float, float, float], ...] = (
     (("B200",), 2250 * _T, 2250 * _T, 80 * _T, 40 * _T),
     (("H200", "NVL"), 835.5 * _T, 835.5 * _T, 60 * _T, 60 * _T),
@@ -50,18 +50,16 @@ def cuda_available() -> bool:
 
 
 def kind(asked: str) -> str:
-    """What --device (auto, cpu or cuda) comes to on this machine: "cpu" or "cuda"; cuda stays cuda
-    where there is none.
-    """
+    """--device (auto, cpu or cuda) resolved on this machine: "cpu" or "cuda". cuda is not checked."""
     return "cuda" if asked == "cuda" or (asked == "auto" and cuda_available()) else "cpu"
 
 
 def resolve(device: str, local_rank: int) -> torch.device:
-    """The device of a rank: `device` is auto, cpu or cuda; auto takes cuda where there is any.
+    """The device of a rank. device: auto (cuda if there is a GPU), cpu or cuda.
 
-    Ranks of a machine take its cards in turn, so more ranks than cards share them (useful for tests; NCCL refuses it,
-    gloo does not). The card is made current, and sums of 16-bit products that cuBLAS splits are kept in fp32 (torch's
-    default adds the parts up in 16 bit). Raises ValueError when cuda is asked for and there is none.
+    Ranks of a machine take its GPUs in turn, so more ranks than GPUs share them (useful for tests; NCCL refuses it,
+    gloo does not). The GPU becomes the current one. cuBLAS is set to sum the parts of split 16-bit products in fp32
+    (torch's default is 16 bits). Raises ValueError when cuda is asked for and there is none.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
@@ -77,18 +75,20 @@ def resolve(device: str, local_rank: int) -> torch.device:
 
 
 def device_count(device: torch.device) -> int:
-    """Devices of this kind on this machine; 1 for the CPU."""
+    """Number of devices of this kind on this machine; 1 for the CPU."""
     return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued on it."""
+    """Wait until the device has finished all work that was launched on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def card_facts(device: torch.device) -> dict[str, str | int | float]:
-    """Of a CUDA device: what it is, and the versions of the libraries that torch brought."""
+    """Properties of a CUDA device, and the versions of torch's CUDA libraries. Keys with _gib and _mib are in those
+    units.
+    """
     card = torch.cuda.get_device_properties(device)
     return {
         "card": card.name,
@@ -104,16 +104,15 @@ def card_facts(device: torch.device) -> dict[str, str | int | float]:
 
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""With one workspace per stream cuBLAS sums in one order.
-
-Read when its first handle is made; torch takes this value or :16:8.
+"""The setting with which cuBLAS is deterministic: fixed workspaces. torch accepts this value or :16:8. cuBLAS reads it
+when its first handle is created.
 """
 
 
 def use_deterministic_algorithms() -> None:
-    """The same bits at every run on the same devices and layout, or an error.
+    """Make runs on the same devices and layout give the same bits. Ops that cannot do that raise errors.
 
-    To be called before the first product on a device: torch looks at cuBLAS's setting then, and never again.
+    Must be called before the first product on a device: cuBLAS's setting is read then.
     """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
@@ -122,14 +121,14 @@ def use_deterministic_algorithms() -> None:
 
 
 def why_not_deterministic() -> str | None:
-    """What in the environment --deterministic would fail with on CUDA, at the first matrix product."""
+    """The setting in the environment with which --deterministic would fail on CUDA, in words; None if it is fine."""
     name, value = CUBLAS_WORKSPACE
     given = os.environ.get(name, value)
     return None if given in (value, ":16:8") else f"{name}={given}: cuBLAS is deterministic with {value} or :16:8"
 
 
 def _status_bytes(field: str) -> int | None:
-    """A line of /proc/self/status in bytes, or None where the kernel has none."""
+    """A field of /proc/self/status in bytes; None where there is none."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -140,48 +139,43 @@ def _status_bytes(field: str) -> int | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held since the start or the last reset: the allocator's on CUDA, the resident set on the CPU."""
+    """Peak memory of this process: allocated by torch on CUDA, the resident set on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     high_water = _status_bytes("VmHWM")
-    # Outside Linux getrusage knows it (in bytes on macOS, in KiB elsewhere), but cannot be reset.
+    # Outside Linux getrusage gives it (in bytes on macOS, in KiB elsewhere).
     return high_water if high_water is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory held now: the allocator's on CUDA, the resident set on the CPU (0 where the kernel does not say)."""
+    """Memory of this process now: allocated by torch on CUDA, the resident set on the CPU (0 if it is not known)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS") or 0
 
 
 def total_memory_bytes(device: torch.device) -> int | None:
-    """Memory of the card, or of the machine for the CPU (all its ranks share it)."""
+    """Memory of the GPU, or for the CPU that of the machine, which all its ranks share; None if it is not known."""
     return (
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _machine_bytes("MemTotal")
     )
 
 
 def host_memory_is_short() -> bool:
-    """Whether less than a quarter of the machine's memory can still be had. False where the kernel does not say."""
+    """Whether less than a quarter of the machine's memory is available. False if it is not known."""
     total, available = _machine_bytes("MemTotal"), _machine_bytes("MemAvailable")
     return total is not None and available is not None and 4 * available < total
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that a program can still have: of the machine, or of a control group where that has less; None where the
-    kernel does not say.
-    """
+    """Bytes that a program can still allocate: the least of machine and control groups; None if it is not known."""
     left = [_machine_bytes("MemAvailable"), *(_left_of(limit) for limit in limits("memory.max"))]
     found = [number for number in left if number is not None]
     return min(found) if found else None
 
 
 def _left_of(file: Path) -> int | None:
-    """What a group's limit leaves, at least 0; its page cache is given up when memory is asked for.
-
-    None without a limit.
-    """
+    """Bytes that a control group's limit leaves, at least 0, its page cache counted as free; None without a limit."""
     try:
         limit, used = (int((file.parent / name).read_text()) for name in (file.name, "memory.current"))
         lines = (line.split() for line in (file.parent / "memory.stat").read_text().splitlines())
@@ -192,7 +186,7 @@ def _left_of(file: Path) -> int | None:
 
 
 def _machine_bytes(field: str) -> int | None:
-    """A line of /proc/meminfo in bytes, or None where there is none."""
+    """A field of /proc/meminfo in bytes; None where there is none."""
     try:
         return int(Path("/proc/meminfo").read_text().split(f"{field}:")[1].split()[0]) * 1024
     except (OSError, IndexError):
@@ -200,12 +194,11 @@ def _machine_bytes(field: str) -> int | None:
 
 
 def return_free_memory(device: torch.device) -> None:
-    """Give what the host's allocator holds but nobody uses back to the system; a few milliseconds. Only glibc has a
-    call for it.
+    """Return free memory of the host's allocator to the system. It takes a few milliseconds; only glibc can do it.
 
-    Tensors whose life ends in another order than it began (messages that a peer takes late) leave holes in glibc's heap
-    that it neither fills nor returns: 48 ranks on one machine grew by 8 MB a step and rank. A fixed mmap threshold
-    keeps the heap small too, but fresh pages for every tensor double the time of a step.
+    Tensors that are not freed in the reverse order of their allocation (messages that a peer receives late) fragment
+    glibc's heap, which then grows. A fixed mmap threshold would keep the heap small too, but fresh pages for every
+    tensor double the time of a step.
     """
     trim = (
         getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -217,7 +210,7 @@ def return_free_memory(device: torch.device) -> None:
 
 
 def name(device: torch.device) -> str:
-    """What to call the device in a banner: the card's name, or the processor's model."""
+    """The name of the device for the banner: the GPU's, or the processor's model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -230,12 +223,12 @@ def name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Highest dense rate of matrix products in this dtype, in FLOP/s; None where it is not known (every CPU)."""
+    """Peak dense rate of matrix products in this dtype, in FLOP/s; None where it is not known (every CPU)."""
     return card_peak_flops(name(device), dtype) if device.type == "cuda" else None
 
 
 def card_peak_flops(card: str, dtype: torch.dtype) -> float | None:
-    """`peak_flops` of a card by its name, as NVIDIA's driver writes it."""
+    """`peak_flops` of a GPU by its name, as NVIDIA's driver gives it."""
     words = card.replace("-", " ").lower()
     for needed, bf16, fp16, fp32, fp64 in _PEAKS:
         if all(f" {word.lower()} " in f" {words} " for word in needed):

@@ -1,4 +1,4 @@
-"""Files and names that survive a power cut."""
+"""Writing files so that they survive a power failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes, token: str) -> None:
-    """Write a small file so that it is either as it was or wholly new, also after a power cut."""
+    """Replace a small file atomically and durably: after a power failure it has its old or its new content.
+
+    token: makes the name of the temporary file unique.
+    """
     temporary = path.with_name(f".{path.name}-{token}")
     with open(temporary, "wb") as file:
         file.write(content)
@@ -18,7 +21,7 @@ def replace_file(path: Path, content: bytes, token: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and creations in a folder survive a power cut."""
+    """Make renames and creations in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

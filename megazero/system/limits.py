@@ -1,6 +1,4 @@
-"""What Linux limits a process to: its control groups (version 2), which a container, a batch system
-or systemd makes.
-"""
+"""Limits of a process by its Linux control groups (version 2), which containers, batch systems or systemd set."""
 
 from __future__ import annotations
 
@@ -8,21 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-"""In a container this folder is the container's own group."""
+"""The root of the control groups; in a container, the container's own group."""
 OWN = Path("/proc/self/cgroup")
 
 
 def limits(name: str) -> Iterator[Path]:
-    """This file ("memory.max") of every group that the process is in and that has one, its own group first.
+    """The file of this name ("memory.max") in the process's own group and in each group above it, as far as they exist.
 
-    Each of them limits it.
+    All of them limit the process.
     """
     try:
         lines = OWN.read_text().splitlines()
     except OSError:
         lines = []
     own = Path(next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), ""))
-    if ".." in own.parts:  # the group lies outside what is mounted here
+    if ".." in own.parts:  # the group is outside the part of the tree that is mounted here
         own = Path()
     for folder in (own, *own.parents):
         if (file := ROOT / folder / name).is_file():

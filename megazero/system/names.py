@@ -1,4 +1,4 @@
-"""Names that a file may give to others beside it, and links that stay in their folder."""
+"""Checks of file names and links, so that an untrusted file cannot name files outside its folder."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from pathlib import Path
 
 
 def is_bare(name: object) -> bool:
-    """Whether this is the name of something in a folder: text without a way out of it, and of a length that a file
-    system takes.
-    """
+    """Whether this is a plain file name: text without separators, not "." or "..", and less than 256 bytes long."""
     if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
         return False
     return len(name.encode("utf-8", errors="surrogatepass")) < 256
 
 
 def stays_inside(path: Path, folder: Path) -> bool:
-    """Whether what `path` leads to lies in `folder`.
+    """Whether `path`, with links resolved, is in `folder`.
 
-    A snapshot in the cache of Hugging Face's Hub is a folder of links into the `blobs` beside `snapshots`: these stay
+    A snapshot in the cache of Hugging Face's Hub is a folder of links to `blobs`, next to `snapshots`. These count as
     inside.
     """
     home = folder.resolve()

@@ -1,9 +1,9 @@
-"""Files that others wrote, read within bounds.
+"""Bounded readers of untrusted files.
 
-A file may be cut off, may be of another kind than its name says, and may claim anything: numbers that no memory holds,
-a line without end, brackets inside brackets. A reader looks at a claim before it acts upon it. What is too much stands
-in one table, `BOUNDS`; each bound is far above what any real file holds. Here are the readers of words and of JSON;
-what else has a form of its own (YAML, pickles, zstd) asks the same table.
+A file may be truncated, or of another kind than its name says. It may contain huge sizes, an endless line or deep
+nesting. Readers check such values against the table `BOUNDS` before they allocate memory or recurse. Each bound is far
+above that of any real file. This file reads text and JSON; readers of other formats (YAML, pickles, zstd) use the same
+table.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any, BinaryIO
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most that a file may hold or claim."""
+    """The largest sizes and numbers that are accepted in a file or in the configuration."""
 
     word: int = 1 << 12
-    "Bytes of a file that holds a word: `latest`, a tracker, the token of a run."
+    "Bytes of a file with one word: `latest`, a tracker, the token of a run."
     settings: int = 1 << 18
     "Bytes of a YAML file of settings."
     settings_parts: int = 20_000
-    "Lines, commas, colons and brackets of such a file, and values in it once its aliases are written out."
+    "Lines, commas, colons and brackets of a YAML file, and values in it with all aliases expanded."
     description: int = 1 << 22
     "Bytes of a JSON file that describes a model or a run: config.json, adapter_config.json, a DeepSpeed configuration."
     index: int = 1 << 26
     "Bytes of an index of tensors, a chat template, a file of prompts."
     tokenizer: int = 1 << 28
-    "Bytes of a file that a tokenizer is read from."
+    "Bytes of a tokenizer's file."
     header: int = 100_000_000
     "Bytes of a safetensors header; the safetensors library has the same bound."
     manifest: int = 1 << 30
@@ -45,14 +45,13 @@ class Bounds:
     """Bytes of a line of jsonl, or of a line that is a document. A text file that is one document is read in pieces
     and may be longer."""
     values: int = 1 << 30
-    """Bytes of memory for the values of one JSON text, as its brackets, commas and colons say before it is parsed
-    (`held`)."""
+    "Bytes of memory for the values of one JSON text, as estimated before it is parsed (`held`)."
     manifest_values: int = 1 << 34
-    "Such bytes for a checkpoint's manifest and for the header of one of its files."
+    "The same for a checkpoint's manifest and for the header of one of its files."
     depth: int = 100
-    "Levels of lists and objects inside each other, in JSON and YAML."
+    "Nesting levels of lists and objects in JSON and YAML."
     digits: int = 300
-    "Digits of a whole number in JSON; float64 holds as large ones."
+    "Digits of a whole number in JSON; float64 can represent numbers of this size."
     layers: int = 1 << 12
     "Blocks of a model."
     heads: int = 1 << 16
@@ -60,7 +59,7 @@ class Bounds:
     width: int = 1 << 24
     "Hidden size and feed-forward width."
     vocabulary: int = 1 << 24
-    "Tokens of a model or tokenizer; an id is below it."
+    "Tokens of a model or tokenizer. All ids are less than this."
     positions: int = 1 << 28
     "Tokens of a sample, rows of a position table."
     ranks: int = 1 << 20
@@ -70,39 +69,39 @@ class Bounds:
     threads: int = 1 << 10
     "Threads that prepare batches."
     epochs: int = 10**9
-    "Times that data are read."
+    "Epochs of a run."
     minutes: int = 10**8
-    "Minutes that somebody waits; a clock that counts nanoseconds in 64 bits holds half as many more."
+    "Minutes of a timeout; they must fit into 64-bit nanoseconds."
     count: int = 1 << 53
-    "Any other whole number; JSON and float64 hold all up to it."
+    "Any other whole number. JSON and float64 represent all numbers up to it exactly."
     dimensions: int = 32
     "Axes of a tensor."
     elements: int = 1 << 56
-    "Elements of a tensor, as far as its shape says."
+    "Elements of a tensor according to its shape."
     repeated: int = 1 << 24
-    "Elements of a tensor that are more than its storage has, which strides of 0 make of little."
+    "Elements of a tensor that has more of them than its storage, by strides of 0."
     block: int = 1 << 30
-    "Bytes of a checkpoint's file that one hash is of."
+    "Bytes of a block of a checkpoint's file, which has one hash."
     key_parts: int = 64
-    "Parts of a key in a pickle; a tuple of shared tuples has more of them than could ever be hashed."
+    "Parts of a key in a pickle. Nested shared tuples can have more parts than can be hashed."
     copies: int = 16
-    "Times that the calls in a pickle may be given its whole length: a file has its data once."
+    "Bytes that calls in a pickle may copy, as a multiple of its length."
     pipe_seconds: int = 1
-    "Seconds within which somebody must have opened a pipe to write into it; who has may take longer."
+    "Seconds to wait for a writer to open a pipe. A writer that has opened it may take longer to write."
     adapters: int = 8
-    "Checkpoints of adapters on top of each other."
+    "Checkpoints of adapters that refer to each other in a chain."
 
 
 BOUNDS = Bounds()
 
 
 class Unreadable(ValueError):
-    """A file is missing, no text, no JSON, or more than `BOUNDS` allows. The message names the file."""
+    """A file is missing, is no text or no JSON, or exceeds `BOUNDS`. The message names the file."""
 
 
 @contextmanager
 def raised_as(error_type: type[Exception]) -> Iterator[None]:
-    """What is unreadable inside is a reader's own kind of error."""
+    """Turn an Unreadable inside the block into an error of this type."""
     try:
         yield
     except Unreadable as error:
@@ -110,10 +109,7 @@ def raised_as(error_type: type[Exception]) -> Iterator[None]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file, open to be read. What is none (a pipe, a device) is refused: a read of it may never end.
-
-    Raises Unreadable.
-    """
+    """Open a regular file for reading. Raises Unreadable for others (a pipe, a device): reading them may never end."""
     file = _opened(path)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -122,15 +118,15 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int, *, piped: bool = False) -> bytes:
-    """What is in a file of at most so many bytes. Raises Unreadable.
+    """The content of a file of at most `most` bytes. Raises Unreadable.
 
-    piped: a pipe will do as well, as for what a user names on the command line, who may write `--config <(...)`.
+    piped: also accept a pipe. This is for files that a user names on the command line: `--config <(...)`.
     """
     with _opened(path) if piped else open_file(path) as file:
         there = os.fstat(file.fileno())
         try:
-            # A buffer is made for all that is asked for, so no more is than there is; a pipe has no size, nor have the
-            # files of /proc.
+            # read() allocates as much as it is asked for, so it is asked for the file's size at most. A pipe and files
+            # of /proc have no size.
             sized = stat.S_ISREG(there.st_mode) and there.st_size > 0
             data = file.read(min(most, there.st_size) + 1) if sized else _from_pipe(file, path, most + 1)
         except OSError as error:
@@ -141,7 +137,7 @@ def read_bytes(path: Path, most: int, *, piped: bool = False) -> bytes:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open at once, also where it is a pipe into which nobody writes."""
+    """Open a file without waiting, also a pipe without a writer."""
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
@@ -154,13 +150,13 @@ def _closed(path: Path, error: OSError) -> Unreadable:
 
 
 def _from_pipe(file: BinaryIO, path: Path, most: int) -> bytes:
-    """All that its writer writes, however long that takes; nobody is waited for to become its writer."""
+    """Read a pipe to its end, at most `most` bytes. It waits `BOUNDS.pipe_seconds` for a writer to open the pipe."""
     asked = select.poll()
     asked.register(file.fileno(), select.POLLIN)
     heard = asked.poll(1000 * BOUNDS.pipe_seconds)
     try:
         first = os.read(file.fileno(), 1)
-    except BlockingIOError:  # there is one, who has not written yet
+    except BlockingIOError:  # there is a writer that has not written yet
         first = b""
     else:
         if not first and not heard:
@@ -170,7 +166,7 @@ def _from_pipe(file: BinaryIO, path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int, *, piped: bool = False) -> str:
-    """UTF-8, with or without a byte order mark. Raises Unreadable. piped: as of `read_bytes`."""
+    """The text of a UTF-8 file, with or without a byte order mark. Arguments as in `read_bytes`. Raises Unreadable."""
     data = read_bytes(path, most, piped=piped)
     try:
         return data.decode("utf-8-sig")
@@ -179,12 +175,12 @@ def read_text(path: Path, most: int, *, piped: bool = False) -> str:
 
 
 def read_json(path: Path, most: int, *, piped: bool = False) -> Any:
-    """A file's JSON. Raises Unreadable. piped: as of `read_bytes`."""
+    """The value of a JSON file. Arguments as in `read_bytes`. Raises Unreadable."""
     return parse_json(read_text(path, most, piped=piped), str(path))
 
 
 def read_object(path: Path, most: int) -> dict[str, Any]:
-    """A file's JSON, which is an object. Raises Unreadable."""
+    """The object of a JSON file of at most `most` bytes. Raises Unreadable, also for other kinds of values."""
     found = read_json(path, most)
     if not isinstance(found, dict):
         raise Unreadable(f"{path} holds {kind(found)}, not an object")
@@ -192,22 +188,21 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
 
 
 HELD: Mapping[str, int] = {"{": 240, "[": 90, ",": 90, ":": 120}
-"""Bytes of memory, at most, that each of these stands for in Python: an object of one entry, a list, a value of a list,
-an entry of an object.
+"""Sign of JSON -> upper bound of the memory in bytes that it stands for in Python: an object, a list, an item of a
+list, an entry of an object.
 """
 
 
 def held(text: str) -> int:
-    """What the values of a JSON text take in memory, about and from above: an empty object takes
-    thirty times its text.
-    """
+    """A rough upper bound of the memory in bytes for the values of a JSON text. It can be far larger than the text."""
     return sum(size * text.count(sign) for sign, size in HELD.items())
 
 
 def parse_json(text: str, where: str, most: int = BOUNDS.values) -> Any:
-    """JSON of bounded depth, with whole numbers of bounded length. where: what messages begin with. most: of `held`.
+    """The value of a JSON text of bounded depth and size. Raises Unreadable.
 
-    Raises Unreadable.
+    where  beginning of error messages
+    most   bound of `held(text)`, in bytes
     """
     if len(text) * max(HELD.values()) > most and held(text) > most:
         raise Unreadable(
@@ -253,24 +248,24 @@ _SHORT.maxlevel = 3
 
 
 def shown(value: object) -> str:
-    """A value in a message, cut short where it is long."""
+    """The repr of a value for a message; a long one is shortened."""
     return _SHORT.repr(value)
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names in a message: the first of many, the beginning of long ones."""
+    """Names for a message: the first 20, each shortened to 80 characters."""
     return ", ".join(str(name)[:80] for name in islice(names, 20))
 
 
 def about(path: str | Path, error: object) -> str:
-    """`PATH: what is wrong there`, with the path once where what is wrong begins with it, or with what lies inside."""
+    """`PATH: error`, or just the error if its text begins with the path already."""
     text = str(error)
     rest = text.removeprefix(str(Path(path).expanduser()))
     return text if rest != text and rest.startswith((" ", ":", "/")) else f"{path}: {text}"
 
 
 def kind(value: object) -> str:
-    """What JSON calls a value's kind."""
+    """The kind of a JSON value, in words for a message."""
     names = {
         dict: "an object",
         list: "a list",

@@ -1,4 +1,4 @@
-"""What a card does beside what the host does: times, copies and graphs on its streams."""
+"""Timers, copies and graphs on the streams of a device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _Result = TypeVar("_Result")
 
 
 class Stopwatch:
-    """Seconds of what the current stream of a device does between `start` and `stop`; on a CPU those of the host.
+    """Seconds that the current stream of a device takes between `start` and `stop`; on a CPU, the host's time.
 
-    Neither waits, so that the host can run ahead; `seconds` does.
+    `start` and `stop` do not wait for the device; `seconds` does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,10 +43,10 @@ class Stopwatch:
 
 
 class SideCopies:
-    """Copies from host memory to the device on a stream of their own, beside what the device computes.
+    """Copies from host memory to the device on a stream of their own, while the device computes.
 
-    On devices without streams they are plain copies. `start` from pinned memory, and neither call waits for the device.
-    The pinned memory may be dropped at once: torch's allocator of it keeps it until a copy with non_blocking is over.
+    On devices without streams they are plain copies. From pinned memory, no call waits for the device. The caller may
+    drop the pinned memory at once: torch's allocator keeps it until a non-blocking copy is over.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,8 +54,8 @@ class SideCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, tensors: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
-        """Begin to copy. The function returned makes the current stream wait for these copies, and gives them; call it
-        once.
+        """Start copies. Returns a function, to be called once, that makes the current stream wait for the copies and
+        returns them in order (None for None).
         """
         if self._stream is None:
             there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
@@ -71,7 +71,7 @@ class SideCopies:
             for copy in copies:
                 if (
                     copy is not None
-                ):  # it belongs to the copies' stream, which must not get it back before this one is done with it
+                ):  # its memory belongs to the copies' stream, which must not reuse it before this stream is done
                     copy.record_stream(current)
             return copies
 
@@ -79,11 +79,10 @@ class SideCopies:
 
 
 class HostCopies:
-    """Copies of a device's tensors in host memory that stays: the next copies go where the last ones were.
+    """Copies of a device's tensors in host memory, which is kept and reused by the next copies.
 
-    For a card the memory is pinned, so that copies run at the speed of the bus. It is allocated first and pinned then:
-    torch's allocator of pinned memory rounds every piece up to a power of two, and this is one piece as large as the
-    state.
+    For a GPU the memory is pinned, so that copies run at the speed of the bus. It is allocated as plain memory and then
+    pinned: torch's allocator of pinned memory would round this one large piece up to a power of two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,22 +90,22 @@ class HostCopies:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, tensors: Sequence[Tensor]) -> int:
-        """Have the memory for copies of these, its pages included; bytes.
+        """Allocate the memory for copies of these tensors, with all its pages; return its size in bytes.
 
         Raises RuntimeError where it cannot be pinned.
         """
         needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
         if self._memory.numel() < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
             self._memory = torch.empty(needed, dtype=torch.uint8).zero_()
             if self._device.type == "cuda":
                 _pin(self._memory)
         return needed
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of these, in their shapes.
+        """Copies of these tensors, of their shapes and dtypes, valid until the next call.
 
-        Returns when they are made: the tensors may change then, and the copies be read.
+        Returns when the copies are complete; then the tensors may change.
         """
         self.reserve(tensors)
         copies, offset = [], 0
@@ -120,12 +119,12 @@ class HostCopies:
 
 
 def _aligned(count: int) -> int:
-    """Bytes after which a copy of any dtype may begin, in a cache line of its own."""
+    """Bytes rounded up to whole cache lines of 64 bytes, so that the next copy is aligned for any dtype."""
     return -(-count // 64) * 64
 
 
 def _pin(memory: Tensor) -> None:
-    """Lock the memory's pages for a card until it is freed."""
+    """Pin the memory for CUDA until it is freed. Raises RuntimeError."""
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     status = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for every context of the process
     if status != 0:
@@ -136,15 +135,16 @@ def _pin(memory: Tensor) -> None:
 
 
 class GraphCapture:
-    """CUDA graphs of one card that share their memory, captured on a stream of their own."""
+    """CUDA graphs of one device that share a memory pool and are captured on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def on_side_stream(self, work: Callable[[], _Result]) -> _Result:
-        """Do the work on the stream of the captures, as torch asks of what comes before one; the current stream waits
-        for it.
+        """Run the work on the capture stream, as torch requires of warm-up before a capture; return its result.
+
+        The current stream waits for it.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -154,10 +154,10 @@ class GraphCapture:
         return result
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what the work launches, without running it; the function returned runs it on the current stream.
+        """Capture what the work launches, without running it; return a function that runs it on the current stream.
 
-        Waits for the device, and returns what its allocator holds unused first: a graph's memory is its own. Other
-        threads may call CUDA meanwhile (NCCL's watchdog does), therefore thread_local.
+        It waits for the device and frees unused cached memory first, since a graph's memory is separate. The capture
+        mode is thread_local because other threads (NCCL's watchdog) call CUDA meanwhile.
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)

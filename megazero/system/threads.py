@@ -1,7 +1,7 @@
-"""How many threads a rank computes with: the host's cores, divided among its ranks.
+"""The number of threads with which a rank computes: the host's cores divided among its ranks.
 
-torchrun sets OMP_NUM_THREADS=1 for all ranks where nobody has set it, which leaves most of a host idle. What it was
-started with itself says whether somebody has.
+torchrun sets OMP_NUM_THREADS=1 for all ranks if the user has not set it, which leaves most of a host idle. The
+environment of the torchrun process itself shows whether the user has set it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megazero.system.limits import limits
 
 VARIABLE = "OMP_NUM_THREADS"
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""In the environment of ranks and of what they start, and not in torchrun's own."""
+"""A variable in the environment of ranks and their children, which torchrun's own environment does not have."""
 
 
 def share(ranks: int) -> int:
-    """Threads of each of so many ranks on this host: no core is used twice, and no rank goes without.
+    """Threads of each of `ranks` ranks on this host: at least 1, and together no more than there are cores.
 
-    Counted are the cores that the launcher may use, and for a rank that is bound to some of them no more than those.
+    The cores are those that the launcher may use. A rank that is bound to some cores gets no more threads than these.
     """
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     try:
@@ -31,14 +31,14 @@ def share(ranks: int) -> int:
 
 
 def cores(processors: set[int]) -> int:
-    """Cores behind these processors: two of them may be one core's threads, which share what computes."""
+    """Number of physical cores of these processors. Hardware threads of one core share its arithmetic units."""
     return len({_siblings(number) for number in processors})
 
 
 def given() -> int | None:
-    """What the user has set the variable to; None where it is not set, or is torchrun's 1.
+    """The user's OMP_NUM_THREADS; None if it is not set, or if torchrun has set it to 1.
 
-    Where the launcher's environment cannot be read (outside Linux), a 1 is taken for the user's.
+    Where the launcher's environment cannot be read (outside Linux), a 1 counts as the user's.
     """
     value = os.environ.get(VARIABLE, "").partition(",")[0]  # a list is one number for each level of nesting
     if not value.isdecimal() or int(value) < 1:
@@ -47,9 +47,9 @@ def given() -> int | None:
 
 
 def _set_by_torchrun(process: int) -> bool:
-    """Whether torchrun, the nearest ancestor that is no rank, was started without the variable.
+    """Whether torchrun was started without the variable. It is the nearest ancestor that is no rank.
 
-    `process`: where to begin.
+    process: the process id from which to search upwards.
     """
     while process > 1:
         try:
@@ -72,9 +72,7 @@ def _siblings(processor: int) -> str:
 
 
 def _quota(count: int) -> int:
-    """So many cores, or those that a control group's share of the time comes to: microseconds of each period of so many
-    microseconds.
-    """
+    """The least of `count` and the CPU limits of the control groups ("cpu.max": microseconds per period), in cores."""
     for file in limits("cpu.max"):
         with suppress(OSError, ValueError):  # no limit ("max")
             limit, period = file.read_text().split()
