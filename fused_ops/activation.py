@@ -1,6 +1,5 @@
-"""Non-linearities of the feed-forward layer, each with an optional bias added first.
-
-16-bit inputs are computed in fp32.
+"""Activation functions of the feed-forward layer, with an optional bias before them. 16-bit inputs are computed in
+fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 class _Activation(torch.autograd.Function):
-    """The kernels: saves x and the bias, and computes x + bias again in backward. A bias gradient is summed in fp32."""
+    """The kernels. Saves x and the bias; backward computes x + bias again. The bias gradient is summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str, library: Library) -> Tensor:
@@ -61,12 +60,15 @@ def _activated(name: str, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """v * Phi(v) of v = x + bias, Phi the normal distribution function; x [..., f], bias [f] or None."""
+    """v * Phi(v) with v = x + bias and Phi the normal distribution function; x [..., f], bias [f] or None.
+
+    (Hendrycks and Gimpel 2016, arXiv:1606.08415.)
+    """
     return _activated("gelu", x, bias)
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """v/2 * (1 + tanh(sqrt(2/pi) * (v + 0.044715 v^3))) of v = x + bias; x [..., f], bias [f] or None.
+    """v/2 * (1 + tanh(sqrt(2/pi) * (v + 0.044715 v^3))) with v = x + bias; x [..., f], bias [f] or None.
 
     (GPT-2, BLOOM; Hendrycks and Gimpel 2016, arXiv:1606.08415.)
     """
@@ -81,4 +83,4 @@ def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {"gelu": gelu, "gelu-tanh": gelu_tanh, "relu": relu}
 )
-"""Activations of one input, (x, bias=None) -> y, by the name that the configuration uses."""
+"""--activation -> its function (x, bias=None) -> y. swiglu has two inputs and is not among them."""

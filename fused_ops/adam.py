@@ -1,9 +1,10 @@
 """Adam, AdamW and SGD on flat tensors.
 
-Flat tensors of one length n: `master` (fp32 or fp64), moments of its dtype, `grad` of any floating dtype, `param_out`
-16-bit or None, where the master is the parameter itself. Blocks keep every temporary in the cache. `multiplier`
-(clipping x unscaling) and `skip` are 0-dim tensors, so that on a GPU the host never waits for them; a skipped step
-leaves every tensor's bits unchanged, whatever the gradient holds.
+All tensors have one length n: `master` (fp32 or fp64), moments of its dtype, `grad` of any floating dtype, `param_out`
+of a 16-bit dtype, or None where the master is the parameter itself. `multiplier` (clip coefficient / loss scale) and
+`skip` (bool) are 0-dim tensors, so that on a GPU the host never waits for them. A skipped step leaves the bits of all
+tensors unchanged, whatever the gradient is. The reference body works in blocks, so that its temporaries stay in the
+cache.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ def _is_readable(scalar: Tensor) -> bool:
 
 
 def _library(param_out: Tensor | None, grad: Tensor, *state: Tensor) -> tuple[Library | None, str]:
-    """The kernels, if they can take the fp32 state, with the end of the kernel's name: of the gradient and of the
-    output.
-    """
+    """(kernels, suffix of the kernel's name: dtypes of gradient and output), if the kernels can take these tensors."""
     library = kernels(*state) if state[0].dtype == torch.float32 else None
     out = torch.float32 if param_out is None else param_out.dtype
     flat = all(tensor.is_contiguous() for tensor in (grad, *state)) and (param_out is None or param_out.is_contiguous())
@@ -50,7 +49,7 @@ def _log(beta: float) -> float:
 
 
 def _scaled(grad: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient in a fresh tensor of the master's dtype; widened before it is multiplied."""
+    """grad * multiplier in a new tensor of the master's dtype. It is converted before it is multiplied."""
     return torch.empty(grad.shape, dtype=dtype, device=grad.device).copy_(grad).mul_(multiplier)
 
 
@@ -72,7 +71,8 @@ def adam_step(
     multiplier: Tensor,
     skip: Tensor,
 ) -> None:
-    """One step in place. step: 0-dim float64, the number of this step, from 1. decoupled: AdamW, else Adam with L2.
+    """One step, in place. step: 0-dim float64, the number of this step from 1. decoupled: AdamW; else Adam with L2
+    decay.
 
     g = grad * multiplier (+ weight_decay * w);  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;
     w = w (1 - lr weight_decay) - lr/(1-b1^step) * m / (sqrt(v)/sqrt(1-b2^step) + eps)
@@ -134,8 +134,9 @@ def sgd_step(
     multiplier: Tensor,
     skip: Tensor,
 ) -> None:
-    """One step in place, of torch.optim.SGD: g = grad * multiplier + weight_decay * w; u = momentum * u + g; w -= lr *
-    u.
+    """One step of torch.optim.SGD, in place.
+
+    g = grad * multiplier + weight_decay * w;  u = momentum * u + g;  w -= lr * u
     """
     library, name = _library(param_out, grad, master, momentum_buffer)
     if library is not None and library.on_device:
@@ -171,7 +172,7 @@ def sgd_step(
 
 
 def _write(param_out: Tensor, w: Tensor, skip: Tensor, on_host: bool) -> None:
-    """The rounding of the master into the 16-bit parameter."""
+    """Round the master into the 16-bit parameter, unless the step is skipped."""
     if on_host:
         param_out.copy_(w)
     else:

@@ -1,9 +1,8 @@
-"""Adam by NVIDIA apex, for those who have it: the same step as `fused_ops.adam`, by
-`amp_C.multi_tensor_adam_capturable`.
+"""Adam by NVIDIA apex, if it is installed: the step of `fused_ops.adam` by `amp_C.multi_tensor_adam_capturable`.
 
-apex is not on PyPI (what is called apex there is another program). Of its variants this is the one that takes step,
-learning rate and multiplier as tensors, and that returns at once where its flag is 1: the others compute whatever their
-flag says, and would carry NaN into the weights, or need the host to read `skip` first.
+apex is not on PyPI (the package apex there is another program). Of its variants of Adam, this one takes step, learning
+rate and multiplier as tensors, and does nothing if its no-op flag is 1. The others ignore that flag: NaN would reach
+the weights, or the host would have to read `skip` first.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch.autograd.graph import increment_version
 from fused_ops.blocks import DEVICE_ELEMENTS
 
 CHUNK = 2048 * 32
-"""Elements that one block of threads goes through; apex's own choice."""
+"""Elements per thread block, as in apex's own code."""
 FUNCTION = "multi_tensor_adam_capturable"
 
 
 def extension() -> ModuleType | None:
-    """apex's CUDA extension, if it can be imported and has what is needed."""
+    """apex's CUDA extension, if it can be imported and has the function; else None."""
     try:
         module = importlib.import_module("amp_C")
     except ImportError:
@@ -32,7 +31,7 @@ def extension() -> ModuleType | None:
 
 
 def why_not() -> str | None:
-    """What is missing, in a sentence; None where nothing is."""
+    """What is missing, in a sentence; None if nothing is."""
     if extension() is not None:
         return None
     return (
@@ -60,7 +59,9 @@ def adam_step(
     multiplier: Tensor,
     skip: Tensor,
 ) -> None:
-    """As `fused_ops.adam.adam_step`, of fp32 tensors. `grad` is multiplied in place, unless the step is skipped."""
+    """As `fused_ops.adam.adam_step`, for fp32 tensors on CUDA. `grad` is multiplied in place, unless the step is
+    skipped.
+    """
     apex, device = extension(), master.device
     assert apex is not None, why_not()
     assert all(tensor.dtype == torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)), (

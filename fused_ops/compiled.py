@@ -1,12 +1,11 @@
-"""Reference bodies under torch.compile, where a run asks for that and an op has no kernel.
+"""Reference bodies under torch.compile, for ops without a kernel, if the run asks for it (--compile).
 
-Only bodies are compiled: pure functions of tensors and numbers, each traced whole or not at all. What stands between
-them in a block is never seen by the compiler: the backward of a linear layer writes weight gradients into the reducer's
-sums, now or later, and starts collectives, and a graph that held it could drop, repeat or move that. Nothing is lost by
-it: a graph would have to break at every product anyway, and the ops between two products are each one body already.
+Only bodies are compiled: pure functions of tensors and numbers, each traced as a whole. The compiler does not see the
+code between them. The backward of a linear layer writes weight gradients into the reducer's buffers, now or later, and
+starts collectives; a compiled graph could drop, repeat or reorder these side effects. This costs nothing: a graph would
+break at every product anyway, and the ops between two products are one body each.
 
-Every layer calls the same bodies with the same shapes, so a body is compiled once in a process, however many layers
-there are.
+All layers call the same bodies with the same shapes, so each body is compiled once per process.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ _ASKED: ContextVar[bool] = ContextVar("compiled_bodies", default=False)
 
 @contextmanager
 def compiled_bodies(asked: bool) -> Iterator[None]:
-    """While the block runs, bodies without a kernel run compiled if `asked`. Their backward is then compiled too,
-    wherever it runs.
+    """Within the block, bodies without a kernel run compiled if `asked`. Their backward is compiled too.
 
-    Only where gradients are recorded: evaluation, a checkpoint's probe and sampling run plain bodies. Their shapes
-    vary, and the probe's number must not depend on how the run that checks it was started.
+    This applies only where autograd records. Evaluation, a checkpoint's probe and generation run plain bodies: their
+    shapes vary, and the probe's loss must not depend on --compile.
     """
     token = _ASKED.set(asked)
     try:
@@ -46,17 +44,17 @@ def compiled_bodies(asked: bool) -> Iterator[None]:
 
 
 def runs_compiled() -> bool:
-    """Whether a body that starts now runs compiled."""
+    """Whether bodies run compiled now."""
     return _ASKED.get() and torch.is_grad_enabled()
 
 
 def compilable(body: Callable[P, R]) -> Callable[P, R]:
-    """`body`, which runs compiled inside `compiled_bodies(True)`."""
+    """A decorator: `body` runs compiled inside `compiled_bodies(True)`."""
 
     @cache
     def compiled() -> Callable[P, R]:
-        # Importing the compiler takes a second and 70 MB, which a run that does not ask for it need not pay. fullgraph:
-        # a body that cannot be traced as a whole, or is traced again and again, is an error and no silent fall back.
+        # Importing the compiler takes a second and 70 MB, so it is imported only if it is used. fullgraph: a body that
+        # cannot be traced as a whole, or is recompiled too often, is an error instead of a silent fallback.
         return torch.compile(body, dynamic=False, fullgraph=True)
 
     @wraps(body)
@@ -69,9 +67,7 @@ def compilable(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def try_compiler(kind: str) -> str | None:
-    """Why torch.compile can make no code for this kind of device on this machine; None: it can, on
-    the CPU it just has.
-    """
+    """Why torch.compile does not work for this kind of device here; None if it does. On the CPU it is tried."""
     if kind == "cuda":
         return None if find_spec("triton") else "torch.compile makes code for CUDA with triton, which is not installed"
     try:
@@ -81,7 +77,7 @@ def try_compiler(kind: str) -> str | None:
             return "what torch.compile makes on this machine gives other numbers than the code that it was made of"
     except CompileError as error:
         return str(error)
-    except Exception as error:  # whatever the machine lacks: a compiler that it takes, headers, a folder to write in
+    except Exception as error:  # a missing compiler, missing headers, a folder that cannot be written
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"torch.compile fails on this machine: {' '.join(lines[:2])[:300]}"
     return None

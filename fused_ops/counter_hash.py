@@ -1,7 +1,7 @@
-"""Random bits that are a pure function of a key and a counter, reference body.
+"""Random bits as a pure function of a key and a counter: the reference body.
 
-A counter-based hash (the finaliser of SplitMix64: Steele et al. 2014, doi 10.1145/2660193.2660195, keyed twice per row)
-in wrapping int64. csrc/cpu/dropout.cpp and csrc/cuda/dropout.cu compute the same bits.
+It is a counter-based hash in wrapping int64, the finaliser of SplitMix64 (Steele et al. 2014, doi
+10.1145/2660193.2660195) with two keys per row. csrc/cpu/dropout.cpp and csrc/cuda/dropout.cu compute the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def signed(value: int) -> int:
-    """The int64 with the bits of value mod 2^64."""
+    """The int64 with the bits of `value` modulo 2^64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -22,13 +22,13 @@ MULTIPLIER_2 = signed(0x94D049BB133111EB)
 
 
 def _fold(x: Tensor, bits: int, scratch: Tensor) -> Tensor:
-    """x ^= x >>> bits, in place. torch shifts arithmetically: the copies of the sign are masked out."""
+    """x ^= x >>> bits, in place. torch's shift is arithmetic, so the copies of the sign bit are masked out."""
     torch.bitwise_right_shift(x, bits, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (64 - bits)) - 1))
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in place on int64."""
+    """SplitMix64's finaliser, in place on int64 of any shape."""
     scratch = torch.empty_like(x)
     _fold(x, 30, scratch).mul_(MULTIPLIER_1)
     _fold(x, 27, scratch).mul_(MULTIPLIER_2)
@@ -41,14 +41,14 @@ def words(keys: Tensor, first: int, count: int) -> Tensor:
     counters = torch.arange(first, first + count, device=keys.device).mul_(GOLDEN)
     x = keys.unsqueeze(1) + counters
     scratch = torch.empty_like(x)
-    # A second key inside: rows whose first keys happen to be near each other still have unrelated streams.
+    # With the second key, rows whose first keys are close have unrelated streams too.
     _fold(x, 30, scratch).mul_(MULTIPLIER_1).bitwise_xor_(second)
     _fold(x, 27, scratch).mul_(MULTIPLIER_2)
     return _fold(x, 31, scratch)
 
 
 def halves(keys: Tensor, first: int, stop: int) -> tuple[Tensor, int]:
-    """int32 [R, 2P] uniform over all int32, of which columns [first, stop) start at the returned offset."""
+    """(int32 [R, 2P] uniform over all int32, offset): columns [first, stop) begin at this offset of the last axis."""
     start = first // 2
     found = words(keys, start, (stop + 1) // 2 - start)
     return found.view(torch.int32), first - 2 * start

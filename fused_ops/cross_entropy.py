@@ -1,6 +1,6 @@
-"""The two passes of a vocabulary-parallel cross-entropy over rows of logits. What travels between them is the caller's.
+"""The two passes of a vocabulary-parallel cross-entropy over rows of logits. The caller communicates between them.
 
-N tokens, w columns of this rank, of which the first `real` are vocabulary and the others padding. target int64 [N]: the
+N tokens, w columns on this rank, of which the first `real` are vocabulary and the others padding. target int64 [N]: the
 label's column on this rank, -1 where another rank holds it.
 """
 
@@ -15,10 +15,10 @@ from fused_ops.native.library import Library, kernels, suffix
 
 
 def row_statistics(logits: Tensor, target: Tensor, real: int, *, summed: bool) -> tuple[Tensor, Tensor]:
-    """(largest [N], sums [2 or 3, N]) of logits [N, w] in fp32 (fp64 of fp64): one reading of the logits.
+    """(largest [N], sums [2 or 3, N]) of logits [N, w], in fp32 (fp64 for fp64 logits). The kernels read logits once.
 
-    sums: of exp(x - largest); the label's logit, 0 where target is -1; where `summed`, of the logits. Without real
-    columns, or with -inf in all of them, largest is -inf and the sum of exponentials 0.
+    sums[0]: sum of exp(x - largest). sums[1]: the label's logit, 0 where target is -1. sums[2], if `summed`: sum of the
+    logits. Without real columns, or if all are -inf, largest is -inf and sums[0] is 0.
     """
     dtype = wide(logits.dtype)
     library = _library(logits)
@@ -41,7 +41,7 @@ def row_statistics(logits: Tensor, target: Tensor, real: int, *, summed: bool) -
         sums[1, row] = picked.masked_fill_(target[row] < 0, 0.0)
         if summed:
             sums[2, row] = values.sum(1)
-        # A row of -inf only has no largest value to subtract; its sum of exponentials is 0.
+        # In a row of -inf only, the lowest finite number is subtracted; the sum of exponentials is 0.
         sums[0, row] = (values - largest[row, None].clamp(min=torch.finfo(dtype).min)).exp_().sum(1)
     return largest, sums
 
@@ -56,8 +56,8 @@ def write_gradient(
     hit: Tensor,
     smooth: Tensor | None = None,
 ) -> None:
-    """Write exp(x - log_normaliser) * weight - smooth over the logits x [N, w], with `hit` added at the label; padding
-    gets 0.
+    """Overwrite the logits x [N, w] with exp(x - log_normaliser) * weight - smooth, plus `hit` at the label; padding:
+    0.
 
     log_normaliser, weight, hit and smooth (None: 0): [N], fp32 (fp64 for fp64 logits).
     """
@@ -76,7 +76,7 @@ def write_gradient(
         values = (block.to(weight.dtype) - log_normaliser[row, None]).exp_().mul_(weight[row, None])
         if smooth is not None:
             values -= smooth[row, None]
-        # One element per row, by index: scatter_add_ has no deterministic kernel on CUDA.
+        # One element per row by indexing, since scatter_add_ has no deterministic kernel on CUDA.
         own = torch.arange(values.shape[0], device=values.device), target[row].clamp(min=0)
         values[own] += torch.where(target[row] >= 0, hit[row], 0.0)
         block.copy_(values)
@@ -84,5 +84,5 @@ def write_gradient(
 
 
 def _library(logits: Tensor) -> Library | None:
-    """Rows may be slices of wider ones."""
+    """The kernels, if they take these logits. Rows may be slices of wider ones."""
     return kernels(logits) if logits.numel() and (logits.stride(1) == 1 or logits.shape[1] == 1) else None

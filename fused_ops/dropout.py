@@ -1,6 +1,6 @@
-"""Dropout whose mask is a hash of a key per row and the column, alone and with the bias and the residual around it.
+"""Dropout whose mask is a hash of a key per row and the column, also fused with bias and residual.
 
-x [..., k], keys int64 [...]: one per row. The mask is drawn again in backward, so nothing but the keys is saved.
+x [..., k], keys int64 [...]: one per row. Backward computes the mask again, so only the keys are saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fused_ops.native.library import Library, kernels, suffix
 
 
 def _threshold(p: float) -> int:
-    """A half-word below it drops its element."""
+    """The int32 below which a random half-word drops its element."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
@@ -92,13 +92,13 @@ class _BiasDropoutResidual(torch.autograd.Function):
 
 
 def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
-    """Zero each element of x with probability p, scale the rest by 1/(1-p)."""
+    """Zero each element of x [..., k] with probability p and scale the others by 1/(1-p). keys int64 [...]."""
     result: Tensor = _Dropout.apply(x, keys, p)
     return result
 
 
 def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor | None, p: float) -> Tensor:
-    """residual + dropout(x + bias), bias [k] or None, in one pass. keys None (p = 0): without dropout."""
+    """residual + dropout(x + bias): x and residual [..., k], bias [k] or None. keys None: no dropout, p must be 0."""
     assert keys is not None or p == 0.0
     if keys is None and bias is None and not torch.is_grad_enabled():
         return residual + x

@@ -1,4 +1,4 @@
-"""Row lookup, and the sum of its gradient rows."""
+"""Embedding lookup and its gradient."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fused_ops.native.library import kernels, suffix
 
 @torch.no_grad()
 def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool = True) -> None:
-    """into[id] += the gradient rows of that id, summed in fp32; not accumulate: `into` is zeroed before.
+    """Add each id's gradient rows to into[id]. accumulate=False: zero `into` first.
 
-    ids int64 of any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64) and contiguous. The order of the
-    additions is that of the tokens, whatever the number of threads.
+    ids int64 of any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64 gradients) and contiguous. The kernels
+    add in the order of the tokens, whatever the number of threads. Raises IndexError for an id outside the table (on a
+    CPU).
     """
     if not accumulate:
         into.zero_()
@@ -29,7 +30,7 @@ def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool
     elif rows.numel():
         if ids.device.type == "cpu":
             _check(ids, into.shape[0])
-        if library.on_device:  # a thread that meets the first token of an id adds up all of its rows
+        if library.on_device:  # the kernel wants sorted ids: one thread sums all rows of an id
             shape, (ids, order) = (ids.numel(), *into.shape), torch.sort(ids, stable=True)
             library.call(f"embedding_gradient_sorted_{suffix(rows.dtype)}", *shape, into, ids, order, rows.contiguous())
         else:
@@ -40,8 +41,9 @@ def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool
 
 
 def _check(ids: Tensor, rows: int) -> None:
-    """The kernel writes where it is told to. (On a GPU, where a look would be a wait, it passes over what is outside;
-    the lookup has failed by then.)
+    """Raise IndexError for ids outside the table, since the CPU kernel does not check them.
+
+    The GPU kernel skips such ids; a check here would wait for the device, and the lookup has already failed.
     """
     first, last = (int(bound) for bound in torch.aminmax(ids))
     if first < 0 or last >= rows:
@@ -49,10 +51,10 @@ def _check(ids: Tensor, rows: int) -> None:
 
 
 class _WideEmbedding(torch.autograd.Function):
-    """16-bit lookup on the CPU whose gradient rows are added up in fp32 and rounded once.
+    """A 16-bit lookup on the CPU whose gradient rows are summed in fp32 and rounded once.
 
-    torch's own op there adds them one by one in 16 bit: a token that came up 1,000 times got a gradient wrong by 10%.
-    Only rows that came up are held in fp32.
+    torch's own op sums them in 16 bits: the gradient of a token with 1,000 occurrences was wrong by 10 %. Only rows
+    that occur are kept in fp32.
     """
 
     @staticmethod
@@ -74,7 +76,7 @@ class _WideEmbedding(torch.autograd.Function):
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[ids]: ids int64 of any shape, weight [rows, h] -> [..., h]. On CUDA torch's own op sums in fp32."""
+    """weight[ids]: ids int64 of any shape, weight [rows, h] -> [..., h]. 16-bit gradients are summed in fp32."""
     if wide(weight.dtype) == weight.dtype or weight.device.type != "cpu":
         return F.embedding(ids, weight)
     result: Tensor = _WideEmbedding.apply(ids, weight)

@@ -1,15 +1,15 @@
 """FP8 copies of 16-bit matrices, and products of such copies.
 
-Formats: e4m3 (3 bits of mantissa, up to 448) for activations and weights, e5m2 (2 bits, up to 57344) for gradients, as
-in Micikevicius et al. 2022, arXiv:2209.05433. A copy holds x * scale; its product is multiplied by the inverses of both
-scales.
+Formats: e4m3 (3 bits of mantissa, up to 448) for activations and weights, e5m2 (2 bits, up to 57344) for gradients
+(Micikevicius et al. 2022, arXiv:2209.05433). A copy has the values x * scale. A product is multiplied by the inverses
+of both scales.
 
-Scales are powers of two. Multiplying by one is exact, so that an element is rounded once, and a largest value that
-differs in its last bits (another order of summation on another layout) gives the same scale. What it costs is up to one
-of the 17 binades (e4m3) between the largest number and the smallest; precision it does not cost.
+Scales are powers of two. Multiplication by them is exact, so each element is rounded once. An amax that differs in its
+last bits (by another order of summation on another layout) gives the same scale. The price is up to one of the 17
+binades of e4m3's range; precision is not lost.
 
-Overflow is never hidden: casts saturate, so an infinity would become 448. A matrix that holds any number that is not
-finite has NaN as its inverse, and every element of its products is NaN: the step's norm sees it, and the step is
+Casts saturate, so an infinity would become 448. To keep overflow visible, a matrix with any number that is not finite
+has NaN as its inverse scale. All elements of its products are then NaN, and so is the gradient norm: the step is
 skipped.
 """
 
@@ -30,17 +30,20 @@ from fused_ops.native.library import kernels, suffix
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST: Mapping[torch.dtype, int] = MappingProxyType({E4M3: 8, E5M2: 15})
-"""The largest number of both formats is 1.75 times two to this."""
+"""Format -> e such that its largest number is 1.75 * 2^e."""
 _INFINITE = float("inf")
 _ALLOWED = 1e-2
-"""How far a product of FP8 copies may be off float64, in the norm: tensor cores sum in fewer bits than fp32 has."""
+"""Largest relative error of an FP8 product in the trial, in the norm. Tensor cores sum in fewer bits than fp32's."""
 _CLEAR = 256
-"""Bytes at multiples of which a result may be written in place: cuBLASLt is told of no smaller alignment."""
+"""Alignment in bytes that a result must have to be written in place, since torch assumes it when it calls cuBLASLt."""
 
 
 class Quantised(NamedTuple):
-    """A matrix [m, k] in FP8: its rows, its columns [k, m] (None: not made), and 0-dim fp32 1 / scale, NaN where it was
-    not finite.
+    """A matrix in FP8.
+
+    values      [m, k]
+    transposed  [k, m], contiguous; None if it was not made
+    inverse     0-dim fp32: 1 / scale; NaN if the matrix was not finite
     """
 
     values: Tensor
@@ -49,7 +52,7 @@ class Quantised(NamedTuple):
 
 
 def measure(x: Tensor) -> Tensor:
-    """Largest absolute value of x [m, k], 0-dim fp32; NaN where x holds one."""
+    """Largest absolute value of x [m, k], 0-dim fp32; NaN if x has a NaN."""
     library = _library(x)
     if library is not None:
         largest = x.new_empty((), dtype=torch.float32)
@@ -63,24 +66,24 @@ def _measured(x: Tensor) -> Tensor:
 
 
 def scale_of(amax: Tensor, largest: int | Tensor) -> Tensor:
-    """The largest power of two that keeps amax (fp32, any shape, not negative) within the format; 2^126 for 0.
+    """The largest power of two by which amax (fp32, any shape, not negative) stays within the format; 2^126 for 0.
 
-    largest: of `LARGEST`, or an int32 tensor of them. Arithmetic on exponents: the same bits on every device, compiled
-    or not.
+    largest: a value of `LARGEST`, or an int32 tensor of them. It is integer arithmetic on exponents, so the bits are
+    the same on every device, compiled or not.
     """
-    # Adding all but the top two bits of a mantissa carries into the exponent where the mantissa is more than 1.75.
+    # This addition carries into the exponent if the mantissa is more than 1.75.
     exponent = (amax.view(torch.int32) + 0x1FFFFF) >> 23
     return ((254 + largest - exponent).clamp(1, 253) << 23).view(torch.float32)
 
 
 def inverse_of(scale: Tensor, amax: Tensor) -> Tensor:
-    """1 / scale of a power of two; NaN where amax is not finite."""
+    """1 / scale, for a scale that is a power of two; NaN where amax is not finite."""
     inverse = (0x7F000000 - scale.view(torch.int32)).view(torch.float32)
     return torch.where(torch.isfinite(amax), inverse, torch.full_like(inverse, float("nan")))
 
 
 def empty(x: Tensor, dtype: torch.dtype, transposed: bool) -> Quantised:
-    """Memory for a copy of x [m, k]."""
+    """Uninitialised memory for an FP8 copy of x [m, k]."""
     rows, columns = x.shape
     values = torch.empty((rows, columns), dtype=dtype, device=x.device)
     other = torch.empty((columns, rows), dtype=dtype, device=x.device) if transposed else None
@@ -93,7 +96,7 @@ def _fill(x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised)
     if scale is None:
         scale = scale_of(amax, LARGEST[into.values.dtype])
     limit = torch.finfo(into.values.dtype).max
-    # bf16 has fp32's exponents: times a power of two it is exact, in half the bytes. fp16 would leave its range.
+    # bf16 has fp32's exponents: its product with a power of two is exact, in half the bytes. fp16 could overflow.
     scaled = (x if x.dtype == torch.bfloat16 else x.float()) * scale
     into.values.copy_(scaled.clamp(-limit, limit))
     if into.transposed is not None:
@@ -102,8 +105,8 @@ def _fill(x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised)
     return amax
 
 
-# Compiled bodies of one function share a limit of eight shapes, beyond which torch.compile gives up. So each role is a
-# function of its own: a block has at most four shapes of inputs, of weights, and of gradients.
+# torch.compile compiles one function for eight shapes at most. So each role has a function of its own: a block has at
+# most four shapes of inputs, of weights, and of gradients.
 def _fill_input(x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised) -> Tensor:
     return _fill(x, scale, amax, into)
 
@@ -137,13 +140,15 @@ def fill(
     amax: Tensor | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """Write the FP8 copy of x [m, k] (bf16, fp16 or fp32) and its transpose; returns x's largest absolute value, 0-dim
-    fp32.
+    """Write the FP8 copy of x [m, k] (bf16, fp16 or fp32) and its transpose; return x's amax, 0-dim fp32.
 
-    scale     0-dim fp32, a power of two; None: the one of this matrix
-    amax      `measure(x)`, where it is known
-    compiled  where there is no kernel: through torch.compile, which makes one or two passes of it
-    Elements beyond the format's largest number become that; see above for those that are not finite.
+    role      input, weight or gradient
+    into      memory of `empty`
+    scale     0-dim fp32, a power of two; None: computed from amax
+    amax      `measure(x)` if it is known
+    compiled  use torch.compile if there is no kernel; it makes one or two passes
+
+    Elements beyond the format's largest number saturate. See above for elements that are not finite.
     """
     x = x.detach()
     library = _library(x)
@@ -153,7 +158,7 @@ def fill(
 
 
 def _library(x: Tensor) -> Library | None:
-    """The kernels, if they take x: on a GPU, 16-bit, of rows whose elements are neighbours."""
+    """The kernels, if they take x: on a GPU, 16-bit, with contiguous rows."""
     if x.dtype == torch.float32 or not x.numel() or (x.stride(1) != 1 and x.shape[1] > 1):
         return None
     library = kernels(x)
@@ -161,7 +166,7 @@ def _library(x: Tensor) -> Library | None:
 
 
 def _fill_on_device(library: Library, x: Tensor, scale: Tensor | None, amax: Tensor | None, into: Quantised) -> Tensor:
-    """`_fill` in one reading, in two where the scale has to be found first."""
+    """`_fill` in one pass over x, or in two if the scale has to be computed first."""
     numbers = [x.new_empty((), dtype=torch.float32) if number is None else number for number in (amax, scale)]
     name = f"quantise_{'e4m3' if into.values.dtype == E4M3 else 'e5m2'}_{suffix(x.dtype)}"
     copies = into.inverse, into.values, into.transposed
@@ -179,11 +184,14 @@ def product(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """a b^T + bias in `dtype`, [m, n] of FP8 a [m, k] and b [n, k], both contiguous, not both e5m2; k and n multiples
-    of 16.
+    """a b^T + bias, [m, n] of `dtype`, for FP8 a [m, k] and b [n, k], contiguous and not both e5m2.
 
-    bias  [n], of `dtype`, which must be 16-bit then
-    fast  summed within the tensor core in fewer bits than fp32's, as Transformer Engine does in forward, and only there
+    k and n are multiples of 16.
+
+    a_inverse  0-dim fp32: 1 / scale of a
+    b_inverse  0-dim fp32: 1 / scale of b
+    bias       [n], of `dtype`, which must then be 16-bit
+    fast       sum in fewer bits than fp32's within the tensor core, as Transformer Engine does in forward only
     """
     if bias is not None and bias.data_ptr() % _CLEAR:
         bias = bias.clone()
@@ -196,13 +204,14 @@ def product(
 def add_weight_gradient(
     grad: Tensor, x: Tensor, grad_inverse: Tensor, x_inverse: Tensor, into: Tensor, add: bool
 ) -> None:
-    """The product of grad^T [n, m] (e5m2) and x^T [k, m] (e4m3), written into (or added to) `into` [n, k].
+    """The weight gradient from transposed copies grad [n, m] (e5m2) and x [k, m] (e4m3): write or add it to `into` [n,
+    k].
 
-    torch's scaled product cannot add to what is there: what is added is made in `into`'s dtype (fp32 of a gradient's
-    sum) and added in a pass of its own. That rounds as an accumulating product would, and moves 16 bytes an element,
-    little beside m multiplications.
+    torch's scaled product cannot accumulate. If `add`, the product is made in `into`'s dtype (fp32 for gradient
+    buffers) and added in another pass. That rounds as an accumulating product would. It moves 16 bytes per element,
+    little compared with m multiplications.
     """
-    in_place = not add and into.is_contiguous() and not into.is_meta  # torch has no meta kernel of it
+    in_place = not add and into.is_contiguous() and not into.is_meta  # torch has no meta kernel for `out`
     if in_place and into.data_ptr() % _CLEAR == 0:
         torch._scaled_mm(grad, x.t(), scale_a=grad_inverse, scale_b=x_inverse, out_dtype=into.dtype, out=into)
         return
@@ -210,7 +219,7 @@ def add_weight_gradient(
 
 
 def why_not(kind: str) -> str | None:
-    """Why this machine has no FP8 products on this kind of device; None: it has."""
+    """Why this machine has no FP8 products on this kind of device; None if it has."""
     if kind != "cuda":
         return refused(kind)
     if torch.version.hip is not None:
@@ -225,8 +234,9 @@ def why_not(kind: str) -> str | None:
 
 
 def refused(kind: str) -> str | None:
-    """Why small products of known numbers fail, or give others than float64 does: one as in forward and one as in
-    backward.
+    """Why FP8 products fail or differ from float64 on this kind of device; None if they agree.
+
+    It tries two small products of known numbers, one as in forward and one as in backward.
     """
     scales = torch.tensor([0.5, 0.25], device=kind)
     b = known(32, 48, seed=1, dtype=torch.float32, device=kind).to(E4M3)

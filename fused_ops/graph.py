@@ -1,4 +1,4 @@
-"""Autograd functions without autograd."""
+"""Calling autograd functions without autograd's overhead where nothing is recorded."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import torch
 
 
 class _Nothing:
-    """What a forward is told to keep, where no backward will follow."""
+    """A context for `forward` that keeps nothing, since no backward will follow."""
 
     needs_input_grad = (False,) * 64
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """They are not kept."""
+        """Does nothing."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """There will be none."""
+        """Does nothing."""
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """function.apply(*arguments). Where no gradient is recorded its forward alone: what `apply` does around it takes
-    longer than computing one token does in a small layer.
+    """function.apply(*arguments), or only its forward where autograd does not record.
+
+    The overhead of `apply` is larger than the time of a small layer for one token.
     """
     if torch.is_grad_enabled():
         return function.apply(*arguments)

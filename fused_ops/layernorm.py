@@ -1,5 +1,6 @@
-"""LayerNorm and RMSNorm over the last dimension, alone or of a sum; 16-bit inputs are computed in fp32 and rounded
-once.
+"""LayerNorm and RMSNorm over the last dimension, alone or of a sum of two tensors.
+
+16-bit inputs are computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from fused_ops.native.library import Library, kernels, suffix
 
 
 class _WideLayerNorm(torch.autograd.Function):
-    """Reference of 16-bit LayerNorm: fp32 throughout; saves the 16-bit x and two statistics per row.
+    """Reference body of 16-bit LayerNorm, in fp32. Saves the 16-bit x and two statistics per row.
 
-    torch's own op on the CPU adds up the 16-bit weight and bias gradients row by row in 16 bit: over 4,096 rows they
-    came out wrong by 10%.
+    torch's own op on the CPU sums 16-bit weight and bias gradients over rows in 16 bits: over 4,096 rows they were
+    wrong by 10 %.
     """
 
     @staticmethod
@@ -40,7 +41,7 @@ class _WideLayerNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Reference: saves x and one reciprocal root per row."""
+    """Reference body. Saves x and 1 / sqrt(mean(x^2) + eps) per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _normalised(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm, or RMSNorm where there is no bias. fp32 and fp64 LayerNorm: torch's own op."""
+    """LayerNorm, or RMSNorm if bias is None. fp32 and fp64 LayerNorm is torch's own op."""
     if bias is not None and wide(x.dtype) == x.dtype:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     result: Tensor = _RMSNorm.apply(x, weight, eps) if bias is None else _WideLayerNorm.apply(x, weight, bias, eps)
@@ -82,9 +83,9 @@ def _reference_of_sum(
 
 
 class _Norm(torch.autograd.Function):
-    """The kernels: (x, residual, weight, bias) -> (normalised, sum), the sum only where there is a residual.
+    """The kernels: (x, residual, weight, bias) -> normalised, or with a residual (normalised, sum).
 
-    Saves what was normalised and its statistics. The gradients of weight and bias are summed in fp32 over fixed blocks
+    Saves the normalised input and its statistics. The gradients of weight and bias are summed in fp32 over fixed blocks
     of rows, so they do not depend on the number of threads.
     """
 
@@ -136,7 +137,9 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias; x [..., h], weight and bias [h]."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias; x [..., h], weight and bias [h] (Ba et al. 2016,
+    arXiv:1607.06450).
+    """
     return _norm(x, None, weight, bias, eps)[0]
 
 
@@ -146,9 +149,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + residual, layer_norm of that sum as rounded to the tensors' dtype), all [..., h].
+    """(x + residual, layer_norm of this sum after its rounding to the tensors' dtype), all [..., h].
 
-    Backward adds the gradient of the sum itself in the same pass; x and residual get one tensor as their gradient.
+    Backward adds the sum's own gradient in the same pass. x and residual share one tensor as their gradient.
     """
     normalised, total = _norm(x, residual, weight, bias, eps)
     return total, normalised

@@ -17,17 +17,17 @@ from fused_ops.known import disagreement, known
 from fused_ops.native.library import Library, kernels, matrix_kernels, suffix
 
 FEW = 16
-"""Rows up to which the CPU's own kernel multiplies; there it is no slower than torch's product, which is made for many:
-with eight fp32 rows on two threads that reads the weight at 1.3 GB/s.
+"""Up to this many rows the CPU kernel for few rows is used. There it is not slower than torch's product, which is made
+for many rows.
 """
 _ALLOWED, _WIDENED = 1e-6, 1e-4
-"""How far our products, summed in fp32, and torch's widened ones may be off float64, in the norm; rounded to fp16 they
-are by 2e-4.
+"""Largest relative errors in trials, in the norm: of the kernels here, which sum in fp32, and of torch's products with
+a wider result. Products that are rounded to fp16 have an error of 2e-4.
 """
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias: [..., k] -> [..., n], rounded once."""
+    """x weight^T + bias: x [..., k], weight [n, k], bias [n] or None -> [..., n]. 16-bit sums are fp32."""
     n, k = weight.shape
     few = x.numel() <= FEW * k
     if (
@@ -49,8 +49,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`linear` on the CPU by oneDNN, which adds the bias to the sums before it rounds them. F.linear first spreads the
-    bias over the result, in a pass of its own, and has the product read that again.
+    """`linear` on the CPU by oneDNN, which adds the bias to the fp32 sums before it rounds them.
+
+    F.linear would first write the bias into the result, in another pass, and the product would read that again.
     """
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
@@ -58,10 +59,9 @@ def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @cache
 def _adds_bias(dtype: torch.dtype) -> bool:
-    """Whether `_biased` multiplies 16-bit numbers on this machine, and rounds once: tried once in a process, with odd
-    sizes.
+    """Whether `_biased` works for this 16-bit dtype on this machine and rounds once. It is tried once in a process.
 
-    fp32 stays with torch's product: oneDNN's sums are less exact there, and it is slower for small ones.
+    fp32 uses torch's product: oneDNN's fp32 sums are less exact, and it is slower for small products.
     """
     if dtype.itemsize != 2:
         return False
@@ -69,23 +69,23 @@ def _adds_bias(dtype: torch.dtype) -> bool:
     exact = x.double() @ weight.double().t() + bias.double()
     try:
         found = _biased(x, weight, bias)
-    except (AttributeError, RuntimeError):  # a torch without oneDNN or this op of it; a processor without the product
+    except (AttributeError, RuntimeError):  # torch has no oneDNN or not this op, or the processor does not support it
         return False
-    # Only elements next to a tie may be rounded otherwise than the exact ones.
+    # Only elements close to a tie may be rounded differently from the exact ones.
     return found.dtype == dtype and not disagreement(found, exact.to(dtype), torch.finfo(dtype).eps / 16)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """grad weight: [..., n] -> [..., k], contiguous and of its own storage."""
+    """grad weight: grad [..., n], weight [n, k] -> [..., k], contiguous, in a storage of its own."""
     return torch.matmul(grad, weight)
 
 
 @torch.no_grad()
 def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
-    """grad^T x, [m, n] and [m, k], written into (or added to) `into` [n, k], whose dtype may be wider than theirs.
+    """Write (or add) grad^T x, for grad [m, n] and x [m, k], to `into` [n, k], whose dtype may be wider.
 
-    16-bit factors and an fp32 `into`: no 16-bit product comes between, where the processor has a kernel for it, or the
-    device a product that widens. On CUDA that is one product of the library's, which adds to the sum where it lies.
+    For 16-bit factors and an fp32 `into` the product is not rounded to 16 bits, if there is a kernel for this processor
+    or the device has a product with a wider result. On CUDA this is one cuBLAS product that accumulates into `into`.
     """
     library = _library(grad, x, into)
     if library is not None:
@@ -103,12 +103,12 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
 
 
 def put(made: Tensor, into: Tensor, add: bool) -> None:
-    """A gradient written into, or added to, `into` of its shape; rounded to its dtype."""
+    """Write (or add) a gradient to `into`, which has its shape, rounded to `into`'s dtype."""
     _ = into.add_(made) if add else into.copy_(made)
 
 
 def _widened(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
-    """The product of narrower factors; rounded to their dtype on the way only where nothing else can be had."""
+    """The product of factors that are narrower than `into`, rounded to their dtype only if there is no other way."""
     device = into.device.type
     if add and into.is_contiguous() and _widens(device, grad.dtype, into.dtype, True):
         torch.addmm(into, grad.t(), x, out_dtype=into.dtype, out=into)
@@ -122,12 +122,11 @@ def _widened(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
 
 @cache
 def _widens(device: str, narrow: torch.dtype, wide: torch.dtype, adds: bool) -> bool:
-    """Whether this torch multiplies narrow factors into a wide result on the device; adds: and adds it to what is
-    there.
+    """Whether this torch multiplies narrow factors into a wide result on the device; adds: whether it can accumulate
+    too.
 
-    Tried once, with small factors whose product is known: torch has these overloads for CUDA only, its first ones
-    refused a wide summand, and one that rounds the product on the way would be no better than the product that is not
-    widened.
+    It is tried once with small factors. torch has these overloads for CUDA only, older versions refuse a wide summand,
+    and a version that rounded the product first would be useless here.
     """
     left, right = (known(40, width, seed=width, dtype=narrow, device=device) for width in (24, 16))
     result = known(24, 16, seed=1, dtype=wide, device=device)
@@ -145,7 +144,7 @@ def _widens(device: str, narrow: torch.dtype, wide: torch.dtype, adds: bool) -> 
 
 @torch.no_grad()
 def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
-    """The sum of grad [m, n] over its rows, written into (or added to) `into` [n]; summed in fp32 (fp64 of fp64)."""
+    """Write (or add) the sum of grad [m, n] over its rows to `into` [n]. It is summed in fp32 (fp64 for fp64)."""
     library = kernels(grad) if grad.numel() and grad.stride(1) == 1 else None
     if library is None:
         total = grad.sum(0, dtype=wide(grad.dtype))
@@ -156,9 +155,7 @@ def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
 
 
 def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:
-    """The kernel, if it takes these: 16-bit factors whose rows are contiguous, at least one of them, and an fp32
-    result.
-    """
+    """The kernel, if it takes these tensors: 16-bit factors with contiguous rows, not empty, and an fp32 result."""
     if (
         into.dtype != torch.float32
         or grad.dtype == torch.float32
@@ -174,11 +171,10 @@ def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:
 
 @cache
 def refusal(library: Library, dtype: torch.dtype) -> str:
-    """Why the kernel is not used for a dtype on this machine, in a line; empty: written and added, it gives the numbers
-    that float64 does.
+    """Why the kernel is not used for a dtype on this machine, in a line; empty if its results agree with float64.
 
-    Tried once in a process, with columns of wider tensors and with sizes that are no multiple of a block. Its products
-    are borrowed of torch, which chooses instructions by the processor.
+    It is tried once in a process, with strided tensors and sizes that are no multiples of a block. The kernel uses
+    matrix products of torch's library, which chooses instructions by the processor.
     """
     m, n, k = 77, 37, 45
     grad, x = (known(m, width + 3, seed=width, dtype=dtype)[:, 2 : width + 2] for width in (n, k))

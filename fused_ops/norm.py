@@ -12,8 +12,8 @@ from fused_ops.native.library import kernels, suffix
 def sum_of_squares(x: Tensor) -> Tensor:
     """Sum of x^2 as a 0-dim float64 tensor on x's device; x of any shape and floating dtype.
 
-    Squares and sums are float64, so neither overflow nor rounding of the tensor's own dtype enters. Inf and NaN do.
-    The order of summation is fixed by the shape, not by the number of threads: the same tensor gives the same bits.
+    Squares and sums are float64, so they do not overflow or round in the tensor's own dtype. Inf and NaN are
+    propagated. The order of summation does not depend on the number of threads: the same tensor gives the same bits.
     """
     flat = x.detach().reshape(-1)
     library = kernels(flat)

@@ -35,8 +35,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, turned: int, library: Library | None) -> Tensor:
-    """x [s, b, groups, heads, d] with the first `turned` heads of each group rotated, tables [s,
-    d/2]; sign -1: back.
+    """x [s, b, groups, heads, d] with the first `turned` heads of each group rotated; tables [s, d/2].
+
+    sign: 1, or -1 for the inverse rotation.
     """
     if library is None:
         shape = cos.shape[0], 1, 1, 1, cos.shape[1]
@@ -50,7 +51,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, turned: int, libra
 
 
 class _Rotary(torch.autograd.Function):
-    """Saves the tables only; the adjoint of a rotation is the rotation back."""
+    """Saves the tables only. The adjoint of a rotation is its inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class _Rotary(torch.autograd.Function):
 
 
 class _RotaryHeads(torch.autograd.Function):
-    """The same for heads in groups of which some are rotated."""
+    """The same for groups of heads of which only the first `turned` are rotated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int, library: Library | None) -> Tensor:
@@ -108,11 +109,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_mixed(mixed: Tensor, groups: int, repeats: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries and keys of the mixed projection rotated, values as they are: [s, b, groups * (repeats + 2) * d] -> the
-    same.
+    """Rotate queries and keys, not values, of the mixed projection [s, b, groups * (repeats + 2) * d] -> the same.
 
-    A group is `repeats` query heads, a key head and a value head. cos and sin: tables of [s, d/2], or [s, b, d/2] where
-    each row stands at positions of its own; dimensions of 1 between.
+    A group has `repeats` query heads, a key head and a value head. cos and sin: [s, d/2], or [s, b, d/2] if each row of
+    the batch has its own positions, with any dimensions of 1 before the last.
     """
     s, b, width = mixed.shape
     head_dim = width // (groups * (repeats + 2))

@@ -1,7 +1,7 @@
 """Scaled causal softmax with ALiBi.
 
 b micro-batch, n heads of this rank, sq queries, sk keys. The kernel works in place row by row, the reference body in
-blocks of rows: neither a bias nor a mask nor an fp32 copy of [b, n, sq, sk] exists.
+blocks of rows. There is no bias, mask or fp32 copy of shape [b, n, sq, sk].
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fused_ops.native.library import kernels, suffix
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of all heads of the model, not of a rank's share (Press et al. 2022, arXiv:2108.12409, for any count).
+    """ALiBi's slopes of all heads of the model (Press et al. 2022, arXiv:2108.12409, for any number of heads).
 
-    heads a power of two: start^(i+1), start = 2^(-8/heads); else those of c, the largest power of two below, followed
-    by every other one of 2c.
+    For a power of two: start^(i+1) with start = 2^(-8/heads). Else the slopes of c heads, c being the next lower power
+    of two, followed by every second slope of 2c heads. Raises ValueError below one head.
     """
     if heads < 1:
         raise ValueError(f"ALiBi needs at least one head, not {heads}")
@@ -33,9 +33,9 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def _blocks(planes: int, queries: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
-    """(planes, rows, keys that its last row sees) of each block; a plane is one head of one sample.
+    """(planes, rows, number of keys that its last row sees) of each block. A plane is one head of one sample.
 
-    Few rows of several planes rather than many rows of one: what lies beyond the last row's position is not computed.
+    A block has few rows of several planes, so that few keys beyond the rows' positions are computed.
     """
     size = block_elements(device)
     rows = max(1, min(queries, 64 if device.type == "cpu" else 512, size // max(1, keys)))
@@ -47,7 +47,7 @@ def _blocks(planes: int, queries: int, keys: int, device: torch.device) -> Itera
 
 
 def _forward(probs: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> None:
-    """Reference body: probabilities over the scores."""
+    """Reference body: overwrite the scores with probabilities."""
     b, n, queries, keys = probs.shape
     planes = probs.view(b * n, queries, keys)
     dtype = wide(probs.dtype)
@@ -61,7 +61,7 @@ def _forward(probs: Tensor, scale: float, slopes: Tensor | None, documents: Tens
         values = torch.mul(whole[..., :seen].to(dtype), scale)
         if slopes is not None:
             values += slopes[plane] * key[:seen]
-        # The block's first row sees all but the last height - 1 keys, so the mask is a triangle at its end.
+        # The block's first row sees all of these keys but the last height - 1, so the mask is a triangle at their end.
         height = whole.shape[1]
         future = torch.ones((height, height), dtype=torch.bool, device=probs.device).triu_(1)
         values[..., seen - height :].masked_fill_(future, -math.inf)
@@ -73,7 +73,7 @@ def _forward(probs: Tensor, scale: float, slopes: Tensor | None, documents: Tens
 
 
 def _backward(probs: Tensor, grad: Tensor, scale: float) -> None:
-    """Reference body: the scores' gradient over the probabilities."""
+    """Reference body: overwrite the probabilities with the gradient of the scores."""
     b, n, queries, keys = probs.shape
     planes, grad = probs.view(b * n, queries, keys), grad.reshape(b * n, queries, keys)
     dtype = wide(probs.dtype)
@@ -86,12 +86,12 @@ def _backward(probs: Tensor, grad: Tensor, scale: float) -> None:
 
 
 class _Softmax(torch.autograd.Function):
-    """Saves the probabilities only, which live in the scores' storage; backward writes the gradient over them."""
+    """Saves only the probabilities, which are in the scores' storage. Backward overwrites them with the gradient."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
-        # An alias and not `mark_dirty`: that would copy the gradient three times where the scores are a view. It shares
-        # the version counter, so whoever saved the scores for its own backward is told.
+        # An alias instead of `mark_dirty`, which would copy the gradient three times where the scores are a view. It
+        # shares the version counter, so another op that has saved the scores raises in its backward.
         probs = scores.detach()
         ctx.library = kernels(scores) if scores.numel() else None
         if ctx.library is None:
@@ -109,8 +109,8 @@ class _Softmax(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (probs,) = ctx.saved_tensors
-        # Over the probabilities and not over the incoming gradient, which another consumer may share: every consumer of
-        # the probabilities has run by now, and one that has not is told so by the version counter.
+        # This overwrites the probabilities and not the incoming gradient, which other ops may share. All consumers of
+        # the probabilities have run their backward by now; one that has not would raise by the version counter.
         if ctx.library is None:
             _backward(probs, grads[0], ctx.scale)
         else:
@@ -121,10 +121,8 @@ class _Softmax(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All scores at once, out of place: what torch.compile fuses into one pass, where eager torch would make whole
-    copies in fp32.
-
-    Saves the probabilities only, rounded.
+    """All scores at once, out of place, for torch.compile, which fuses it into one pass. Saves the rounded
+    probabilities.
     """
 
     @staticmethod
@@ -160,13 +158,12 @@ def _whole(scores: Tensor, scale: float, slopes: Tensor | None, documents: Tenso
 def scaled_causal_alibi_softmax(
     scores: Tensor, scale: float, slopes: Tensor | None, *, documents: Tensor | None = None
 ) -> Tensor:
-    """softmax(scale * scores + slope * key position) over the visible keys, in place on `scores` [b, n, sq, sk],
-    contiguous.
+    """softmax(scale * scores + slope * key position) over the visible keys, in place on `scores` [b, n, sq, sk].
 
-    Query i sits at position sk - sq + i and sees keys up to its own. slopes [n]: of this rank's heads, or None.
-    documents int64 [b, sk]: a query sees keys of its own document only. 16-bit scores are computed in fp32 and rounded
-    once; fp32 and fp64 in their own dtype. The result lies in the scores' storage; backward overwrites it by the
-    gradient, so it must not be read after, and a graph runs backward once. (Compiled, it lies in memory of its own.)
+    Query i has position sk - sq + i and sees keys up to its own. scores: contiguous. slopes [n]: of this rank's heads,
+    or None. documents int64 [b, sk]: a query sees keys of its own document only. 16-bit scores are computed in fp32 and
+    rounded once, fp32 and fp64 in their own dtype. The result is in the scores' storage (unless compiled). Backward
+    overwrites it with the gradient: it must not be read afterwards, and backward runs once per graph.
     """
     assert scores.is_contiguous() and scores.shape[3] >= scores.shape[2]
     if runs_compiled() and kernels(scores) is None:

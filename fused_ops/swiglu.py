@@ -15,7 +15,7 @@ from fused_ops.native.library import Library, kernels, suffix
 
 
 class _Reference(torch.autograd.Function):
-    """Saves its two inputs only; silu(gate) is computed again in backward."""
+    """Reference body. Saves its two inputs only; backward computes silu(gate) again."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def _reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """x as rows of neighbouring elements, and their stride; a view wherever x is a slice of wider rows."""
+    """(x as rows with contiguous elements, stride between rows); a view if x is a slice of wider rows."""
     flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     return flat, flat.stride(0)
@@ -70,7 +70,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [..., f]."""
+    """silu(gate) * up: both [..., f] -> [..., f]."""
     library = kernels(gate, up)
     if library is None or not gate.numel():
         return _reference(gate, up)

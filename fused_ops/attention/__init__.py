@@ -1,9 +1,9 @@
 """Causal self-attention from the fused projection to the context, with grouped queries, ALiBi and document boundaries.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function with five bodies;
-fused_ops/attention/rule.py says which runs. On the CPU it is a blocked kernel on the matrix units
-(csrc/torch/attention_*.cpp) whose memory is linear in s: it reads queries, keys and values where they lie and writes
-their gradients into one tensor of the same layout.
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function has five bodies;
+fused_ops/attention/rule.py chooses one. On the CPU it is a blocked kernel on the matrix units
+(csrc/torch/attention_*.cpp), whose memory is linear in s. It reads queries, keys and values from the projection and
+writes their gradients into one tensor of the same layout.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ def causal_attention(
 ) -> Tensor:
     """softmax(scale query key^T + slope * key position) value over the visible keys: [s, b, g(r + 2)d] -> [s, b, nd].
 
-    mixed: a key-value head's r query heads, then its key, then its value. A query sees keys up to its own position, and
-    with documents (int64 [b, s], equal numbers adjacent) those of its own document only. slopes: [n] or None. dropout:
-    applied to the probabilities [b, n, s, s]. support: what the run asks for and the machine has. 16-bit tensors are
-    multiplied with sums in fp32; the gradient of `mixed` is one tensor. What is not finite reaches all that depends on
-    it, and may reach more of the same sample and key-value head. The CPU kernel's results do not depend on the number
-    of threads. Raises ValueError where gradients are recorded and the body that was asked for cannot compute this.
+    mixed      for each key-value head: its r query heads, its key, its value
+    slopes     ALiBi's [n], or None
+    documents  int64 [b, s], equal numbers adjacent: a query sees keys of its own document only. None: one document
+    dropout    applied to the probabilities [b, n, s, s]
+    support    what the run asks for and what the machine has
+
+    A query sees keys up to its own position. 16-bit products are summed in fp32. The gradient of `mixed` is one tensor.
+    An inf or NaN reaches all results that depend on it, and may reach others of the same sample and key-value head. The
+    CPU kernel's results do not depend on the number of threads. Raises ValueError where autograd records and the body
+    that --attention names cannot compute this.
     """
     heads = groups, repeats, head_dim
     library = matrix_kernels(mixed) if dropout is None else None

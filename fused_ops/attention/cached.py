@@ -1,7 +1,7 @@
-"""Attention of new tokens on the keys and values that are kept of the tokens before them, and the keeping.
+"""Attention with a key-value cache: attention of new tokens to cached ones, and writing to the cache. No gradients.
 
-s new tokens in each of b rows, n heads, g key-value heads, r = n/g, d head dim. A cache holds keys and values as
-[slots, g, L, d], with room for L positions; each row of the batch continues a slot of its own. No gradients.
+s new tokens in each of b rows, n heads, g key-value heads, r = n/g, d head dim. The cache has keys and values as
+[slots, g, L, d], with room for L positions. Each row of the batch continues a slot of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fused_ops.native.library import kernels, suffix
 
 
 def keep(mixed: Tensor, keys: Tensor, values: Tensor, slots: Tensor, groups: int, repeats: int, head_dim: int) -> None:
-    """Keys and values of the projection `mixed` [s, b, g(r + 2)d] become positions 0 to s - 1 of slots int64 [b]."""
+    """Write keys and values of the projection `mixed` [s, b, g(r + 2)d] to positions 0 to s - 1 of slots int64 [b]."""
     s, b, _ = mixed.shape
     heads = mixed.view(s, b, groups, repeats + 2, head_dim)
     for cache, number in ((keys, repeats), (values, repeats + 1)):
@@ -35,16 +35,17 @@ def cached_attention(
     scale: float,
     slopes: Tensor | None,
 ) -> Tensor:
-    """softmax(scale query key^T + slope * key position) value over all keys up to the query's own: [s, b, g(r + 2)d] ->
-    [s, b, nd].
+    """softmax(scale query key^T + slope * key position) value over all keys up to the query's own.
 
-    mixed      the projection of the new tokens, whose keys and values are written into the cache first
+    [s, b, g(r + 2)d] -> [s, b, nd].
+
+    mixed      the projection of the new tokens. Their keys and values are written into the cache first
     slots      int64 [b], ascending and distinct
-    positions  int64 [b]: of each row's first new token; those before it are in the cache
-    reach      no new token stands at this position or beyond it; at most L
-    slopes     [n] or None
+    positions  int64 [b]: position of each row's first new token; earlier positions are in the cache
+    reach      all new positions are less than this; at most L
+    slopes     ALiBi's [n], or None
 
-    16-bit tensors are computed in fp32 where there is a kernel for them, else their products are rounded.
+    The kernel computes 16-bit tensors in fp32; without it their products are rounded.
     """
     s, b, _ = mixed.shape
     library = kernels(mixed, keys, values)
@@ -73,7 +74,7 @@ def _reference(
     scale: float,
     slopes: Tensor | None,
 ) -> Tensor:
-    """The specification."""
+    """The reference body: the specification."""
     s, b, _ = mixed.shape
     dtype = wide(mixed.dtype)
     query, key, value = mixed.view(s, b, groups, repeats + 2, head_dim).split([repeats, 1, 1], dim=3)

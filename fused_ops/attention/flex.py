@@ -1,12 +1,11 @@
-"""Causal attention through torch's FlexAttention: ALiBi and documents inside one flash-like kernel that torch.compile
-writes.
+"""Causal attention by torch's FlexAttention: one flash-like kernel of torch.compile with ALiBi and documents.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. Compiled is one pure function of tensors and
-numbers, as fused_ops/compiled.py has it: from the projection to the context, so that the split before and the join of
-gradients after are the compiler's to fuse. It is compiled once per shape in a process, for all layers.
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. As in fused_ops/compiled.py, one pure
+function is compiled, from the projection to the context, so that the compiler can fuse the split of the projection and
+the join of its gradients. It is compiled once per shape in a process, for all layers.
 
-Which blocks of 128 x 128 scores exist follows from documents without looking at scores: a document is a run, so what a
-query block sees are the blocks right before it. torch's create_block_mask would evaluate all s x s pairs and sort, for
+The blocks of 128 x 128 scores that are needed follow from the documents alone: a document is a run of positions, so a
+query block sees the blocks right before it. torch's create_block_mask would evaluate all s x s pairs and sort them for
 every micro-batch.
 """
 
@@ -22,19 +21,18 @@ from fused_ops.attention.sdpa import heads_of, joined
 
 BLOCK = 128
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""For query blocks: number and indices of key blocks that are seen in part, then of those seen whole; for key blocks
-the same of query blocks. Numbers int32 [b or 1, 1, s/128], indices with one more axis of that length, of which the
-first so many count.
+"""For query blocks: numbers and indices of the key blocks that are partly visible, then of those fully visible. For key
+blocks the same of query blocks. Numbers are int32 [b or 1, 1, s/128]. Indices have one more axis of length s/128, of
+which the first entries count, as many as the number says.
 """
 
 
 def visible_blocks(length: int, documents: Tensor | None, device: torch.device) -> Blocks:
-    """The blocks that causality and documents (int64 [b, s], equal numbers adjacent) leave; nothing waits for the
-    device.
+    """The blocks that are visible by causality and documents (int64 [b, s], equal numbers adjacent).
 
-    With i a query block and j < i a key block: j is seen if the document of its last position is that of i's first, and
-    whole if the document of its first position is that of i's last. A block that the sequence does not fill is never
-    whole, as in torch.
+    Key block j < i is visible to query block i if the document of j's last position is that of i's first. It is fully
+    visible if the document of j's first position is that of i's last. A block that the sequence does not fill is never
+    fully visible, as in torch. Does not wait for the device.
     """
     blocks = -(-length // BLOCK)
     number = torch.arange(blocks, device=device)
@@ -64,7 +62,7 @@ def visible_blocks(length: int, documents: Tensor | None, device: torch.device) 
 
 @cache
 def causal_blocks(length: int, device: torch.device) -> Blocks:
-    """`visible_blocks` of one document, which every layer and micro-batch shares."""
+    """`visible_blocks` of one document, cached for all layers and micro-batches."""
     return visible_blocks(length, None, device)
 
 
@@ -78,19 +76,17 @@ def flex_body(
     documents: Tensor | None,
     blocks: Blocks | None,
 ) -> Tensor:
-    """What is compiled. blocks: those of one document; None: found from `documents` here, where a few small kernels do
-    it.
-    """
+    """The function that is compiled. blocks: those of one document; None: computed here from `documents`."""
     from torch.nn.attention.flex_attention import (
         BlockMask,
         flex_attention,
-    )  # it imports the compiler, a second and 70 MB
+    )  # this imports the compiler, which takes a second and 70 MB
 
     length = mixed.shape[0]
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
 
     def biased(score: Tensor, sample: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # Relative to the query: the softmax is the same, and what is added to the scores that count is small.
+        # Relative to the query's position: the softmax is the same, and the bias of near keys is small.
         assert slopes is not None
         return score + slopes[head] * (k - q)
 
@@ -125,9 +121,9 @@ def flex_attention(
     slopes: Tensor | None,
     documents: Tensor | None,
 ) -> Tensor:
-    """As `fused_ops.attention.causal_attention`, on CUDA. Any s; heads of 16 or more.
+    """As `fused_ops.attention.causal_attention`, on CUDA, for any s and head dims of 16 or more.
 
-    Compiles at the first call with a shape.
+    The first call with a shape compiles.
     """
     blocks = causal_blocks(mixed.shape[0], mixed.device) if documents is None else None
     result: Tensor = _compiled()(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks)

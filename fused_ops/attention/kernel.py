@@ -1,5 +1,5 @@
-"""Attention's C++ kernel (csrc/torch/attention_*.cpp) as an autograd function, and the trial that it passes before it
-is used.
+"""Attention's C++ kernel (csrc/torch/attention_*.cpp) as an autograd function, and a trial of its results before its
+use.
 
 s sequence, b micro-batch, g key-value heads, r query heads of each, d head dim.
 """
@@ -21,15 +21,15 @@ from fused_ops.native.library import Library, suffix
 from fused_ops.softmax import alibi_slopes
 
 ALLOWED = MappingProxyType({torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2})
-"""How far the kernel may be off float64, in the norm: twice the rounding of scores, weights and results, a hundredth of
-a wrong layout.
+"""Largest relative error against float64, in the norm: twice that of rounding, and a hundredth of that of a wrong
+layout.
 """
 _TRIED = 150, 2, 2, 2, 20
-"""s, b, g, r, d of the trial: no multiple of a block, a tile or a pair; two blocks of keys."""
+"""s, b, g, r, d of the trial. They are no multiples of blocks, tiles or pairs; s is two blocks of keys."""
 
 
 class _Attention(torch.autograd.Function):
-    """Saves the projection, the context and a number per query and head: log2 of the sum of its 2^score."""
+    """Saves the projection, the context, and for each query and head log2 of the sum of 2^score."""
 
     @staticmethod
     def forward(
@@ -103,10 +103,10 @@ def kernel_attention(
 
 @cache
 def refusal(library: Library, dtype: torch.dtype) -> str:
-    """Why the kernel is not used for a dtype on this machine, in a line; empty: it gives the numbers that float64 does.
+    """Why the kernel is not used for a dtype on this machine, in a line; empty if its results agree with float64.
 
-    Tried once in a process: context and gradient of drawn numbers, with ALiBi and documents. Its products are borrowed
-    of torch, which chooses instructions by the processor.
+    It is tried once in a process: context and gradient of random numbers, with ALiBi and documents. The kernel uses
+    matrix products of torch's library, which chooses instructions by the processor.
     """
     s, b, groups, repeats, head_dim = sizes = _TRIED
     scale, slopes = 1 / math.sqrt(head_dim), torch.tensor(alibi_slopes(groups * repeats), device="cpu")

@@ -1,8 +1,8 @@
-"""Causal attention with grouped queries in plain torch and the fused softmax: the specification of fused_ops/attention,
-and its body for every case on every device.
+"""Causal attention with grouped queries in plain torch and the fused softmax.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The projection `mixed` [s, b, g(r + 2)d]
-holds a key-value head's r query heads, then its key, then its value.
+It is the specification of fused_ops/attention, and its body for every case on every device. s sequence, b micro-batch,
+n heads, g key-value heads, r = n/g, d head dim. The projection `mixed` [s, b, g(r + 2)d] has for each key-value head
+its r query heads, its key and its value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reference_attention(
     documents: Tensor | None,
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """As `causal_attention`, of any dtype. dropout: applied to the probabilities [b, n, s, s]."""
+    """As `causal_attention`, for any dtype and device."""
     s, b, _ = mixed.shape
     query, key, value = mixed.unflatten(2, (groups, repeats + 2, head_dim)).split([repeats, 1, 1], dim=3)
     context = _scored(query, key, value, scale, slopes, documents, dropout)
@@ -42,10 +42,10 @@ def _scored(
     documents: Tensor | None,
     dropout: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Scores, softmax in their place, context. A group's query heads are rows of one product, so keys and values are
-    never repeated.
+    """Scores, softmax in place, context: [s, b, g, r, d].
 
-    The scale is applied inside the product: 16-bit scores would overflow before it.
+    A group's query heads are rows of one product, so keys and values are not repeated. The product applies the scale,
+    since unscaled 16-bit scores could overflow.
     """
     s, b, groups, repeats, size = query.shape
     rows = query.permute(1, 2, 3, 0, 4).reshape(b * groups, repeats * s, size)

@@ -1,9 +1,8 @@
-"""Which body computes attention: a table of what each body cannot, and an order.
+"""The choice of the body that computes attention: an order, and a table of what each body cannot compute.
 
-A body is a way to compute one thing; they agree up to rounding. The first in `ORDER` that nothing speaks against runs;
-the banner prints it with what spoke against those before it. A body that was asked for (`--attention`) runs or is an
-error, where gradients are recorded. Where none are (evaluation, a checkpoint's probe, sampling), it gives way if it
-cannot: the results are the same.
+Bodies agree up to rounding. The first one in `ORDER` without an obstacle runs. The banner prints it with the obstacles
+of those before it. Where autograd records, a body that --attention names runs or is an error. Elsewhere (evaluation, a
+checkpoint's probe, generation) another body replaces it if it cannot run.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 
 class Body(Enum):
-    """Ways to compute attention; the value is what a reader of the banner is told."""
+    """The bodies of attention. The value is the name in the banner."""
 
     KERNEL = "C++ kernel"
     FLASH = "torch's flash attention"
@@ -30,7 +29,7 @@ class Body(Enum):
 
 ORDER = tuple(Body)
 ASKED: Mapping[str, Body] = MappingProxyType({"flash": Body.FLASH, "flex": Body.FLEX, "softmax": Body.SOFTMAX})
-"""What `--attention` takes beside auto."""
+"""Values of --attention other than auto -> their bodies."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -40,11 +39,15 @@ class Case:
     """What is to be computed, and where.
 
     kind        of device: cpu or cuda
-    capability  of the CUDA device, else None
-    kernel      whether a compiled C++ kernel takes these tensors
-    alibi, documents, dropout (on probabilities)  whether there are any
+    dtype       of the tensors
+    head_dim    width of a head
     length      of the sequences
-    recorded    whether gradients are recorded
+    alibi       whether there are slopes
+    documents   whether there are document boundaries
+    dropout     whether there is dropout of probabilities
+    recorded    whether autograd records
+    kernel      whether a compiled C++ kernel takes these tensors
+    capability  compute capability of the CUDA device; else None
     """
 
     kind: str
@@ -61,12 +64,14 @@ class Case:
 
 @dataclass(frozen=True)
 class AttentionSupport:
-    """What a run asks for and what its machine turned out to have; `fused_ops.attention.trial.find_support` makes one.
+    """What a run asks for and what works on its machine; `fused_ops.attention.trial.find_support` makes one.
 
-    asked   auto or a key of `ASKED`
-    length  of the run's training sequences; None where there is no training
-    kernel, flash, efficient, flex  why the body does not work here although the table has nothing against it; empty: it
-    does
+    asked      auto or a key of `ASKED`
+    length     of the run's training sequences; None without training
+    kernel     why this body does not work on this machine, which the table does not know; empty if it does
+    flash      the same
+    efficient  the same
+    flex       the same
     """
 
     asked: str = "auto"
@@ -79,7 +84,7 @@ class AttentionSupport:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device; None for others."""
+    """Compute capability of a CUDA device; None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
@@ -100,7 +105,7 @@ _PLAIN_CAUSAL: tuple[_Obstacle, ...] = (
     (lambda c, o: c.documents, "it knows no documents"),
     (lambda c, o: c.dropout, "its dropout is not the one whose mask is the same on every layout"),
 )
-"""What torch's ready-made attentions leave out."""
+"""What torch's attention kernels cannot compute."""
 
 
 def _before_ampere(case: Case) -> bool:
@@ -138,8 +143,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
             (lambda c, o: c.kind != "cuda", "it has a backward on CUDA only"),
             (lambda c, o: c.dtype == torch.float64, "it takes no fp64"),
             (lambda c, o: not 16 <= c.head_dim <= 256, "it takes heads of 16 to 256"),
-            # It is compiled for each shape: once for the run's own, and not again for each context that is sampled
-            # from.
+            # It is compiled for each shape: for the run's own length only, not for each length of generation.
             (
                 lambda c, o: not c.recorded and c.length != o.length,
                 "without gradients it runs at the run's own sequence length only",
@@ -149,7 +153,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
         Body.SOFTMAX: (),
     }
 )
-"""Body -> what speaks against it: when, and in words. The fused softmax computes everything."""
+"""Body -> its obstacles: a condition and words. The fused softmax can compute everything."""
 
 PASSED_OVER: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
     {
@@ -160,20 +164,18 @@ PASSED_OVER: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
         ),
     }
 )
-"""What a body could compute but auto does not let it."""
+"""Body -> cases that it can compute, but for which auto does not choose it."""
 
 
 def obstacle(body: Body, case: Case, support: AttentionSupport, *, asked: bool = False) -> str | None:
-    """What speaks against a body; None: nothing does. asked: it is forced, and only what it cannot do counts."""
+    """The first obstacle of a body; None if there is none. asked: only count what it cannot compute."""
     against = OBSTACLES[body] + (() if asked else PASSED_OVER.get(body, ()))
     return next((words.format(support=support) for applies, words in against if applies(case, support)), None)
 
 
 @lru_cache(maxsize=256)
 def choose(case: Case, support: AttentionSupport) -> Choice:
-    """The body for this case. Raises ValueError where gradients are recorded and the body that was asked for cannot
-    compute it.
-    """
+    """The body for this case. Raises ValueError where autograd records and --attention's body cannot compute it."""
     wanted = ASKED.get(support.asked)
     if wanted is not None:
         against = obstacle(wanted, case, support, asked=True)

@@ -1,12 +1,10 @@
-"""Causal attention through torch's scaled_dot_product_attention, for which there are ready-made kernels without ALiBi
-and documents.
+"""Causal attention by torch's scaled_dot_product_attention, whose kernels have no ALiBi and no documents.
 
 s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The kernels read queries, keys and values
-where the projection lies, and write the context in the projection's order, [s, b, n, d]: no copy in forward. Only with
-1 < g < n are a group's query heads no longer at even distances, and queries are copied once. In backward the kernels
-allocate three gradients of their own, and autograd joins them to one of the projection's layout: one pass over it
-(split's adjoint is one `cat`; slices of the projection would each make a zero-filled copy of it, to be added up). An
-autograd.Function of ours could not save that pass: torch's backward kernels take no output to write into.
+from the projection and write the context in its order, [s, b, n, d], so forward copies nothing. Only for 1 < g < n are
+the query heads not evenly spaced, and queries are copied once. In backward the kernels allocate three gradients, and
+autograd joins them by one `cat`, the adjoint of split. (Slices of the projection would each make a zero-filled copy of
+it.) Another autograd.Function could not save this pass, since torch's backward kernels allocate their outputs.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ EFFICIENT = (SDPBackend.EFFICIENT_ATTENTION,)
 
 
 def heads_of(mixed: Tensor, groups: int, repeats: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, g(r + 2)d] -> query [b, n, s, d], key and value [b, g, s, d]; all but the query of several heads of
-    several groups are views.
+    """[s, b, g(r + 2)d] -> query [b, n, s, d], key and value [b, g, s, d]. They are views, except the query if 1 < g <
+    n.
     """
     parts = mixed.unflatten(2, (groups, repeats + 2, head_dim)).split([repeats, 1, 1], dim=3)
     query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in parts)
@@ -36,23 +34,23 @@ def heads_of(mixed: Tensor, groups: int, repeats: int, head_dim: int) -> tuple[T
 
 
 def joined(context: Tensor) -> Tensor:
-    """[b, n, s, d] -> [s, b, nd], a view where the context lies as the queries did."""
+    """[b, n, s, d] -> [s, b, nd], a view if the context has the memory order of the queries."""
     return context.permute(2, 0, 1, 3).flatten(2)
 
 
 @cache
 def flash_backends(device: torch.device) -> tuple[SDPBackend, ...]:
-    """What counts as flash on a card, the faster first: cuDNN's uses what Hopper and Blackwell have new, torch's own is
-    older than both.
+    """The backends of "flash" on a device, the faster first: cuDNN's is made for Hopper and Blackwell, torch's for
+    Ampere.
 
-    cuDNN's refuses some shapes, and deterministic mode; the other is then taken.
+    cuDNN's refuses some shapes and deterministic mode; torch's is then used.
     """
     both = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
     return both if (capability(device) or (0, 0))[0] in (9, 10) else both[::-1]
 
 
 def flash_attention(mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float) -> Tensor:
-    """Causal attention of any kind of device: [s, b, g(r + 2)d] -> [s, b, nd]. On a CPU torch chooses."""
+    """Causal attention: [s, b, g(r + 2)d] -> [s, b, nd]. On a CPU torch chooses the backend."""
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
     with _only(flash_backends(mixed.device) if mixed.is_cuda else ()):
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=repeats > 1)
@@ -60,7 +58,7 @@ def flash_attention(mixed: Tensor, groups: int, repeats: int, head_dim: int, *, 
 
 
 def efficient_attention(mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float) -> Tensor:
-    """As `flash_attention`, on CUDA, fp32 included. The kernel knows no groups: keys and values are repeated."""
+    """As `flash_attention`, on CUDA, also for fp32. The kernel has no grouped queries: keys and values are repeated."""
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))

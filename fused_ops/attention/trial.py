@@ -1,10 +1,9 @@
-"""What a machine has for attention, found by trying: whether a body that the rule has nothing against really computes
-it here.
+"""Trials of attention's bodies on this machine, before training starts.
 
-A body that cannot be compiled, that a card's driver refuses, or that gives other numbers than float64, is found before
-training starts, and the rule's reason is then the error's first line, or how far off it is. Tried are forward and
-backward at the run's own shapes, so that what FlexAttention compiles for it serves training too. The C++ kernel has a
-trial of its own, of one size for all runs (kernel.py).
+A body may have no obstacle in the rule's table and still fail: it cannot be compiled, the driver refuses it, or its
+numbers differ from float64's. The trial finds this, and the reason is the error's first line or the size of the
+difference. It runs forward and backward at the run's own shapes, so that training reuses what FlexAttention compiles.
+The C++ kernel has a trial of its own, of one size for all runs (kernel.py).
 """
 
 from __future__ import annotations
@@ -30,17 +29,26 @@ from fused_ops.softmax import alibi_slopes
 
 NO_TRITON = "triton, with which torch.compile makes code for CUDA, is not installed"
 ALLOWED = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-2, torch.float64: 1e-9})
-"""How far a body's numbers may be off float64, in the norm: some times its own rounding (fp32: TF32's), far less than
-another mask, slope or order of heads makes.
+"""Largest relative error against float64, in the norm: a few times that of rounding (fp32: of TF32), and far less than
+that of a wrong mask, slope or order of heads.
 """
 _SCORES = 1 << 22
-"""Scores that the comparison computes in float64, at most."""
+"""Most scores that the comparison computes in float64."""
 
 
 @dataclass(frozen=True)
 class AttentionWorkload:
-    """Attention as a run's training has it on one rank: micro-batch, this rank's key-value heads, query heads of each,
-    and the options.
+    """The attention of a run's training on one rank.
+
+    dtype      of the tensors
+    length     s
+    samples    b
+    groups     key-value heads of this rank
+    repeats    query heads of each
+    head_dim   d
+    alibi      whether there are slopes
+    documents  whether there are document boundaries
+    dropout    whether there is dropout of probabilities
     """
 
     dtype: torch.dtype
@@ -54,7 +62,7 @@ class AttentionWorkload:
     dropout: bool = False
 
     def case(self, device: torch.device) -> Case:
-        """What the rule is asked about it."""
+        """The rule's case for it on this device."""
         return Case(
             device.type,
             self.dtype,
@@ -69,25 +77,24 @@ class AttentionWorkload:
 
 
 def kernel_refusal(kind: str, dtype: torch.dtype) -> str | None:
-    """Why this machine's compiled C++ kernel for attention is not used on tensors like these; empty: it is; None: there
-    is none.
+    """Why this machine's C++ kernel for attention is not used for this dtype; empty if it is; None if there is none.
 
-    It is compiled, and tried, at the first question.
+    The first call compiles and tries it.
     """
     library = torch_library(choice()) if kind == "cpu" and dtype in SUFFIXES else None
     return None if library is None else refusal(library, dtype)
 
 
 def static_support(asked: str, length: int | None) -> AttentionSupport:
-    """What can be told without touching a device."""
+    """The support as far as it is known without using a device."""
     return AttentionSupport(asked, length, flex="" if find_spec("triton") else NO_TRITON)
 
 
 @cache
 def find_support(asked: str, workload: AttentionWorkload, device: torch.device) -> AttentionSupport:
-    """What this rank offers a run that wants this. Tries, once in a process, the body that would run.
+    """The support of this rank for a workload. On a GPU it tries the body that would run, once in a process.
 
-    Raises ValueError where a body was asked for that does not work here.
+    asked: --attention. Raises ValueError where the body that it names does not work here.
     """
     support, case = static_support(asked, workload.length), workload.case(device)
     support = replace(support, kernel=kernel_refusal(device.type, workload.dtype) or "")
@@ -99,8 +106,7 @@ def find_support(asked: str, workload: AttentionWorkload, device: torch.device) 
             support = replace(support, **told)
             if not reason:
                 break
-        # Evaluation, without the dropout that keeps training from it, say, is not the place to compile it for the first
-        # time.
+        # If FlexAttention was not tried, evaluation (which has no dropout) must not be the first to compile it.
         if Body.FLEX in left and not support.flex:
             support = replace(support, flex=AttentionSupport.flex)
     choose(case, support)
@@ -121,17 +127,15 @@ def _slopes(workload: AttentionWorkload, device: torch.device) -> Tensor | None:
 
 
 def _documents(workload: AttentionWorkload, device: torch.device) -> Tensor | None:
-    """Two in each sample, which end at different places."""
+    """int64 [b, s]: two documents in each sample, whose boundaries differ between samples; None without documents."""
     ends = torch.arange(1, workload.samples + 1, device=device) * workload.length // (workload.samples + 1)
     return (torch.arange(workload.length, device=device) >= ends[:, None]).long() if workload.documents else None
 
 
 def failure(body: Callable[[Tensor], Tensor], workload: AttentionWorkload, device: torch.device) -> str:
-    """Why forward and backward of the body fail on the device, in a line; empty: they give the numbers that float64
-    does.
+    """Why forward or backward of the body fails on the device, in a line; empty if they agree with float64.
 
-    Compared are some rows of the last sample's context, from its first position to its last, and all gradients of these
-    rows.
+    It compares some rows of the last sample's context, from the first to the last position, and their gradients.
     """
     width = workload.groups * (workload.repeats + 2) * workload.head_dim
     count = max(2, min(64, _SCORES // (workload.length * workload.groups * workload.repeats)))
@@ -148,9 +152,9 @@ def failure(body: Callable[[Tensor], Tensor], workload: AttentionWorkload, devic
             last = mixed[:, -1].detach().double().requires_grad_()
             exact = _exact(last, rows, workload)
             (exact_gradient,) = torch.autograd.grad(exact, last, cotangent[rows, -1].double())
-        allowed = ALLOWED[workload.dtype]  # comparing waits: a kernel that fails says so now
+        allowed = ALLOWED[workload.dtype]  # the comparison waits for the device, so errors of kernels are raised here
         off = disagreement(context[rows, -1], exact, allowed) or disagreement(gradient[:, -1], exact_gradient, allowed)
-    except Exception as error:  # whatever a compiler, a driver or a card can lack
+    except Exception as error:  # a compiler, a driver or a GPU may raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"it fails on this machine ({type(error).__name__}: {' '.join(lines[:2])[:200]})"
     return f"{off} on this machine" if off else ""
@@ -162,7 +166,7 @@ def _others(rows: Tensor, length: int) -> Tensor:
 
 
 def _exact(mixed: Tensor, rows: Tensor, workload: AttentionWorkload) -> Tensor:
-    """Some rows of the last sample's context, of its projection [s, g(r + 2)d] in float64: [rows, g r d]."""
+    """Rows of the last sample's context from its projection [s, g(r + 2)d], in float64: [rows, g r d]."""
     parts = mixed.unflatten(1, (workload.groups, workload.repeats + 2, workload.head_dim)).split(
         [workload.repeats, 1, 1], dim=2
     )
@@ -179,9 +183,7 @@ def _exact(mixed: Tensor, rows: Tensor, workload: AttentionWorkload) -> Tensor:
 
 
 def problem(asked: str, workload: AttentionWorkload, device: torch.device) -> str | None:
-    """Why the body that was asked for cannot run, as far as can be told without trying; None: nothing speaks against
-    it.
-    """
+    """Why the body of --attention cannot run, as far as it is known without trying; None if there is no obstacle."""
     body = ASKED.get(asked)
     return (
         None
