@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +56,22 @@ def dump(run: Run) -> str:
     return head + yaml.safe_dump({RESOLVED: True, **run_dict(run)}, sort_keys=False, allow_unicode=True, width=120)
 
 
-def read_yaml(path: str | Path) -> ConfigSource:
-    """The settings of a YAML file. Mistakes in it are collected in the source's `problems`."""
+def read_yaml(path: str | Path, named_by: str = "--config") -> ConfigSource:
+    """The settings of a YAML file. Mistakes in it are collected in the source's `problems`.
+
+    named_by: the flag or argument that names the file, for messages.
+    """
     source = ConfigSource(str(path))
     try:
         content = load_yaml(Path(path))
     except Unreadable as reason:
-        source.problems.append(f"--config {reason}")
+        source.problems.append(f"{named_by} {reason}")
         source.unread = True
         return source
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        source.problems.append(f"--config {path}: holds no settings, but {type(content).__name__}")
+        source.problems.append(f"{named_by} {path}: holds no settings, but {type(content).__name__}")
         source.unread = True
         return source
     _read_settings(source, content)
@@ -76,8 +81,29 @@ def read_yaml(path: str | Path) -> ConfigSource:
 def program_source(given: Run | Mapping[str, Any], name: str) -> ConfigSource:
     """The settings that a program gives, read like a YAML file's. given: a mapping as in the file, or a whole run."""
     source = ConfigSource(name)
-    _read_settings(source, {RESOLVED: True, **run_dict(given)} if isinstance(given, Run) else dict(given))
+    if not isinstance(given, Run):
+        _read_settings(source, _as_in_a_file(given))
+        return source
+    for section, cls in sections().items():
+        if not isinstance(part := getattr(given, section), cls):
+            source.problems.append(f"{name}: {section} is {shown(part)}, not a {cls.__name__}")
+            source.unread = True
+    if not source.unread:
+        _read_settings(source, _as_in_a_file({RESOLVED: True, **run_dict(given)}))
     return source
+
+
+def _as_in_a_file(value: Any) -> Any:
+    """A value of a program as a file holds it: paths are words, numpy's numbers are numbers, mappings are dicts."""
+    if isinstance(value, Mapping):
+        return {key: _as_in_a_file(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_in_a_file(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool | int | float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
 def _read_settings(source: ConfigSource, content: dict[Any, Any]) -> None:

@@ -7,6 +7,7 @@ none has aliases and a negation per field and also reports every mistake of a co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -103,6 +104,19 @@ def option_called(word: str) -> Option | None:
     meaning = _flag_table().get("--" + word.lstrip("-").replace("_", "-"))
     usable = meaning is not None and meaning.option.section != "command" and meaning.constant in (None, True)
     return meaning.option if meaning is not None and usable and word.lstrip("-") not in ("fp16", "bf16") else None
+
+
+def fields_for_flags(text: str) -> str:
+    """A message with the names of fields in place of flags: "--tp 3" is "parallel.tp 3"."""
+
+    def field(found: re.Match[str]) -> str:
+        meaning = _flag_table().get(found[0])
+        if meaning is None or meaning.option.section == "command":
+            return found[0]
+        value = {None: "", True: "", False: " false"}.get(meaning.constant, f" {meaning.constant}")
+        return f"{meaning.option.section}.{meaning.option.name}{value}"
+
+    return re.sub(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", field, text)
 
 
 def _is_flag(word: str) -> bool:

@@ -21,7 +21,7 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, in one message. notes: where values in it come from."""
 
     def __init__(self, problems: Sequence[str], notes: Sequence[str] = ()) -> None:
-        self.problems = tuple(problems)
+        self.problems, self.notes = tuple(problems), tuple(notes)
         head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  {i}. {p}" for i, p in enumerate(problems, 1)] + [f"  ({note})" for note in notes]
         super().__init__(f"{head} in the configuration:\n" + "\n".join(lines))

@@ -61,11 +61,15 @@ class OwnSamples:
         return self._row(index % self._number)
 
     def _row(self, index: int) -> NDArray[np.int64]:
-        row = np.asarray(self.rows[index])
+        given = self.rows[index]
+        try:
+            row = np.asarray(given)
+        except (TypeError, ValueError, RuntimeError) as error:  # numbers of several lengths, a tensor on a card
+            raise DataError(f"{self.name}[{index}] is {type(given).__name__}, and no array: {error}") from error
         if row.dtype.kind not in "iu" or row.shape != (self.seq_length + 1,):
             raise DataError(
                 f"{self.name}[{index}] is {row.dtype} of shape {list(row.shape)}, not {self.seq_length + 1} integers: "
-                f"--seq-length {self.seq_length} and the label of the last"
+                f"model.seq_length {self.seq_length} and the label of the last"
             )
         low, high = int(row.min()), int(row.max())
         if low < 0 or high >= self.vocab_size:
@@ -86,7 +90,7 @@ class OwnData:
 
     train      rows to train on; None: the data that the configuration names
     valid      name of the metric (valid_loss, valid_loss/NAME) -> rows to validate on
-    tokenizer  replaces --tokenizer; None: the configuration's
+    tokenizer  replaces data.tokenizer of the run; None: the configuration's
     """
 
     train: Rows | None = None
@@ -97,30 +101,30 @@ class OwnData:
         """A sentence for each contradiction between the configuration and this."""
         found = []
         if self.tokenizer is not None and run.data.tokenizer is not None:
-            found.append(f"a tokenizer is handed in, and --tokenizer {run.data.tokenizer} names another: give one")
+            found.append(f"a tokenizer is handed in, and data.tokenizer {run.data.tokenizer} names another: give one")
         if self.train is None:
             if self.valid:
-                found.append("valid_data is handed in without train_data: name it with --valid-data-path")
+                found.append("valid_data is handed in without train_data: name it by data.valid_data_path")
             if self.tokenizer is not None and not (run.data.data_path or run.data.instruction_data):
                 found.append("a tokenizer is handed in without data: the default corpus brings its own tokenizer")
             return found
-        flags = {
-            "--data-path": run.data.data_path,
-            "--valid-data-path": run.data.valid_data_path,
-            "--instruction-data": run.data.instruction_data,
-            "--valid-instruction-data": run.data.valid_instruction_data,
+        named = {
+            name: getattr(run.data, name)
+            for name in ("data_path", "valid_data_path", "instruction_data", "valid_instruction_data")
         }
         found += [
-            f"train_data is handed in, and {flag} {' '.join(words)} names other data: give one"
-            for flag, words in flags.items()
+            f"train_data is handed in, and data.{name} {' '.join(words)} names other data: give one"
+            for name, words in named.items()
             if words
         ]
         if run.trainer.test_iters:
-            found.append(f"--test-iters {run.trainer.test_iters}: data that is handed in has no test part")
+            found.append(f"trainer.test_iters {run.trainer.test_iters}: data that is handed in has no test part")
         if run.model.vocab_size is None:
-            found.append("--vocab-size is needed with train_data and no tokenizer: ids are used as they are")
+            found.append("model.vocab_size is needed with train_data and no tokenizer: ids are used as they are")
         if (run.model.document_mask or run.data.eod_mask_loss) and run.data.eod_id is None:
-            found.append("--document-mask and --eod-mask-loss must know which token ends a document: give --eod-id")
+            found.append(
+                "model.document_mask and data.eod_mask_loss need the token that ends a document: give data.eod_id"
+            )
         return found
 
 
@@ -137,8 +141,8 @@ def own_datasets(run: Run, own: OwnData, samples: int, validation_samples: int) 
         name = "valid_data" + "".join(f"[{part!r}]" for part in metric.split("/", 1)[1:])
         if len(rows) < validation_samples:
             raise DataError(
-                f"{name} holds {len(rows)} samples; --eval-iters {run.trainer.eval_iters} x --global-batch-size "
-                f"{run.schedule.global_batch_size} takes {validation_samples}"
+                f"{name} holds {len(rows)} samples; trainer.eval_iters {run.trainer.eval_iters} x "
+                f"schedule.global_batch_size {run.schedule.global_batch_size} takes {validation_samples}"
             )
         sets[metric.removeprefix("valid_loss/")] = OwnSamples(rows, name, length, vocabulary, validation_samples)
     valid = sets.pop("valid_loss", EmptyDataset())

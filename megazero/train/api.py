@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megazero.config.dump import program_source, read_yaml
+from megazero.config.flags import fields_for_flags
 from megazero.config.parse import ParsedArguments, ProgramSettings, parse_arguments
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError, ConfigSource
@@ -21,6 +21,7 @@ from megazero.launch import World, world_of
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
+from megazero.train.arguments import Arguments
 from megazero.train.callbacks import Callbacks
 from megazero.train.embedded import Meeting, agreed, meet, process_groups, settings_of_torch
 from megazero.train.init_from import model_source
@@ -149,18 +150,20 @@ def training(
     The arguments and errors are those of `pretrain`. When the block is left, also after a `break`, the run makes its
     last save and, if it has finished, its final evaluations. If an exception leaves the block, nothing is saved.
     """
-    own = OwnData(train_data, _by_metric(valid_data), tokenizer)
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
+    arguments = Arguments(train_data, valid_data, tokenizer, callbacks, handle_signals)
     meeting = meet()
     here = meeting.environment
     with settings_of_torch(here):
-        parsed, prepared, world = agreed(lambda: _prepared(run, own, meeting, handle_signals), meeting)
+        parsed, prepared, world = agreed(lambda: _prepared(run, arguments, meeting), meeting)
         shared_memory = prepared.run.parallel.shared_memory
         with (
             StopSignals() if handle_signals else nullcontext(StopSignals()) as signals,
             process_groups(world, meeting, shared_memory=shared_memory) as grid,
         ):
-            under_way = Training(build_job(prepared, grid, signals, parsed, callbacks), signals)
+            with _fields_for_flags():
+                job = build_job(prepared, grid, signals, parsed, callbacks)
+            under_way = Training(job, signals)
             try:
                 yield under_way
                 under_way.finish()
@@ -218,37 +221,41 @@ def pretrain(
     return under_way.result
 
 
-def _by_metric(data: Rows | Mapping[str, Rows] | None) -> dict[str, Rows]:
-    if data is None:
-        return {}
-    return (
-        {f"valid_loss/{name}": rows for name, rows in data.items()}
-        if isinstance(data, Mapping)
-        else {"valid_loss": data}
-    )
-
-
-def _prepared(
-    given: Given, own: OwnData, meeting: Meeting, handle_signals: bool
-) -> tuple[ParsedArguments, Prepared, World]:
+def _prepared(given: Given, arguments: Arguments, meeting: Meeting) -> tuple[ParsedArguments, Prepared, World]:
     """Resolve the run and prepare its data; communicates nothing. Raises ConfigError."""
-    if handle_signals and threading.current_thread() is not threading.main_thread():
-        raise ConfigError(["handle_signals: only the main thread of a program can handle signals, and this is another"])
     here, settings = meeting.environment, _settings(given)
-    if own.tokenizer is not None:
-        for name, value in (("vocab_size", own.tokenizer.vocab_size), ("eod_id", own.tokenizer.eod_id)):
-            if settings.settings.get(name) is None:
-                settings.put(name, value, "tokenizer")
-    parsed = parse_arguments(
-        [], here.world_size, model_source, missing_files, ProgramSettings(settings, own.train is not None)
-    )
-    prepared = prepare(parsed.run, here.world_size, to_stderr if here.local_rank == 0 else silent, own)
-    return parsed, prepared, world_of(prepared.run.parallel, here)
+    problems, own = arguments.problems(), OwnData()
+    if not problems:
+        own = arguments.own_data()
+        if own.tokenizer is not None:
+            for name, value in (("vocab_size", own.tokenizer.vocab_size), ("eod_id", own.tokenizer.eod_id)):
+                if settings.settings.get(name) is None:
+                    settings.put(name, None if value is None else int(value), "tokenizer")
+    program = ProgramSettings(settings, arguments.train_data is not None)
+    with _fields_for_flags(problems):
+        parsed = parse_arguments([], here.world_size, model_source, missing_files, program)
+    if problems:
+        raise ConfigError(problems)
+    with _fields_for_flags():
+        prepared = prepare(parsed.run, here.world_size, to_stderr if here.local_rank == 0 else silent, own)
+        return parsed, prepared, world_of(prepared.run.parallel, here)
+
+
+@contextmanager
+def _fields_for_flags(others: Sequence[str] = ()) -> Iterator[None]:
+    """Let a ConfigError name fields of the configuration, since the caller has given no flags, with these problems in
+    front.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        problems = [*others, *map(fields_for_flags, error.problems)]
+        raise ConfigError(problems, [*map(fields_for_flags, error.notes)]) from error.__cause__
 
 
 def _settings(given: Given) -> ConfigSource:
     if isinstance(given, str | os.PathLike):
-        return read_yaml(Path(given))
+        return read_yaml(Path(given), "run")
     if isinstance(given, Run | Mapping):
         return program_source(given, "the run")
     raise ConfigError([f"run is {type(given).__name__}, not a Run, a mapping or the path of a YAML file"])

@@ -175,12 +175,12 @@ def test_all_that_is_wrong_is_one_exception(tmp_path: Path) -> None:
     assert len(caught.value.problems) >= 3
     for settings, data, told in (
         ({"trainer": {"test_iters": 1, "eval_iters": 1}}, {"train_data": rows_of(5)}, "no test part"),
-        ({"data": {"data_path": ["x"]}}, {"train_data": rows_of(5)}, "--data-path x names other data"),
+        ({"data": {"data_path": ["x"]}}, {"train_data": rows_of(5)}, "data.data_path x names other data"),
         ({}, {"train_data": [[1] * 8]}, r"train_data\[0\] is int64 of shape \[8\], not 9 integers"),
         ({}, {"train_data": [[1, 2, 3, 4, 5, 6, 7, 8, 1003]]}, "token id 1003, outside the vocabulary of 1003"),
         ({}, {"train_data": []}, "train_data holds no samples"),
         ({}, {"train_data": rows_of(5), "valid_data": {"few": rows_of(3)}}, r"valid_data\['few'\] holds 3 samples;"),
-        ({"model": {"vocab_size": None}}, {"train_data": rows_of(5)}, "--vocab-size is needed with train_data"),
+        ({"model": {"vocab_size": None}}, {"train_data": rows_of(5)}, "model.vocab_size is needed with train_data"),
         ({"nonsense": 1}, {}, "the run: there is no nonsense"),
     ):
         with pytest.raises(megazero.ConfigError, match=told):

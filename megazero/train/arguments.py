@@ -1,0 +1,139 @@
+"""What a program hands to `megazero.pretrain` beside its configuration, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from megazero.data.own import OwnData
+from megazero.system.reading import shown
+from megazero.train.callbacks import Callbacks
+
+
+class _Part(NamedTuple):
+    needed: str
+    fits: Callable[[Any], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+TOKENIZER = {
+    "vocab_size": _Part("a number from 1 on", lambda value: _is_number(value) and value >= 1),
+    "eod_id": _Part(
+        "a number, or None where no token ends a document", lambda value: value is None or _is_number(value)
+    ),
+    "encode": _Part("a method: text -> list of ids", callable),
+    "decode": _Part("a method: list of ids -> text", callable),
+}
+"""What a tokenizer has."""
+CALLBACKS = {
+    "on_step": ("record",),
+    "on_evaluation": ("iteration", "losses"),
+    "on_checkpoint": ("folder", "iteration"),
+}
+"""What callbacks are called with."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """As they were handed in: of any type, until `problems` has found nothing."""
+
+    train_data: Any
+    valid_data: Any
+    tokenizer: Any
+    callbacks: Callbacks
+    handle_signals: Any
+
+    def problems(self) -> list[str]:
+        """One sentence for each that cannot be used: its name, what it is, and what is needed."""
+        found = list[str]() if self.train_data is None else [*_rows_problems("train_data", self.train_data)]
+        if isinstance(self.valid_data, Mapping):
+            for name, rows in self.valid_data.items():
+                if not (isinstance(name, str) and name):
+                    found.append(f"valid_data has the key {shown(name)}: the name of a validation set is a word")
+                found += _rows_problems(f"valid_data[{name!r}]", rows)
+        elif self.valid_data is not None:
+            found += _rows_problems("valid_data", self.valid_data)
+        if self.tokenizer is not None:
+            found += _tokenizer_problems(self.tokenizer)
+        for known in fields(self.callbacks):
+            found += _callback_problems(known.name, getattr(self.callbacks, known.name))
+        if not isinstance(self.handle_signals, bool):
+            found.append(f"handle_signals is {_kind(self.handle_signals)}: it is True or False")
+        elif self.handle_signals and threading.current_thread() is not threading.main_thread():
+            found.append("handle_signals: only the main thread of a program can handle signals, and this is another")
+        return found
+
+    def own_data(self) -> OwnData:
+        """Data and tokenizer, where there are no problems."""
+        valid = self.valid_data
+        if isinstance(valid, Mapping):
+            by_metric = {f"valid_loss/{name}": rows for name, rows in valid.items()}
+        else:
+            by_metric = {} if valid is None else {"valid_loss": valid}
+        return OwnData(self.train_data, by_metric, self.tokenizer)
+
+
+def _kind(value: object) -> str:
+    """What a value is, as a message calls it."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{type(value).__name__} {shown(value)}" if isinstance(value, str | int | float) else type(value).__name__
+
+
+def _rows_problems(name: str, rows: object) -> Iterator[str]:
+    needed = "a data set has a length and items by number (__len__ and __getitem__)"
+    if isinstance(rows, str | bytes | os.PathLike):
+        yield f"{name} is {_kind(rows)}: {needed}; the run names files, by data.data_path"
+    elif isinstance(rows, Mapping):
+        yield f"{name} is {_kind(rows)}, whose items have names: {needed}"
+    elif lacking := [method for method in ("__len__", "__getitem__") if not hasattr(rows, method)]:
+        yield f"{name} is {_kind(rows)}: {needed}; it lacks {' and '.join(lacking)}"
+    else:
+        try:
+            len(rows)  # type: ignore[arg-type]
+        except TypeError as error:  # a class, an array without dimensions
+            yield f"{name} is {_kind(rows)}: {needed}; its length: {error}"
+
+
+def _tokenizer_problems(tokenizer: object) -> Iterator[str]:
+    wrong = []
+    for name, part in TOKENIZER.items():
+        if not hasattr(tokenizer, name):
+            wrong.append(f"{name} ({part.needed})")
+        elif not part.fits(value := getattr(tokenizer, name)):
+            wrong.append(f"{name} ({part.needed}, not {_kind(value)})")
+    if isinstance(tokenizer, type):
+        yield f"tokenizer is {_kind(tokenizer)}: an object of it is needed"
+    elif isinstance(tokenizer, str | os.PathLike):
+        yield f"tokenizer is {_kind(tokenizer)}: an object is needed; the run names one, by data.tokenizer"
+    elif wrong:
+        yield f"tokenizer is {_kind(tokenizer)}, which lacks {', '.join(wrong)}"
+
+
+def _callback_problems(name: str, callback: Callable[..., object] | None) -> Iterator[str]:
+    if callback is None:
+        return
+    words = CALLBACKS[name]
+    needed = f"a function of {' and '.join(words)}"
+    if not callable(callback):
+        yield f"{name} is {_kind(callback)}: {needed} is needed"
+        return
+    if inspect.iscoroutinefunction(callback):
+        yield f"{name} is a coroutine function, which is not awaited: {needed} is needed"
+        return
+    try:
+        signature = inspect.signature(callback)
+    except (TypeError, ValueError):  # some functions of C say nothing of their arguments
+        return
+    try:
+        signature.bind(*words)
+    except TypeError as error:
+        yield f"{name}: {needed} is needed; this one cannot be called so ({error})"
