@@ -304,7 +304,7 @@ def rivals_step(
     if rival == "apex":
         from fused_ops import apex
 
-        if missing := apex.why_not():
+        if missing := apex.unavailable_reason():
             raise ImportError(missing)
         return lambda: apex.adam_step(*state, **{**numbers, "step": torch.ones_like(numbers["step"])})
     if rival == "DeepSpeed":

@@ -11,7 +11,7 @@ run=${RUN:-runs/stdlib-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$run"
 
 # Known here before torchrun would set 1, with a notice: the cores of this machine, divided among the ranks.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(python -c "from megazero.system.threads import share; print(share(4))")}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(python -c "from megazero.system.threads import threads_per_rank; print(threads_per_rank(4))")}
 
 exec 3> >(exec tee -i "$run/log.txt")
 tee=$!

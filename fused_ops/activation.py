@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_ops.graph import applied
+from fused_ops.graph import apply_or_forward
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -55,7 +55,7 @@ def _activated(name: str, x: Tensor, bias: Tensor | None) -> Tensor:
     library = kernels(x) if bias is None else kernels(x, bias)
     if library is None or not x.numel() or not x.dim():
         return _REFERENCES[name](x if bias is None else x + bias)
-    result: Tensor = applied(_Activation, x, bias, name, library)
+    result: Tensor = apply_or_forward(_Activation, x, bias, name, library)
     return result
 
 

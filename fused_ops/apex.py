@@ -30,7 +30,7 @@ def extension() -> ModuleType | None:
     return module if hasattr(module, FUNCTION) else None
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """What is missing, in a sentence; None if nothing is."""
     if extension() is not None:
         return None
@@ -63,7 +63,7 @@ def adam_step(
     skipped.
     """
     apex, device = extension(), master.device
-    assert apex is not None, why_not()
+    assert apex is not None, unavailable_reason()
     assert all(tensor.dtype == torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)), (
         "apex's Adam takes fp32 alone"
     )

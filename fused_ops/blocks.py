@@ -14,7 +14,7 @@ def block_elements(device: torch.device) -> int:
     return HOST_ELEMENTS * torch.get_num_threads() if device.type == "cpu" else DEVICE_ELEMENTS
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def opmath_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are computed: fp32 for 16-bit dtypes, else `dtype`."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 

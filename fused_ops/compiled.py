@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fused_ops.known import known
+from fused_ops.known import known_numbers
 from fused_ops.native.compile import CompileError, compiler
 
 P = ParamSpec("P")
@@ -72,7 +72,7 @@ def try_compiler(kind: str) -> str | None:
         return None if find_spec("triton") else "torch.compile makes code for CUDA with triton, which is not installed"
     try:
         compiler()
-        x = known(37, seed=1, dtype=torch.float32)
+        x = known_numbers(37, seed=1, dtype=torch.float32)
         if not torch.equal(torch.compile(_trial, dynamic=False, fullgraph=True)(x), _trial(x)):
             return "what torch.compile makes on this machine gives other numbers than the code that it was made of"
     except CompileError as error:

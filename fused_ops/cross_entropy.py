@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_ops.blocks import rows_of, wide
+from fused_ops.blocks import opmath_dtype, rows_of
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -20,7 +20,7 @@ def row_statistics(logits: Tensor, target: Tensor, real: int, *, summed: bool) -
     sums[0]: sum of exp(x - largest). sums[1]: the label's logit, 0 where target is -1. sums[2], if `summed`: sum of the
     logits. Without real columns, or if all are -inf, largest is -inf and sums[0] is 0.
     """
-    dtype = wide(logits.dtype)
+    dtype = opmath_dtype(logits.dtype)
     library = _library(logits)
     if library is not None:
         largest, sums = (

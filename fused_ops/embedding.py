@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_ops.blocks import wide
+from fused_ops.blocks import opmath_dtype
 from fused_ops.native.library import kernels, suffix
 
 
@@ -77,7 +77,7 @@ class _WideEmbedding(torch.autograd.Function):
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """weight[ids]: ids int64 of any shape, weight [rows, h] -> [..., h]. 16-bit gradients are summed in fp32."""
-    if wide(weight.dtype) == weight.dtype or weight.device.type != "cpu":
+    if opmath_dtype(weight.dtype) == weight.dtype or weight.device.type != "cpu":
         return F.embedding(ids, weight)
     result: Tensor = _WideEmbedding.apply(ids, weight)
     return result

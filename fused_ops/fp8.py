@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_ops.known import disagreement, known
-from fused_ops.linear import put
+from fused_ops.known import disagreement, known_numbers
+from fused_ops.linear import write_or_add
 from fused_ops.native.binding import Library
 from fused_ops.native.library import kernels, suffix
 
@@ -215,13 +215,13 @@ def add_weight_gradient(
     if in_place and into.data_ptr() % _CLEAR == 0:
         torch._scaled_mm(grad, x.t(), scale_a=grad_inverse, scale_b=x_inverse, out_dtype=into.dtype, out=into)
         return
-    put(product(grad, x, grad_inverse, x_inverse, into.dtype), into, add)
+    write_or_add(product(grad, x, grad_inverse, x_inverse, into.dtype), into, add)
 
 
-def why_not(kind: str) -> str | None:
+def unavailable_reason(kind: str) -> str | None:
     """Why this machine has no FP8 products on this kind of device; None if it has."""
     if kind != "cuda":
-        return refused(kind)
+        return refusal(kind)
     if torch.version.hip is not None:
         return "this torch is built for ROCm, whose FP8 formats are others"
     major, minor = torch.cuda.get_device_capability(0)
@@ -233,16 +233,16 @@ def why_not(kind: str) -> str | None:
     return None
 
 
-def refused(kind: str) -> str | None:
+def refusal(kind: str) -> str | None:
     """Why FP8 products fail or differ from float64 on this kind of device; None if they agree.
 
     It tries two small products of known numbers, one as in forward and one as in backward.
     """
     scales = torch.tensor([0.5, 0.25], device=kind)
-    b = known(32, 48, seed=1, dtype=torch.float32, device=kind).to(E4M3)
-    bias = known(32, seed=2, dtype=torch.bfloat16, device=kind)
+    b = known_numbers(32, 48, seed=1, dtype=torch.float32, device=kind).to(E4M3)
+    bias = known_numbers(32, seed=2, dtype=torch.bfloat16, device=kind)
     for narrow, dtype, summand in ((E4M3, torch.bfloat16, bias), (E5M2, torch.float32, None)):
-        a = known(16, 48, seed=3, dtype=torch.float32, device=kind).to(narrow)
+        a = known_numbers(16, 48, seed=3, dtype=torch.float32, device=kind).to(narrow)
         exact = a.double() @ b.double().t() / 8 + (0.0 if summand is None else summand.double())
         try:
             off = disagreement(product(a, b, scales[0], scales[1], dtype, summand), exact, _ALLOWED)

@@ -19,7 +19,7 @@ class _Nothing:
         """Does nothing."""
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_or_forward(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """function.apply(*arguments), or only its forward where autograd does not record.
 
     The overhead of `apply` is larger than the time of a small layer for one token.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def known(*shape: int, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def known_numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Normally distributed numbers of this shape, the same on every device. Global random state does not change."""
     values = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu")
     return values.to(device=device, dtype=dtype)

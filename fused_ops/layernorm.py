@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_ops.blocks import wide
+from fused_ops.blocks import opmath_dtype
 from fused_ops.compiled import compilable
-from fused_ops.graph import applied
+from fused_ops.graph import apply_or_forward
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -45,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        values = x.to(wide(x.dtype))
+        values = x.to(opmath_dtype(x.dtype))
         scale = values.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (values * scale).mul_(weight).to(x.dtype)
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _normalised(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm, or RMSNorm if bias is None. fp32 and fp64 LayerNorm is torch's own op."""
-    if bias is not None and wide(x.dtype) == x.dtype:
+    if bias is not None and opmath_dtype(x.dtype) == x.dtype:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     result: Tensor = _RMSNorm.apply(x, weight, eps) if bias is None else _WideLayerNorm.apply(x, weight, bias, eps)
     return result
@@ -132,7 +132,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
         if residual is None:
             return _reference(x, weight, bias, eps), x
         return _reference_of_sum(x, residual, weight, bias, eps)
-    result = applied(_Norm, x, residual, weight, bias, eps, library)
+    result = apply_or_forward(_Norm, x, residual, weight, bias, eps, library)
     return (result, x) if residual is None else result
 
 

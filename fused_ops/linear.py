@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_ops.blocks import wide
-from fused_ops.known import disagreement, known
+from fused_ops.blocks import opmath_dtype
+from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import Library, kernels, matrix_kernels, suffix
 
 FEW = 16
@@ -65,7 +65,9 @@ def _adds_bias(dtype: torch.dtype) -> bool:
     """
     if dtype.itemsize != 2:
         return False
-    x, weight, bias = (known(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(77, 45), (37, 45), (37,)]))
+    x, weight, bias = (
+        known_numbers(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(77, 45), (37, 45), (37,)])
+    )
     exact = x.double() @ weight.double().t() + bias.double()
     try:
         found = _biased(x, weight, bias)
@@ -102,7 +104,7 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
         torch.mm(grad.t(), x, out=into)
 
 
-def put(made: Tensor, into: Tensor, add: bool) -> None:
+def write_or_add(made: Tensor, into: Tensor, add: bool) -> None:
     """Write (or add) a gradient to `into`, which has its shape, rounded to `into`'s dtype."""
     _ = into.add_(made) if add else into.copy_(made)
 
@@ -113,9 +115,9 @@ def _widened(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
     if add and into.is_contiguous() and _widens(device, grad.dtype, into.dtype, True):
         torch.addmm(into, grad.t(), x, out_dtype=into.dtype, out=into)
     elif not _widens(device, grad.dtype, into.dtype, False):
-        put(torch.mm(grad.t(), x), into, add)
+        write_or_add(torch.mm(grad.t(), x), into, add)
     elif add or not into.is_contiguous():
-        put(torch.mm(grad.t(), x, out_dtype=into.dtype), into, add)
+        write_or_add(torch.mm(grad.t(), x, out_dtype=into.dtype), into, add)
     else:
         torch.mm(grad.t(), x, out_dtype=into.dtype, out=into)
 
@@ -128,8 +130,8 @@ def _widens(device: str, narrow: torch.dtype, wide: torch.dtype, adds: bool) -> 
     It is tried once with small factors. torch has these overloads for CUDA only, older versions refuse a wide summand,
     and a version that rounded the product first would be useless here.
     """
-    left, right = (known(40, width, seed=width, dtype=narrow, device=device) for width in (24, 16))
-    result = known(24, 16, seed=1, dtype=wide, device=device)
+    left, right = (known_numbers(40, width, seed=width, dtype=narrow, device=device) for width in (24, 16))
+    result = known_numbers(24, 16, seed=1, dtype=wide, device=device)
     exact = left.double().t() @ right.double()
     try:
         if adds:
@@ -147,11 +149,11 @@ def add_bias_gradient(grad: Tensor, into: Tensor, add: bool) -> None:
     """Write (or add) the sum of grad [m, n] over its rows to `into` [n]. It is summed in fp32 (fp64 for fp64)."""
     library = kernels(grad) if grad.numel() and grad.stride(1) == 1 else None
     if library is None:
-        total = grad.sum(0, dtype=wide(grad.dtype))
+        total = grad.sum(0, dtype=opmath_dtype(grad.dtype))
     else:
         total = grad.new_empty(grad.shape[1], dtype=torch.float32)
         library.call(f"column_sums_{suffix(grad.dtype)}", *grad.shape, grad.stride(0), grad, total)
-    put(total, into, add)
+    write_or_add(total, into, add)
 
 
 def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:
@@ -177,8 +179,8 @@ def refusal(library: Library, dtype: torch.dtype) -> str:
     matrix products of torch's library, which chooses instructions by the processor.
     """
     m, n, k = 77, 37, 45
-    grad, x = (known(m, width + 3, seed=width, dtype=dtype)[:, 2 : width + 2] for width in (n, k))
-    before = known(n, k, seed=1, dtype=torch.float32)
+    grad, x = (known_numbers(m, width + 3, seed=width, dtype=dtype)[:, 2 : width + 2] for width in (n, k))
+    before = known_numbers(n, k, seed=1, dtype=torch.float32)
     exact = grad.double().t() @ x.double()
     for add in (False, True):
         into = before.clone()

@@ -62,7 +62,7 @@ def describe(
     if kind == "cpu":
         matrix = torch_library(choice())
         libraries |= dict.fromkeys(OPS, cpu_library(choice()))
-        libraries |= {op: None if refused(op, dtype) else matrix for op in MATRIX_OPS}
+        libraries |= {op: None if refusal(op, dtype) else matrix for op in MATRIX_OPS}
     elif kind == "cuda" and torch.cuda.is_available():
         libraries |= dict.fromkeys(OPS, cuda_library(choice(), int(index or torch.cuda.current_device())))
     if fp8:
@@ -71,7 +71,7 @@ def describe(
     return {op: REFERENCE if library is None else f"{library.level} kernel" for op, library in libraries.items()}
 
 
-def refused(op: str, dtype: torch.dtype | None) -> str:
+def refusal(op: str, dtype: torch.dtype | None) -> str:
     """Why the CPU's kernel of a matrix op is not used for a dtype, as tried on this machine; empty: it is, or there is
     none.
     """
@@ -81,7 +81,7 @@ def refused(op: str, dtype: torch.dtype | None) -> str:
 
 def refusals() -> dict[str, str]:
     """ "op in dtype" -> why its kernel is refused on this machine's CPU, for every matrix op."""
-    found = {f"{op} in {suffix(dtype)}": refused(op, dtype) for op in MATRIX_OPS for dtype in _DTYPES[op]}
+    found = {f"{op} in {suffix(dtype)}": refusal(op, dtype) for op in MATRIX_OPS for dtype in _DTYPES[op]}
     return {what: why for what, why in found.items() if why}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.blocks import wide
+from fused_ops.blocks import opmath_dtype
 from fused_ops.compiled import compilable
-from fused_ops.graph import applied
+from fused_ops.graph import apply_or_forward
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -22,7 +22,7 @@ def rotary_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dt
         raise ValueError(f"rotary positions need an even head dimension, not {head_dim}")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.to(torch.float64).unsqueeze(-1) * base**-exponents
-    return angles.cos().to(wide(dtype)), angles.sin().to(wide(dtype))
+    return angles.cos().to(opmath_dtype(dtype)), angles.sin().to(opmath_dtype(dtype))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
     library = kernels(x) if x.numel() and cos.dtype == torch.float32 else None
     if library is None:
         return _reference(x, cos, sin, turned)
-    result: Tensor = applied(_RotaryHeads, x, cos, sin, turned, library)
+    result: Tensor = apply_or_forward(_RotaryHeads, x, cos, sin, turned, library)
     return result
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_ops.blocks import block_elements, wide
+from fused_ops.blocks import block_elements, opmath_dtype
 from fused_ops.compiled import compilable, runs_compiled
 from fused_ops.native.library import kernels, suffix
 
@@ -50,7 +50,7 @@ def _forward(probs: Tensor, scale: float, slopes: Tensor | None, documents: Tens
     """Reference body: overwrite the scores with probabilities."""
     b, n, queries, keys = probs.shape
     planes = probs.view(b * n, queries, keys)
-    dtype = wide(probs.dtype)
+    dtype = opmath_dtype(probs.dtype)
     if slopes is not None:
         slopes = slopes.to(device=probs.device, dtype=dtype).repeat(b).view(-1, 1, 1)
         key = torch.arange(keys, device=probs.device, dtype=dtype)
@@ -76,7 +76,7 @@ def _backward(probs: Tensor, grad: Tensor, scale: float) -> None:
     """Reference body: overwrite the probabilities with the gradient of the scores."""
     b, n, queries, keys = probs.shape
     planes, grad = probs.view(b * n, queries, keys), grad.reshape(b * n, queries, keys)
-    dtype = wide(probs.dtype)
+    dtype = opmath_dtype(probs.dtype)
     for plane, row, seen in _blocks(b * n, queries, keys, probs.device):
         p = planes[plane, row, :seen]
         value = p.to(dtype)
@@ -129,7 +129,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
         queries, keys = scores.shape[2:]
         key = torch.arange(keys, device=scores.device)
-        values = scores.to(wide(scores.dtype)) * scale
+        values = scores.to(opmath_dtype(scores.dtype)) * scale
         if slopes is not None:
             values = values + slopes.to(values.dtype).view(-1, 1, 1) * key
         hidden = key > torch.arange(keys - queries, keys, device=scores.device).unsqueeze(1)
@@ -144,7 +144,7 @@ class _Whole(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (probs,) = ctx.saved_tensors
-        p = probs.to(wide(probs.dtype))
+        p = probs.to(opmath_dtype(probs.dtype))
         weighted = p * grads[0]
         return ((weighted - p * weighted.sum(-1, keepdim=True)) * ctx.scale).to(probs.dtype), None, None, None
 

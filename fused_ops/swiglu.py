@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_ops.blocks import wide
+from fused_ops.blocks import opmath_dtype
 from fused_ops.compiled import compilable
-from fused_ops.graph import applied
+from fused_ops.graph import apply_or_forward
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -20,13 +20,13 @@ class _Reference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate.to(wide(gate.dtype))).mul_(up).to(gate.dtype)
+        return F.silu(gate.to(opmath_dtype(gate.dtype))).mul_(up).to(gate.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
-        dtype = wide(gate.dtype)
+        dtype = opmath_dtype(gate.dtype)
         grad, value = grads[0].to(dtype), gate.to(dtype)
         sigmoid = torch.sigmoid(value)
         grad_up = (value * sigmoid).mul_(grad)
@@ -74,5 +74,5 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     library = kernels(gate, up)
     if library is None or not gate.numel():
         return _reference(gate, up)
-    result: Tensor = applied(_Kernel, gate, up, library)
+    result: Tensor = apply_or_forward(_Kernel, gate, up, library)
     return result

@@ -63,12 +63,12 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
     are not destroyed, because that would wait for peers that may be gone. Raises ConfigError as `world_of` does.
     """
     die_with_parent()
-    torch.set_num_threads(threads.given() or threads.share(environment.local_world_size))
+    torch.set_num_threads(threads.threads_set_by_user() or threads.threads_per_rank(environment.local_world_size))
     world = world_of(parallel, environment)
     if world.axes.world_size == 1:
         yield build_grid(world.axes, world.device)
         return
-    begin(world)
+    init_default_group(world)
     yield build_grid(world.axes, world.device, world.timeout, shared_memory=parallel.shared_memory)
     dist.barrier()
     dist.destroy_process_group()
@@ -112,7 +112,7 @@ def world_of(parallel: ParallelConfig, environment: Environment) -> World:
     return World(axes, device, backend, timeout)
 
 
-def begin(world: World, **store: Any) -> None:
+def init_default_group(world: World, **store: Any) -> None:
     """Create torch's default group through the launcher's environment or the given store. A collective of the world."""
     # Without device_id: with one, torch splits the world's communicator for every further group (ncclCommSplit), which
     # waits for all ranks of the world. But a rank makes only its own groups, and uses them in its own order
@@ -149,7 +149,7 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
     return 0
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process now, without finalising the interpreter.
 
     Threads that wait for messages are daemons, because a peer that died may never answer. If the interpreter is
@@ -161,7 +161,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def stop_early(signal: str, environment: Environment) -> NoReturn:
+def exit_early(signal: str, environment: Environment) -> NoReturn:
     """End this process because of a signal before the first step, when there is nothing to save.
 
     The status is 0 if all ranks got the signal, as from launchers and schedulers. If only some ranks got it, they end
@@ -176,7 +176,7 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
             if store.check([WRONG]):
                 if environment.rank:
                     _record(RANK_0_SAYS, first=False)
-                leave(MISTAKEN)
+                exit_now(MISTAKEN)
             told = store.add("megazero/told to stop", 1)
             while told < world and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -187,10 +187,10 @@ def stop_early(signal: str, environment: Environment) -> NoReturn:
             "only",
             first=True,
         )
-        leave(FAILED)
+        exit_now(FAILED)
     if environment.rank == 0:
         print(f"stopped by {signal} before the first step: there is nothing to save", flush=True)
-    leave(0)
+    exit_now(0)
 
 
 def agent_serves() -> bool:

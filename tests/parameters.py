@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megazero.convert.stages import fill
+from megazero.convert.stages import copy_box
 from megazero.model.stage import Stage
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
 from tests.convert.transformers_tensors import from_transformers
@@ -41,7 +41,7 @@ def load_transformers_state(stage: Stage, family: str, state: Mapping[str, Tenso
     with torch.no_grad():
         for parameter in parameters_of(stage):
             spec = spec_of(parameter)
-            fill(parameter, spec, from_transformers(family, stage.layout.model, spec.name, state))
+            copy_box(parameter, spec, from_transformers(family, stage.layout.model, spec.name, state))
 
 
 def parameters_of(modules: nn.Module | Iterable[nn.Module]) -> list[Parameter]:

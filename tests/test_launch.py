@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megazero import launch
-from megazero.launch import Environment, stop_early
+from megazero.launch import Environment, exit_early
 
 
 class Left(BaseException):
@@ -28,14 +28,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(launch, "_store", lambda environment: held)
-    monkeypatch.setattr(launch, "leave", leave)
+    monkeypatch.setattr(launch, "exit_now", leave)
     monkeypatch.setattr(launch, "WAIT_FOR_OTHERS", 0.0)
     return held
 
 
 def stopped(rank: int) -> int:
     with pytest.raises(Left) as left:
-        stop_early("SIGTERM", Environment(rank=rank, local_rank=rank, world_size=2, local_world_size=2))
+        exit_early("SIGTERM", Environment(rank=rank, local_rank=rank, world_size=2, local_world_size=2))
     return int(left.value.args[0])
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import kernel_attention, refusal
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.rule import NOTHING_TRIED, AttentionSupport, Body, Case, capability, choose
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.attention.selection import NOTHING_TRIED, AttentionCase, AttentionSupport, Body, capability, choose
 from fused_ops.native.library import matrix_kernels
 
 
@@ -48,7 +48,7 @@ def causal_attention(
     """
     heads = groups, repeats, head_dim
     library = matrix_kernels(mixed) if dropout is None else None
-    case = Case(
+    case = AttentionCase(
         mixed.device.type,
         mixed.dtype,
         head_dim,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_ops.blocks import wide
+from fused_ops.blocks import opmath_dtype
 from fused_ops.native.library import kernels, suffix
 
 
-def keep(mixed: Tensor, keys: Tensor, values: Tensor, slots: Tensor, groups: int, repeats: int, head_dim: int) -> None:
+def store_keys_values(
+    mixed: Tensor, keys: Tensor, values: Tensor, slots: Tensor, groups: int, repeats: int, head_dim: int
+) -> None:
     """Write keys and values of the projection `mixed` [s, b, g(r + 2)d] to positions 0 to s - 1 of slots int64 [b]."""
     s, b, _ = mixed.shape
     heads = mixed.view(s, b, groups, repeats + 2, head_dim)
@@ -76,7 +78,7 @@ def _reference(
 ) -> Tensor:
     """The reference body: the specification."""
     s, b, _ = mixed.shape
-    dtype = wide(mixed.dtype)
+    dtype = opmath_dtype(mixed.dtype)
     query, key, value = mixed.view(s, b, groups, repeats + 2, head_dim).split([repeats, 1, 1], dim=3)
     places = positions + torch.arange(s, device=mixed.device).unsqueeze(1)
     keys[slots.expand(s, b), :, places] = key.squeeze(3)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fused_ops.attention.reference import reference_attention
-from fused_ops.graph import applied
-from fused_ops.known import disagreement, known
+from fused_ops.graph import apply_or_forward
+from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import Library, suffix
 from fused_ops.softmax import alibi_slopes
 
@@ -95,7 +95,7 @@ def kernel_attention(
     """As `causal_attention`, by the kernel of `library`. heads: g, r, d."""
     slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
     documents = None if documents is None else documents.contiguous()
-    result: Tensor = applied(
+    result: Tensor = apply_or_forward(
         _Attention, mixed.contiguous(), library, (*mixed.shape[:2], *heads), scale, slopes, documents
     )
     return result
@@ -112,8 +112,8 @@ def refusal(library: Library, dtype: torch.dtype) -> str:
     scale, slopes = 1 / math.sqrt(head_dim), torch.tensor(alibi_slopes(groups * repeats), device="cpu")
     documents = (torch.arange(s, device="cpu") >= torch.tensor([[s], [s // 3]], device="cpu")).long()
     with torch.inference_mode(False), torch.enable_grad():
-        mixed = known(s, b, groups * (repeats + 2) * head_dim, seed=1, dtype=dtype)
-        grad = known(s, b, groups * repeats * head_dim, seed=2, dtype=dtype)
+        mixed = known_numbers(s, b, groups * (repeats + 2) * head_dim, seed=1, dtype=dtype)
+        grad = known_numbers(s, b, groups * repeats * head_dim, seed=2, dtype=dtype)
         out, norms = _context(library, mixed, sizes, scale, slopes, documents)
         gradient = _gradient(library, mixed, out, grad, norms, sizes, scale, slopes, documents)
         leaf = mixed.double().requires_grad_()

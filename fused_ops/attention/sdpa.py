@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_ops.attention.rule import capability
+from fused_ops.attention.selection import capability
 
 EFFICIENT = (SDPBackend.EFFICIENT_ATTENTION,)
 

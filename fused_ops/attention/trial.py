@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import refusal
-from fused_ops.attention.rule import ASKED, AttentionSupport, Body, Case, capability, choose, obstacle
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
-from fused_ops.known import disagreement, known
+from fused_ops.attention.selection import ASKED, AttentionCase, AttentionSupport, Body, capability, choose, obstacle
+from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import SUFFIXES, choice, torch_library
 from fused_ops.softmax import alibi_slopes
 
@@ -61,9 +61,9 @@ class AttentionWorkload:
     documents: bool = False
     dropout: bool = False
 
-    def case(self, device: torch.device) -> Case:
+    def case(self, device: torch.device) -> AttentionCase:
         """The rule's case for it on this device."""
-        return Case(
+        return AttentionCase(
             device.type,
             self.dtype,
             self.head_dim,
@@ -142,11 +142,11 @@ def failure(body: Callable[[Tensor], Tensor], workload: AttentionWorkload, devic
     rows = torch.linspace(0, workload.length - 1, count, device=device).round().long().unique()
     try:
         with torch.enable_grad():
-            mixed = known(
+            mixed = known_numbers(
                 workload.length, workload.samples, width, seed=1, dtype=workload.dtype, device=device
             ).requires_grad_()
             context = body(mixed)
-            cotangent = known(*context.shape, seed=2, dtype=workload.dtype, device=device)
+            cotangent = known_numbers(*context.shape, seed=2, dtype=workload.dtype, device=device)
             cotangent[:, -1].index_fill_(0, _others(rows, workload.length), 0.0)
             (gradient,) = torch.autograd.grad(context, mixed, cotangent)
             last = mixed[:, -1].detach().double().requires_grad_()

@@ -42,7 +42,7 @@ class Library:
         """A function with the types of its arguments, for all calls: ctypes then converts them itself, in half the
         time.
         """
-        function, types = self.function(name), [type(converted(argument)) for argument in arguments]
+        function, types = self.function(name), [type(as_c_argument(argument)) for argument in arguments]
         function.argtypes = [ctypes.c_int64, *types]
         found = self._typed[name] = function, [kind is ctypes.c_void_p for kind in types]
         return found
@@ -56,7 +56,7 @@ class Library:
         return found
 
 
-def converted(argument: Tensor | int | float | None) -> Any:
+def as_c_argument(argument: Tensor | int | float | None) -> Any:
     """An argument as C takes it."""
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())

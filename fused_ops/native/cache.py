@@ -16,7 +16,7 @@ from fused_ops.native.compile import CompileError, Target
 INSTALLED = Path(__file__).resolve().parents[1] / "_kernels"
 
 
-def built(target: Target) -> Path:
+def find_or_build(target: Target) -> Path:
     """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts
     together).
 

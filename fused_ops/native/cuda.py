@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.native.binding import Library, converted
+from fused_ops.native.binding import Library, as_c_argument
 
 MORE_SCRATCH = -1
 _FIRST_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class CudaLibrary(Library):
         """
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        function, given = self.function(name), [converted(argument) for argument in arguments]
+        function, given = self.function(name), [as_c_argument(argument) for argument in arguments]
         launch = self._launch(device, stream, 0)
         code = function(ctypes.byref(launch), *given)
         if code == MORE_SCRATCH:

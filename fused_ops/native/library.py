@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_ops.native import compile as compiling
 from fused_ops.native.binding import Library
-from fused_ops.native.cache import built
+from fused_ops.native.cache import find_or_build
 from fused_ops.native.compile import CompileError, Target
 from fused_ops.native.cuda import CudaLibrary
 
@@ -91,11 +91,11 @@ def cpu_library(asked: str) -> Library | None:
     if asked == "reference":
         return None
     if asked == EMULATED:
-        return CudaLibrary(built(compiling.emulated_target()), "emulated CUDA")
+        return CudaLibrary(find_or_build(compiling.emulated_target()), "emulated CUDA")
     best = list(compiling.LEVELS).index(level())
     wanted = level() if asked == "auto" else list(compiling.LEVELS)[max(best, list(compiling.LEVELS).index(asked))]
     try:
-        return Library(built(compiling.cpu_target(wanted)), wanted)
+        return Library(find_or_build(compiling.cpu_target(wanted)), wanted)
     except (CompileError, OSError) as error:
         warnings.warn(
             f"megazero runs without its compiled kernels, a training step takes about twice as long: {error}",
@@ -131,7 +131,7 @@ def torch_library(asked: str) -> Library | None:
         f"-DMZ_TORCH={torch.__version__}",
     )
     try:
-        return Library(built(Target(f"torch_{base.level}", "torch", flags, headers, libraries)), base.level)
+        return Library(find_or_build(Target(f"torch_{base.level}", "torch", flags, headers, libraries)), base.level)
     except (CompileError, OSError) as error:
         warnings.warn(f"megazero runs without its attention and matrix kernels: {error}", stacklevel=2)
         return None
@@ -147,7 +147,7 @@ def cuda_library(asked: str, index: int) -> Library | None:
         return None
     major, minor = torch.cuda.get_device_capability(index)
     try:
-        return CudaLibrary(built(compiling.cuda_target(f"{major}{minor}")), f"CUDA sm_{major}{minor}")
+        return CudaLibrary(find_or_build(compiling.cuda_target(f"{major}{minor}")), f"CUDA sm_{major}{minor}")
     except (CompileError, OSError) as error:
         warnings.warn(f"megazero runs without its CUDA kernels, with torch's own ops instead: {error}", stacklevel=2)
         return None

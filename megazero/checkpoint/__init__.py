@@ -2,7 +2,7 @@
 
 For programs, on one process:
 
-    from megazero.checkpoint.opened import Checkpoint
+    from megazero.checkpoint.api import Checkpoint
 
     there = Checkpoint("runs/a")                    # the newest complete one
     there.progress["iteration"], there.run["model"]["hidden_size"], there.tensors

@@ -48,7 +48,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended: exactly one of `saved` and `error` is set."""
 
     iteration: int
@@ -56,12 +56,12 @@ class Outcome:
     error: Exception | None = None
 
 
-class Background:
+class BackgroundSave:
     """At most one save at a time, on a thread of its own."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveOutcome] = []
 
     def start(self, iteration: int, write: Callable[[], SavedCheckpoint]) -> None:
         """Start `write` on the thread. The outcome of the previous save must have been taken by `poll` or `wait`."""
@@ -69,11 +69,11 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(iteration, write), name="megazero-save", daemon=True)
         self._thread.start()
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> SaveOutcome | None:
         """Return the outcome of a save that has ended, once; None while it is under way, or if there is none."""
         return None if self._thread is None or self._thread.is_alive() else self.wait()
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> SaveOutcome | None:
         """Wait for the save under way and return its outcome, once; None if there is no save."""
         if self._thread is None:
             return None
@@ -87,15 +87,15 @@ class Background:
         return self._thread is not None
 
     def _run(self, iteration: int, write: Callable[[], SavedCheckpoint]) -> None:
-        _stand_back()
+        _lower_priority()
         try:
-            outcome = Outcome(iteration, saved=write())
+            outcome = SaveOutcome(iteration, saved=write())
         except Exception as error:
-            outcome = Outcome(iteration, error=error)
+            outcome = SaveOutcome(iteration, error=error)
         self._outcomes.append(outcome)
 
 
-def _stand_back() -> None:
+def _lower_priority() -> None:
     """Lower this thread's priority below that of the training threads.
 
     Only on Linux, where a priority belongs to a thread; elsewhere it belongs to the whole process.

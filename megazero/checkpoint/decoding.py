@@ -10,7 +10,7 @@ from typing import Any
 from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import COLUMNS, MANIFEST, VERSION, Damaged, Manifest, StoredFile, StoredTensor, seal
 from megazero.checkpoint.reshard import FlatRange
-from megazero.system.names import is_bare
+from megazero.system.names import is_plain_file_name
 from megazero.system.reading import BOUNDS, parse_json, raised_as, shown
 
 
@@ -118,7 +118,7 @@ _PROGRESS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 def _file(number: int, record: Any) -> StoredFile:
     held = _of(dict, record, f"files[{number}]")
     name, size, digest = (held.get(key) for key in ("name", "bytes", "header_sha256"))
-    if not is_bare(name):
+    if not is_plain_file_name(name):
         raise Damaged(f"{MANIFEST} names {shown(name)}, which is no file of its folder")
     if not (isinstance(name, str) and _is_count(size) and isinstance(digest, str)):
         raise Damaged(f"{MANIFEST}: files[{number}] is {shown(record)}")

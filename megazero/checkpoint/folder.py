@@ -33,7 +33,7 @@ def temporary_name(iteration: int, token: str) -> str:
     return f".tmp-{folder_name(iteration)}-{token}"
 
 
-def listing(root: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a folder as (iteration, path), ascending. Does not check whether they are intact."""
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():
@@ -43,7 +43,7 @@ def listing(root: Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
-def named(root: Path) -> str | None:
+def latest_name(root: Path) -> str | None:
     """The content of `latest`, whether it is a checkpoint's name or not; None if there is no such file.
 
     Raises Damaged if it cannot be read, and NotADirectoryError if `root` is a file.
@@ -56,7 +56,7 @@ def named(root: Path) -> str | None:
         raise error.__cause__ if isinstance(error.__cause__, NotADirectoryError) else Damaged(str(error)) from error
 
 
-def newest(load: Path) -> Path | None:
+def newest_checkpoint(load: Path) -> Path | None:
     """The checkpoint to load from `--load`.
 
     This is the folder itself if it is a checkpoint; otherwise the checkpoint that `latest` names; without `latest`, the
@@ -66,8 +66,8 @@ def newest(load: Path) -> Path | None:
     if _NAME.fullmatch(load.name) or (load / MANIFEST).exists():
         aside = load.with_name(f"{load.name}.replaced")
         return aside if aside.is_dir() and not load.exists() else load
-    there = listing(load)
-    name = named(load)
+    there = list_checkpoints(load)
+    name = latest_name(load)
     if name is None:
         return there[-1][1] if there else None
     for _, path in there:
@@ -81,11 +81,11 @@ def newest(load: Path) -> Path | None:
     raise Damaged(f"{load / LATEST} names the checkpoint {name[:80]!r}, which is not there. {others}")
 
 
-def before(checkpoint: Path) -> list[Path]:
+def earlier_checkpoints(checkpoint: Path) -> list[Path]:
     """The checkpoints of lower iterations in the same folder, newest first."""
     match = _NAME.fullmatch(checkpoint.name)
     limit = int(match[1]) if match else 0
-    return [path for iteration, path in reversed(listing(checkpoint.parent)) if iteration < limit]
+    return [path for iteration, path in reversed(list_checkpoints(checkpoint.parent)) if iteration < limit]
 
 
 def publish(root: Path, temporary: Path, iteration: int, fence: Fence) -> Path:
@@ -114,7 +114,7 @@ def prune(root: Path, iteration: int, keep: int, token: str, retain_interval: in
     Kept in any case: multiples of `retain_interval`; later iterations, which a run leaves behind when it restarts from
     an earlier checkpoint; and folders without a manifest, which do not count as checkpoints.
     """
-    complete = [(i, path) for i, path in listing(root) if i <= iteration and (path / MANIFEST).exists()]
+    complete = [(i, path) for i, path in list_checkpoints(root) if i <= iteration and (path / MANIFEST).exists()]
     for i, path in complete[:-keep] if keep else ():
         if retain_interval is None or i % retain_interval:
             discard(path, token)
@@ -133,7 +133,7 @@ def discard(path: Path, token: str) -> None:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def sweep(root: Path, fence: Fence) -> None:
+def remove_leftovers(root: Path, fence: Fence) -> None:
     """Remove what crashed runs left. Raises FenceLost unless this run owns the folder."""
     fence.check()
     assert fence.token is not None

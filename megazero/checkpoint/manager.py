@@ -13,7 +13,7 @@ import torch
 
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
-from megazero.checkpoint.background import Background, Outcome, Snapshot
+from megazero.checkpoint.background import BackgroundSave, SaveOutcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
 from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, FragmentSpec, Manifest, columns_of
@@ -65,7 +65,7 @@ def find(load: str | Path) -> FoundCheckpoint | None:
     Raises Damaged, whose message names the file, the checkpoint and an earlier intact one, if there is any. Raises
     ValueError for another format version.
     """
-    path = folders.newest(Path(load))
+    path = folders.newest_checkpoint(Path(load))
     return open_checkpoint(path) if path else None
 
 
@@ -80,7 +80,7 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
 def _with_offer(error: Damaged, path: Path) -> Damaged:
     """The error, extended by the path of its checkpoint and the newest earlier one that looks whole."""
     offer = "No earlier one is there."
-    for earlier in folders.before(path):
+    for earlier in folders.earlier_checkpoints(path):
         try:
             manifest = read_manifest(earlier)
             if not manifest.is_scattered:
@@ -105,7 +105,7 @@ def _nothing_here(load: Path) -> None:
 
     The run would otherwise start from scratch, with its checkpoints on the local disks of some nodes.
     """
-    path = folders.newest(load)
+    path = folders.newest_checkpoint(load)
     if path is not None:
         raise Damaged(
             f"{path} is there on {host_name()}, but rank 0 finds no checkpoint: bring the folders of all nodes together"
@@ -140,7 +140,7 @@ class Checkpoints:
         self.fence = Fence(self._root / folders.TOKEN).join(token) if self._root else None
         self._saving: SavePhases | None = None
         self._write_extra = write_extra
-        self._background_group, self._background, self._snapshot = background, Background(), Snapshot(grid.device)
+        self._background_group, self._background, self._snapshot = background, BackgroundSave(), Snapshot(grid.device)
 
     def claim(self) -> None:
         """Claim the save folder: delete what an earlier run left unfinished, and stop ranks of it that still run.
@@ -157,7 +157,7 @@ class Checkpoints:
 
         def take_over() -> None:
             fence.claim(token)
-            folders.sweep(root, fence)
+            folders.remove_leftovers(root, fence)
 
         self._attempt_on_all_ranks(take_over if filesystems.leads else None)
         cfg = self._cfg
@@ -193,14 +193,14 @@ class Checkpoints:
         """Whether there is a background save whose outcome neither `poll` nor `wait` has returned."""
         return self._background.busy
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> SaveOutcome | None:
         """The outcome of a background save that has ended on this rank, once; else None.
 
         Communicates nothing, so ranks may get the outcome at different steps.
         """
         return self._background.poll()
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> SaveOutcome | None:
         """Wait for the background save and return its outcome, once; it failed on all ranks or on none."""
         return self._background.wait()
 
@@ -218,9 +218,9 @@ class Checkpoints:
         mine: list[Path] = []
 
         def look() -> None:
-            newest = folders.newest(Path(load))
+            newest = folders.newest_checkpoint(Path(load))
             if newest is not None:
-                mine.extend([newest, *(folders.before(newest) if newest.parent == Path(load) else ())])
+                mine.extend([newest, *(folders.earlier_checkpoints(newest) if newest.parent == Path(load) else ())])
 
         self._attempt_on_all_ranks(look if grid.rank == 0 else None)
         names = broadcast_text(grid.world, grid.device, json.dumps([str(path) for path in mine]))

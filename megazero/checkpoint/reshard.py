@@ -47,7 +47,7 @@ class SubBox:
         return math.prod(self.shape)
 
 
-def meet(a: Box, b: Box) -> Box | None:
+def intersection(a: Box, b: Box) -> Box | None:
     """The intersection of two boxes, or None if it is empty."""
     box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
@@ -111,10 +111,10 @@ def _part(values: Tensor, within: SubBox, box: Box) -> Tensor:
 
 def overlaps(source: FlatRange, target: FlatRange) -> list[Overlap]:
     """All overlaps of two flat ranges of one global tensor; empty if they share no element."""
-    if source.numel == 0 or target.numel == 0 or meet(source.box, target.box) is None:
+    if source.numel == 0 or target.numel == 0 or intersection(source.box, target.box) is None:
         return []
     if source.box == target.box and (source.stop <= target.start or target.stop <= source.start):
         return []
     ours = sub_boxes(target)
-    pairs = ((a, b, meet(a.box, b.box)) for a in sub_boxes(source) for b in ours)
+    pairs = ((a, b, intersection(a.box, b.box)) for a in sub_boxes(source) for b in ours)
     return [Overlap(box, a, b) for a, b, box in pairs if box is not None]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.window import Tensors, windows
+from megazero.checkpoint.window import WindowedTensors, windows
 
 WINDOW = 1 << 22
 """Elements of a window: 32 MB in float64, of which there are a few copies."""
@@ -93,7 +93,7 @@ class Statistics:
         }
 
 
-def statistics(tensors: Tensors, name: str, column: str, elements: int = WINDOW) -> Statistics:
+def statistics(tensors: WindowedTensors, name: str, column: str, elements: int = WINDOW) -> Statistics:
     """Statistics of one column of a tensor. Memory: a few windows of `elements`. Raises Damaged."""
     found = Statistics()
     for start, stop in windows(tensors.shapes[name].numel, elements):
@@ -158,7 +158,7 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(_INTEGERS[values.element_size()])
 
 
-def difference(a: Tensors, b: Tensors, name: str, column: str, elements: int = WINDOW) -> Difference:
+def difference(a: WindowedTensors, b: WindowedTensors, name: str, column: str, elements: int = WINDOW) -> Difference:
     """Difference of one column of a tensor that both checkpoints hold in the same shape; their layouts may differ.
 
     Memory: a few windows of `elements`. Raises Damaged.

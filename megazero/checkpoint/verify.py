@@ -26,7 +26,8 @@ def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[in
     """Read everything, compare with the recorded hashes, and return one sentence for each problem.
 
     The checks, in this order: the fragments make up whole tensors; every file exists with its size and header; it holds
-    exactly the fragments that the manifest lists; every block has its hash. Files that are `elsewhere` are skipped.
+    exactly the fragments that the manifest lists; every block has its hash. Files that are `files_of_other_nodes` are
+    skipped.
 
     advance: called with the number of bytes read since its last call. Memory: a few blocks for each thread.
     """
@@ -35,7 +36,7 @@ def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[in
         f"{name}: {abs(gap)} elements are {'in no fragment' if gap > 0 else 'in two fragments'}" for name, gap in gaps
     ]
     expected = _expected_keys(manifest)
-    absent = set(elsewhere(folder, manifest))
+    absent = set(files_of_other_nodes(folder, manifest))
     here = [number for number, stored in enumerate(manifest.files) if stored.name not in absent]
     tasks = (task for number in here for task in _tasks(folder, manifest, number, expected[number], problems))
     with ThreadPoolExecutor(threads) as pool:
@@ -49,7 +50,7 @@ def verify(folder: Path, manifest: Manifest, threads: int, advance: Callable[[in
     return problems
 
 
-def elsewhere(folder: Path, manifest: Manifest) -> list[str]:
+def files_of_other_nodes(folder: Path, manifest: Manifest) -> list[str]:
     """Files of other nodes, by name: a checkpoint on the nodes' local disks has only a node's own files in a folder."""
     return (
         [stored.name for stored in manifest.files if not (folder / stored.name).exists()]

@@ -39,7 +39,7 @@ class TensorInfo:
         return sum(map(self.nbytes, self.columns))
 
 
-class Tensors(Protocol):
+class WindowedTensors(Protocol):
     """Global tensors by name, from a checkpoint or another source."""
 
     @property
@@ -52,7 +52,7 @@ class Tensors(Protocol):
 
 
 class StoredTensors:
-    """`Tensors` of a megazero checkpoint. A context manager that closes its files.
+    """`WindowedTensors` of a megazero checkpoint. A context manager that closes its files.
 
     `window` checks each block that it reads and raises Damaged. Memory: a window and a block. The last block is kept,
     so that consecutive windows do not read the block between them twice.

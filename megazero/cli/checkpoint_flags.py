@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.convert.names import FORMATS, not_there
+from megazero.convert.names import FORMATS, missing_path_message
 
 
 def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: str = "CHECKPOINT") -> None:
@@ -42,7 +42,7 @@ def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
     elif len(named) > 1:
         yield f"{len(named)} checkpoints, {' '.join(map(str, named))}: name one"
     elif not named[0].exists():
-        yield not_there(named[0])
+        yield missing_path_message(named[0])
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:

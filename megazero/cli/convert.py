@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.cli.checkpoint_flags import add_checkpoint_flags
-from megazero.cli.ending import status_of
+from megazero.cli.exit_status import status_of
 from megazero.cli.model_flags import PRECISIONS
 from megazero.cli.parser import command_parser
 from megazero.convert.names import FORMATS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.cli.ending import status_of
+from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
 
 DESCRIPTION = """

@@ -9,9 +9,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from megazero.cli.ending import status_of
+from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
-from megazero.pipeline.draw import Look, draw
+from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, forward_only, make_schedule
 from megazero.pipeline.simulate import check_complete, profiled_times, simulate, uniform_times
 
@@ -106,4 +106,4 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     bubble = f"{report.bubble:.2%}" + apart * (report.longest < report.makespan * (1 - 1e-9))
     print(f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")
     width = args.width or shutil.get_terminal_size((100, 24)).columns
-    print(draw(report, Look(width, wants_colour(args.color), args.fit)))
+    print(draw(report, DrawOptions(width, wants_colour(args.color), args.fit)))

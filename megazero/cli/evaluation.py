@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import IO, NoReturn
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
-from megazero.cli.ending import end_rank
+from megazero.cli.exit_status import end_rank
 from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fused_ops import fp8, registry
-from fused_ops.attention.rule import choose
+from fused_ops.attention.selection import choose
 from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
@@ -150,7 +150,7 @@ def _devices() -> Iterator[Finding]:
         with suppress(ValueError):  # MEGAZERO_FUSED, which has been told
             yield _cuda_kernels(index)
     yield from _attention(torch.device("cuda", 0) if cards else torch.device("cpu"))
-    missing = fp8.why_not("cuda" if cards else "cpu")
+    missing = fp8.unavailable_reason("cuda" if cards else "cpu")
     yield Finding(
         "FP8 products", "none" if missing else "torch's" if cards else "torch's, slower here than bf16", missing or ""
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
-from megazero.cli.ending import end_rank
+from megazero.cli.exit_status import end_rank
 from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
@@ -21,7 +21,7 @@ from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
 from megazero.inference.broadcast_json import read_on_first_rank
 from megazero.inference.chat_tokens import ChatTokens
-from megazero.inference.conversation import Conversation, asked, converse, of_user
+from megazero.inference.conversation import Conversation, converse, start_messages, user_message
 from megazero.inference.generation_config import KEYS, applicable_defaults, generation_defaults, sampling_of
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import STANDARD_INPUT, read_prompts
@@ -34,7 +34,7 @@ A_WEEK = 7 * 24 * 60.0
 """The timeout in minutes while the other ranks wait for the user to type."""
 
 
-def given(args: argparse.Namespace) -> dict[str, float]:
+def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
     """The settings of `KEYS` that the flags give."""
     flags = {key: getattr(args, key) for key in KEYS if getattr(args, key) is not None}
     return flags | ({"temperature": 0.0} if args.greedy else {})
@@ -47,7 +47,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     if args.greedy and args.temperature:
         wrong.append(f"--greedy and --temperature {args.temperature} exclude each other")
     try:
-        sampling_of(given(args), args.seed)
+        sampling_of(sampling_flags(args), args.seed)
     except ValueError as error:
         wrong.append(str(error))
     if args.ids and args.tokenizer:
@@ -105,7 +105,7 @@ def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokeniz
                 raise DataError(f"{flag} {wrong}: the model's vocabulary has {vocabulary} tokens")
     eod = loaded.end_of_document(tokenizer)
     ends = loaded.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
-    settings = applicable_defaults(generation_defaults(loaded.generation), given(args)) | given(args)
+    settings = applicable_defaults(generation_defaults(loaded.generation), sampling_flags(args)) | sampling_flags(args)
     return GenerationOptions(
         sampling_of(settings, args.seed),
         int(settings.get("max_new_tokens", MOST_TOKENS)),
@@ -137,7 +137,7 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
         f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {loaded.run.optimizer.precision} on "
         f"{grid.device}"
     )
-    if advice := applicable_defaults(generation_defaults(loaded.generation), given(args)):
+    if advice := applicable_defaults(generation_defaults(loaded.generation), sampling_flags(args)):
         words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
         generator.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
     if args.interactive:
@@ -148,7 +148,7 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     def read() -> list[Prompt]:
         given = read_prompts(args.prompt, file)
         return (
-            generator.read_chats([asked(args.system, of_user(prompt)) for prompt in given])
+            generator.read_chats([start_messages(args.system, user_message(prompt)) for prompt in given])
             if args.chat
             else generator.read(given)
         )

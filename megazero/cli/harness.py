@@ -9,7 +9,7 @@ from contextlib import suppress
 from inspect import cleandoc
 from pathlib import Path
 
-from megazero.cli.ending import say, status_of
+from megazero.cli.exit_status import say, status_of
 from megazero.cli.parser import command_parser
 
 DESCRIPTION = """

@@ -7,7 +7,7 @@ from contextlib import ExitStack, redirect_stdout
 from typing import NoReturn
 
 import megazero.cli.harness_model  # noqa: F401
-from megazero.cli.ending import end_rank
+from megazero.cli.exit_status import end_rank
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.launch import Environment

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megazero.cli.data_flags import add_tokenizer_flags
-from megazero.cli.ending import status_of
+from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
 from megazero.config.schema import DataConfig
 from megazero.data.indexed import DataError

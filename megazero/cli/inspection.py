@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megazero.checkpoint.format import CheckpointError
-from megazero.cli.ending import status_of
-from megazero.cli.inspection_text import shown, shown_difference
+from megazero.cli.exit_status import status_of
+from megazero.cli.inspection_text import format_description, format_difference
 from megazero.config.options import did_you_mean
 from megazero.convert.inspection import (
     Inspected,
@@ -27,7 +27,7 @@ from megazero.convert.inspection import (
     open_merged,
     tensor_statistics,
 )
-from megazero.convert.names import not_there
+from megazero.convert.names import missing_path_message
 from megazero.convert.source import NoCheckpoint
 from megazero.data.progress import Progress, to_stderr
 from megazero.system.status import FAILED
@@ -36,12 +36,12 @@ NEAREST = 3
 """The most similar names that the error for an unknown tensor offers."""
 
 
-class Mistake(Exception):
+class UsageError(Exception):
     """A mistake in the arguments."""
 
 
 @dataclass
-class Counter:
+class ByteProgress:
     """Counts bytes that have been read, and reports them as progress."""
 
     progress: Progress
@@ -52,25 +52,25 @@ class Counter:
         self.progress.reach(self.done / 1e6)
 
 
-def counting(what: str, total: int) -> Counter:
-    return Counter(Progress(to_stderr, what, total / 1e6, "MB"))
+def counting(what: str, total: int) -> ByteProgress:
+    return ByteProgress(Progress(to_stderr, what, total / 1e6, "MB"))
 
 
-def opened(path: Path, format: str | None) -> Inspected:
+def open_inspected(path: Path, format: str | None) -> Inspected:
     if not path.exists():
-        raise Mistake(not_there(path))
+        raise UsageError(missing_path_message(path))
     if format is None and path.is_dir() and not any(path.iterdir()):
-        raise Mistake(f"{path} is empty")
+        raise UsageError(f"{path} is empty")
     return open_for_inspection(path, format)
 
 
-def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
+def describe(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """(the record of one checkpoint, its problems)."""
     inside = checkpoints_in(args.path) if is_ours(args.path) else []
     problems = [f"{entry['name']}: {entry['problem']}" for entry in inside if entry["problem"]]
     record: Record = {"checkpoints": inside}
     try:
-        inspected = opened(args.path, args.format)
+        inspected = open_inspected(args.path, args.format)
     except (CheckpointError, ValueError) as error:
         if not inside:
             raise
@@ -81,7 +81,7 @@ def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
             names = [name for name in inspected.tensors.shapes if name == args.tensor or fnmatchcase(name, args.tensor)]
             if not names:
                 hint = did_you_mean(args.tensor, inspected.tensors.shapes, NEAREST)
-                raise Mistake(
+                raise UsageError(
                     f"--tensor {args.tensor}: none of the {len(inspected.tensors.shapes)} tensors is called so{hint} "
                     f"(megazero inspect {args.path} lists them)"
                 )
@@ -96,28 +96,30 @@ def described(args: argparse.Namespace) -> tuple[Record, list[str]]:
     return record, problems
 
 
-def told(args: argparse.Namespace) -> int:
-    """Print the result and return the status. Raises Mistake, CheckpointError, ValueError, OSError."""
+def print_description(args: argparse.Namespace) -> int:
+    """Print the result and return the status. Raises UsageError, CheckpointError, ValueError, OSError."""
     if args.other is None:
-        record, problems = described(args)
+        record, problems = describe(args)
         if args.json:
             print(json.dumps(record | {"problems": problems}))
         else:
-            print(shown(record, args.all))
+            print(format_description(record, args.all))
         for problem in problems:
             print(f"damaged: {problem}", file=sys.stderr)
         return FAILED if problems else 0
     with ExitStack() as stack:
-        first, second = (stack.enter_context(opened(path, args.format)) for path in (args.path, args.other))
+        first, second = (stack.enter_context(open_inspected(path, args.format)) for path in (args.path, args.other))
         if holds_adapters(first) != holds_adapters(second):
             first, second = (
                 stack.enter_context(open_merged(each)) if holds_adapters(each) else each for each in (first, second)
             )
         record = compare(first, second, counting("comparing", compared_bytes(first, second)))
-    print(json.dumps(record) if args.json else shown_difference(record, args.all))
+    print(json.dumps(record) if args.json else format_difference(record, args.all))
     return FAILED if args.exit_code and not record["identical"] else 0
 
 
 def run(args: argparse.Namespace) -> int:
-    """As `told`; an error becomes a line on stderr and a status."""
-    return status_of(lambda: told(args), (Mistake, NoCheckpoint), failures=(CheckpointError, ValueError))
+    """As `print_description`; an error becomes a line on stderr and a status."""
+    return status_of(
+        lambda: print_description(args), (UsageError, NoCheckpoint), failures=(CheckpointError, ValueError)
+    )

@@ -11,7 +11,7 @@ from megazero.telemetry.units import count, size
 from megazero.train.banner_parts import pairs, table
 
 
-def shown(record: Record, everything: bool) -> str:
+def format_description(record: Record, everything: bool) -> str:
     """The record of a checkpoint as text. everything: include fields at their defaults and all files."""
     parts = []
     if record["checkpoints"]:
@@ -132,7 +132,7 @@ def _statistics(statistics: Record) -> str:
     return table(["statistics", *keys], rows)
 
 
-def shown_difference(record: Record, everything: bool) -> str:
+def format_difference(record: Record, everything: bool) -> str:
     """The record of a comparison as text. everything: include equal tensors."""
     first, second = record["paths"]
     parts = [f"< {first} ({record['formats'][0]})\n> {second} ({record['formats'][1]})"]

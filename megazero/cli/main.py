@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero import __version__
-from megazero.cli.ending import say, status_of
+from megazero.cli.exit_status import say, status_of
 from megazero.config.options import did_you_mean
 from megazero.system.status import MISTAKEN
 
@@ -74,13 +74,13 @@ def help_text() -> str:
     return "\n".join([USAGE, "", "commands:", *lines, "", EXAMPLES])
 
 
-def program(name: str) -> Callable[[Sequence[str]], int]:
+def load_program(name: str) -> Callable[[Sequence[str]], int]:
     """The `main` of a command, imported now."""
     found: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{SUBCOMMANDS[name].module}").main
     return found
 
 
-def unknown(name: str) -> str:
+def unknown_command_message(name: str) -> str:
     """The message for an unknown command. It suggests the command of a script of that name, or one spelled alike."""
     bare = name.removesuffix(".py").rpartition("/")[2]
     same = [known for known, command in SUBCOMMANDS.items() if command.script.endswith(f"/{bare}.py")]
@@ -94,12 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "help" and rest and rest[0] not in HELP:
         name, *rest = rest[0], "--help", *rest[1:]
     if name in SUBCOMMANDS:
-        return status_of(lambda: program(name)(rest))
+        return status_of(lambda: load_program(name)(rest))
     if name in HELP:
         say(help_text())
         return 0
     if name == "--version":
         say(f"megazero {__version__}")
         return 0
-    print(unknown(name) if name else f"{USAGE}\n\nmegazero: name a command", file=sys.stderr)
+    print(unknown_command_message(name) if name else f"{USAGE}\n\nmegazero: name a command", file=sys.stderr)
     return MISTAKEN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megazero.cli.ending import status_of
+from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
 from megazero.data.indexed import DataError
 from megazero.data.writer import merge
@@ -27,9 +27,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: merged(args), (DataError,))
+    return status_of(lambda: merge_pairs(args), (DataError,))
 
 
-def merged(args: argparse.Namespace) -> None:
+def merge_pairs(args: argparse.Namespace) -> None:
     done = merge(args.input, args.output_prefix, overwrite=args.overwrite)
     print(f"{done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}) in {done.bin_path} and {done.idx_path}")

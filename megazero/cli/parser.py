@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megazero.cli.ending import say
+from megazero.cli.exit_status import say
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ def command_parser(name: str, description: str, examples: Sequence[str], epilog:
     )
 
 
-def taken_out(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     """(the value of a flag, the other words). If the flag is repeated, its last value counts; None if it is absent."""
     words, rest, value = iter(argv), [], None
     for word in words:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 
-from megazero.cli.ending import status_of
-from megazero.cli.parser import command_parser, taken_out
+from megazero.cli.exit_status import status_of
+from megazero.cli.parser import command_parser, pop_flag
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
 from megazero.config.source import ConfigSource
@@ -34,7 +34,7 @@ PART = re.compile(r"([0-9]{1,16})(?:-([0-9]{1,16}))?")
 """A number, or the first and the last of a range."""
 
 
-def chosen(words: str) -> list[range]:
+def parse_iterations(words: str) -> list[range]:
     """The numbers in "1,100,5-8". A range is not written out: it may be of any length. Raises ValueError."""
     found = []
     for part in words.split(","):
@@ -89,12 +89,12 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         parser().print_help()
         return 0
-    value, rest = taken_out(argv, FLAG)
+    value, rest = pop_flag(argv, FLAG)
     problems: list[str] = []
     iterations = None
     if value is not None:
         try:
-            iterations = chosen(value)
+            iterations = parse_iterations(value)
         except ValueError as error:
             problems.append(f"{FLAG} {value}: {error}; give numbers from 1 with commas between, as 1,100 or 1-5")
     try:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megazero.cli.data_flags import add_reader_flags, add_tokenizer_flags, cores, reader_of
-from megazero.cli.ending import status_of
+from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import PreprocessJob, preprocess
@@ -32,10 +32,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: prepared(args), (DataError,))
+    return status_of(lambda: prepare(args), (DataError,))
 
 
-def prepared(args: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise DataError(f"--workers {args.workers}: must be at least 1")
     job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod)

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from megazero.cli.ending import say
-from megazero.cli.parser import taken_out
+from megazero.cli.exit_status import say
+from megazero.cli.parser import pop_flag
 from megazero.config.flags import read_command_line
 from megazero.config.help import requested_help
 from megazero.train.start import start_process
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     count = ranks_to_start(argv, os.environ)
     if count is not None:
-        argv, given = taken_out(argv, RANKS)[1], argv
+        argv, given = pop_flag(argv, RANKS)[1], argv
         if count > 1:
             from megazero.cli.ranks import start_ranks
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.cli.data_flags import add_reader_flags, reader_of
-from megazero.cli.ending import status_of
+from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import texts
@@ -40,10 +40,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: trained(args), (DataError,))
+    return status_of(lambda: train(args), (DataError,))
 
 
-def trained(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
     read = texts(args.input, reader_of(args), to_stderr, "reading")
     train_bpe(read, args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
     to_stderr(f"the tokenizer is in {args.output}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megazero.cli.ending import say
+from megazero.cli.exit_status import say
 from megazero.config.parse import parse_arguments
 from megazero.data.progress import silent, to_stderr
-from megazero.launch import Environment, exit_status, launch, leave
+from megazero.launch import Environment, exit_now, exit_status, launch
 from megazero.telemetry.watchdog import StopSignals
-from megazero.train.dry_run import answer
+from megazero.train.dry_run import dry_run_text
 from megazero.train.init_from import model_source
 from megazero.train.job import build_job
 from megazero.train.path_checks import missing_files
@@ -21,7 +21,7 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
     """Parse the flags, prepare, build the job and train. signals: requests to stop; None: there are none."""
     parsed = parse_arguments(arguments, environment.world_size, model_source, missing_files)
     if parsed.command.starts_nothing:
-        told = answer(parsed, environment.world_size)
+        told = dry_run_text(parsed, environment.world_size)
         if environment.rank == 0:
             say(told)
         return
@@ -35,4 +35,4 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
 def run(arguments: Sequence[str], signals: StopSignals) -> NoReturn:
     """Train as this rank, and end its process."""
     here = Environment.read()
-    leave(exit_status(lambda: train(arguments, here, signals), here))
+    exit_now(exit_status(lambda: train(arguments, here, signals), here))

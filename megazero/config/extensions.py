@@ -16,7 +16,7 @@ from typing import Any
 LR_DECAY_STYLES = "megazero.lr_decay_styles"
 """Values of --lr-decay-style: functions from an `optim.lr_schedule.Decay` to the learning rate (float)."""
 SINKS = "megazero.sinks"
-"""Values of --sinks: functions from a `telemetry.sinks.Opening` to a `telemetry.record.Sink`."""
+"""Values of --sinks: functions from a `telemetry.sinks.SinkContext` to a `telemetry.record.Sink`."""
 
 
 def names(group: str) -> tuple[str, ...]:

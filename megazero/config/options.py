@@ -18,8 +18,8 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config import extensions
+from megazero.config.foreign_flags import our_flag_for, our_value_for
 from megazero.config.schema import Run
-from megazero.config.vocabulary import choice_elsewhere, flag_elsewhere
 from megazero.system.reading import shown
 
 _WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
@@ -138,7 +138,7 @@ class Option:
         known = self.known_choices
         if value in known:
             return str(value)
-        ours = choice_elsewhere(self.name, str(value))
+        ours = our_value_for(self.name, str(value))
         hint = f"; did you mean {ours}?" if ours else did_you_mean(str(value).lower(), known)
         listed = ", ".join(known) or f"any, for no installed package adds to {self.extended_by}"
         raise ValueError(f"{shown(str(value))} is not one of {listed}{hint}")
@@ -160,7 +160,7 @@ def _exact(number: float) -> int:
 
 def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
     """`; did you mean --x?` for a flag of another program or a misspelled one; empty if nothing is similar."""
-    elsewhere = flag_elsewhere(flag)
+    elsewhere = our_flag_for(flag)
     if elsewhere is None:
         return did_you_mean("--" + flag.lstrip("-").replace("_", "-"), known)
     return f"; did you mean {elsewhere}?" if elsewhere.startswith("--") else f"; it is {elsewhere}"
@@ -168,7 +168,7 @@ def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
 
 def did_you_mean_key(key: str, known: Iterable[str]) -> str:
     """The same for a key of a file, in which names have underscores and no leading dashes."""
-    elsewhere = flag_elsewhere(key)
+    elsewhere = our_flag_for(key)
     return f"; here it is {elsewhere}" if elsewhere else did_you_mean(key.replace("-", "_"), known)
 
 

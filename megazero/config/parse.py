@@ -22,7 +22,7 @@ from megazero.config.lengths import rarely_saved
 from megazero.config.options import run_options
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
-from megazero.config.shape import contradictions, settled, without_overruled_tokenizer
+from megazero.config.shape import contradictions, resolve_disputes, without_overruled_tokenizer
 from megazero.config.source import ConfigError, ConfigSource, merge
 from megazero.config.validate import problems_of
 
@@ -203,7 +203,7 @@ def _init_from_source(
         return ConfigSource(
             f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True
         )
-    return settled(without_overruled_tokenizer(model_of(path), above), above)
+    return resolve_disputes(without_overruled_tokenizer(model_of(path), above), above)
 
 
 def _unknown(sources: Sequence[ConfigSource]) -> set[str]:

@@ -71,7 +71,7 @@ def without_overruled_tokenizer(source: ConfigSource, above: Mapping[str, Any]) 
     return source
 
 
-def settled(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
+def resolve_disputes(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
     """A source; its disputed fields become problems, unless `above` sets them."""
     for name, sentence in source.disputed.items():
         if above.get(name) is None:

@@ -17,26 +17,26 @@ from megazero.system.names import stays_inside
 FOLDER = "model_files"
 
 
-def is_own(path: Path) -> bool:
+def is_copyable(path: Path) -> bool:
     """Whether a file beside a model may be copied: it lies in the model's folder, and is not a link that leads out of
     it.
     """
     return stays_inside(path, path.parent.parent if path.parent.name == FOLDER else path.parent)
 
 
-def own(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, Path]:
+def copyable(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, Path]:
     """The files that may be copied. told: called with one sentence for each of the others."""
     for path in files.values():
-        if not is_own(path):
+        if not is_copyable(path):
             told(f"{path} is a link to {path.resolve()}, outside of its folder: it is not copied")
-    return {name: path for name, path in files.items() if is_own(path)}
+    return {name: path for name, path in files.items() if is_copyable(path)}
 
 
-def contents_of(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, bytes]:
+def read_contents(files: Mapping[str, Path], told: Callable[[str], None]) -> dict[str, bytes]:
     """The contents of the files that may be copied, by name. They are read now, because the files may be gone later.
-    told: as in `own`.
+    told: as in `copyable`.
     """
-    return {name: path.read_bytes() for name, path in own(files, told).items()}
+    return {name: path.read_bytes() for name, path in copyable(files, told).items()}
 
 
 def write_companions(contents: Mapping[str, bytes], folder: Path) -> None:

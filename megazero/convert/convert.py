@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megazero.convert.companions import contents_of, write_companions
+from megazero.convert.companions import read_contents, write_companions
 from megazero.convert.formats import Format, TargetOptions
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import WEIGHT, ConversionError, Source
@@ -33,7 +33,7 @@ def convert(source: Source, target: Format, output: Path, options: TargetOptions
     """
     source = source if target.part is None else target.part(source)
     output = Path(os.path.realpath(output))  # a link stays one, and what it leads to gets the checkpoint
-    refuse(source, target, output, options)
+    check_conversion(source, target, output, options)
     began, total = time.monotonic(), _bytes_read(source, target)
     size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
     progress = Progress(report, f"{source.format} -> {target.name}", total / size, unit)
@@ -41,7 +41,7 @@ def convert(source: Source, target: Format, output: Path, options: TargetOptions
     with _becoming(output) as temporary:
         target.write(source, temporary, options, lambda count: progress.reach(progress.done + count / size))
         if not target.has_companions:
-            write_companions(contents_of(source.companions, source.report.notes.append), temporary)
+            write_companions(read_contents(source.companions, source.report.notes.append), temporary)
     seconds = max(time.monotonic() - began, 1e-9)
     report(
         f"{source.format} -> {target.name}: {total / size:,.1f} {unit} in {duration(seconds)} "
@@ -54,7 +54,7 @@ def _bytes_read(source: Source, target: Format) -> int:
     return sum(entry.nbytes(column) for entry in source.entries.values() for column in columns)
 
 
-def refuse(source: Source, target: Format, output: Path, options: TargetOptions) -> None:
+def check_conversion(source: Source, target: Format, output: Path, options: TargetOptions) -> None:
     """Raise one ConversionError that lists every reason against a conversion."""
     problems = []
     if target.write is None:
@@ -117,7 +117,7 @@ def _becoming(output: Path) -> Iterator[Path]:
             yield temporary
             _sync(temporary)
             if output.is_dir():
-                output.rmdir()  # empty: `refuse` has looked
+                output.rmdir()  # empty: `check_conversion` has looked
             temporary.rename(output)
             sync_folder(output.parent)
         finally:

@@ -19,8 +19,8 @@ from megazero.checkpoint.manager import open_checkpoint
 from megazero.checkpoint.reader import check_files, read_manifest
 from megazero.checkpoint.resume_changes import run_from
 from megazero.checkpoint.statistics import difference, statistics
-from megazero.checkpoint.verify import elsewhere, verify
-from megazero.checkpoint.window import StoredTensors, TensorInfo, Tensors
+from megazero.checkpoint.verify import files_of_other_nodes, verify
+from megazero.checkpoint.window import StoredTensors, TensorInfo, WindowedTensors
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.config.shape import SHAPE
@@ -32,7 +32,7 @@ _NATIVE_FILES = "fragments-*-of-*.safetensors"
 
 
 class SourceTensors:
-    """The `Tensors` of a source. It keeps the last tensor that was read, which may be a view of a mapped file.
+    """The `WindowedTensors` of a source. It keeps the last tensor that was read, which may be a view of a mapped file.
 
     Memory: one tensor.
     """
@@ -69,7 +69,7 @@ class Inspected:
     position: Record
     layout: dict[str, int] | None
     files: dict[str, int]
-    tensors: Tensors
+    tensors: WindowedTensors
     manifest: Manifest | None = None
     source: Source | None = None
     closing: ExitStack = field(default_factory=ExitStack)
@@ -106,10 +106,10 @@ class Inspected:
 
 def is_ours(path: Path) -> bool:
     """Whether a folder is a checkpoint of megazero or holds such checkpoints, damaged ones included."""
-    inside = [path, *(found for _, found in folders.listing(path))]
+    inside = [path, *(found for _, found in folders.list_checkpoints(path))]
     if any((folder / MANIFEST).is_file() or any(folder.glob(_NATIVE_FILES)) for folder in inside):
         return True
-    return path.is_dir() and (folders.named(path) or "").startswith("iter_")
+    return path.is_dir() and (folders.latest_name(path) or "").startswith("iter_")
 
 
 def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
@@ -119,7 +119,7 @@ def open_for_inspection(path: Path, format: str | None = None) -> Inspected:
     """
     if format not in (None, "megazero") or not is_ours(path):
         return _open_other(path, format)
-    found = folders.newest(path)
+    found = folders.newest_checkpoint(path)
     if found is None:
         raise ValueError(f"{path} holds no checkpoint of megazero")
     manifest = open_checkpoint(found).manifest
@@ -173,13 +173,13 @@ def checkpoints_in(root: Path) -> list[Record]:
 
     Reads the manifest and the headers of all files; `verify` reads the rest.
     """
-    named = folders.named(root)
+    named = folders.latest_name(root)
     found = []
-    for iteration, path in folders.listing(root):
+    for iteration, path in folders.list_checkpoints(root):
         problem, size = None, 0
         try:
             manifest = read_manifest(path)
-            absent = elsewhere(path, manifest)
+            absent = files_of_other_nodes(path, manifest)
             size = sum(stored.size for stored in manifest.files)
             check_files(
                 path, replace(manifest, files=[stored for stored in manifest.files if stored.name not in absent])
@@ -222,7 +222,7 @@ def contents(inspected: Inspected) -> Record:
             "file_bytes": sum(inspected.files.values()),
         },
         "files": inspected.files,
-        "elsewhere": [] if inspected.manifest is None else elsewhere(inspected.path, inspected.manifest),
+        "elsewhere": [] if inspected.manifest is None else files_of_other_nodes(inspected.path, inspected.manifest),
     }
 
 

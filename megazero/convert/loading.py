@@ -24,7 +24,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
-from megazero.inference.prompts import checked
+from megazero.inference.prompts import check_ids
 from megazero.inference.sampling import Sampling
 from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage
@@ -165,7 +165,7 @@ class Model(nn.Module):
         """
         tokens = self._chat_tokens
         ends = self.ends | tokens.ends
-        ids = checked("the conversation", tokens.question(messages), self.config)
+        ids = check_ids("the conversation", tokens.question(messages), self.config)
         model = Pipeline.of([self.stage])
         (new,) = generate(
             model, [ids], max_new_tokens, sampling, ends=lambda row, token: token in ends, vocabulary=tokens.vocab_size

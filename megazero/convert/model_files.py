@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.schema import Run
-from megazero.convert.companions import companions, contents_of, write_companions
+from megazero.convert.companions import companions, read_contents, write_companions
 from megazero.convert.registry import open_source
 from megazero.convert.tokenizers import tokenizer_files
 from megazero.data.progress import to_stderr
@@ -29,7 +29,7 @@ def model_files(run: Run, found: FoundCheckpoint | None) -> Callable[[Path], Non
     They come from the checkpoint that the run resumes from, or else from that of --init-from.
     """
     files = companions(found.path) if found is not None else _of_start(run)
-    contents = contents_of(files, to_stderr)
+    contents = read_contents(files, to_stderr)
     return partial(write_companions, contents) if contents else None
 
 

@@ -20,7 +20,7 @@ FORMATS = (
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def not_there(path: Path) -> str:
+def missing_path_message(path: Path) -> str:
     """The message for a checkpoint path that does not exist. A path whose first folder does not exist may be meant as a
     model's name on the Hub.
     """

@@ -26,11 +26,11 @@ from megazero.checkpoint.window import TensorInfo
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
-from megazero.convert.companions import companions, contents_of, write_companions
+from megazero.convert.companions import companions, read_contents, write_companions
 from megazero.convert.formats import Advance, Format, TargetOptions
 from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
 from megazero.mpu.parameter import Box, ParameterSpec
-from megazero.system.reading import about
+from megazero.system.reading import path_error
 from megazero.zero.fragment import Fragment
 
 FILE_BYTES = 4 << 30
@@ -72,7 +72,7 @@ class NativeSource(Source):
         try:
             read_fragments(self._files, [part], [column])
         except CheckpointError as error:
-            raise ConversionError(about(self.path, error)) from error
+            raise ConversionError(path_error(self.path, error)) from error
         return values.view(shape)
 
 
@@ -97,14 +97,14 @@ def _refuse_misfits(path: Path, manifest: Manifest, wanted: dict[str, ParameterS
 
 def _found(path: Path) -> Path | None:
     try:
-        return folders.newest(path)
+        return folders.newest_checkpoint(path)
     except CheckpointError as error:
         raise ConversionError(str(error)) from error
 
 
 def recognises(path: Path) -> bool:
     """Whether a folder has a manifest, or holds such folders."""
-    return (path / MANIFEST).is_file() or bool(folders.listing(path))
+    return (path / MANIFEST).is_file() or bool(folders.list_checkpoints(path))
 
 
 def open_native(path: Path) -> NativeSource:
@@ -117,7 +117,7 @@ def open_native(path: Path) -> NativeSource:
         check_files(found, manifest)
         return NativeSource(found, manifest)
     except (CheckpointError, ValueError) as error:
-        raise error if isinstance(error, ConversionError) else ConversionError(about(found, error)) from error
+        raise error if isinstance(error, ConversionError) else ConversionError(path_error(found, error)) from error
 
 
 def write_native(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
@@ -136,7 +136,7 @@ def write_native(source: Source, folder: Path, options: TargetOptions, advance: 
     write_manifest(
         inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1}
     )
-    write_companions(contents_of(source.companions, source.report.notes.append), inside)
+    write_companions(read_contents(source.companions, source.report.notes.append), inside)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
 

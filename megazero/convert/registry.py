@@ -14,7 +14,7 @@ from megazero.convert.lora.merged import adapted_source
 from megazero.convert.lora.registered import FORMAT as PEFT
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DEEPSPEED
-from megazero.convert.names import not_there
+from megazero.convert.names import missing_path_message
 from megazero.convert.source import ConversionError, NoCheckpoint, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
 from megazero.system.reading import BOUNDS, Unreadable
@@ -33,7 +33,7 @@ def recognise(path: Path) -> str:
             if known.recognises(path):
                 return name
     if not path.exists():
-        raise NoCheckpoint(not_there(path))
+        raise NoCheckpoint(missing_path_message(path))
     raise NoCheckpoint(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
 
 

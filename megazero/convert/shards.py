@@ -17,7 +17,7 @@ from megazero.convert.source import ConversionError
 _BLOCK = 1 << 22
 
 
-def join(
+def join_shards(
     key: str, pieces: Sequence[Tensor], axis: int | None, report: ConversionReport, rows: int | None = None
 ) -> Tensor:
     """The global tensor of the ranks' pieces, in rank order. rows: how many of its rows are not padding; None: all.
@@ -31,12 +31,12 @@ def join(
             f"{key}: tensor-parallel ranks hold pieces of the shapes {', '.join(str(list(s)) for s in sorted(shapes))}"
         )
     if axis is None:
-        return agree(key, pieces, report)
+        return reconcile_replicas(key, pieces, report)
     whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
     return whole if rows is None else whole[:rows]
 
 
-def agree(key: str, copies: Sequence[Tensor], report: ConversionReport) -> Tensor:
+def reconcile_replicas(key: str, copies: Sequence[Tensor], report: ConversionReport) -> Tensor:
     """The value of replicas: the first where all are equal, bit for bit. Otherwise their mean in float64, which is
     reported.
 
@@ -63,7 +63,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def cut(name: str, whole: Tensor, ranks: int) -> list[Tensor]:
+def cut_shards(name: str, whole: Tensor, ranks: int) -> list[Tensor]:
     """The pieces of one of our tensors (with padding) for tp ranks: views, in rank order.
 
     Raises ConversionError.

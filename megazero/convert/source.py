@@ -122,6 +122,6 @@ def parameter_specs(
     return {spec.name: spec for spec in found}
 
 
-def boxed(tensor: Tensor, spec: ParameterSpec) -> Tensor:
+def local_box(tensor: Tensor, spec: ParameterSpec) -> Tensor:
     """A rank's part of a global tensor, as a view."""
     return tensor[tuple(slice(start, stop) for start, stop in spec.box)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megazero.convert.source import ConversionError, Source, boxed
+from megazero.convert.source import ConversionError, Source, local_box
 from megazero.model.stage import Stage
 from megazero.mpu.parameter import ParameterSpec, spec_of
 
@@ -24,17 +24,17 @@ def fill_stages(stages: Sequence[Stage], source: Source) -> None:
             spec = spec_of(parameter)
             if spec.name not in source.entries:
                 raise ConversionError(f"{source.path} has no {spec.name}, which the model has")
-            fill(parameter, spec, source.read(spec.name))
+            copy_box(parameter, spec, source.read(spec.name))
 
 
-def fill(local: Tensor, spec: ParameterSpec, whole: Tensor) -> None:
+def copy_box(local: Tensor, spec: ParameterSpec, whole: Tensor) -> None:
     """Copy this rank's box of the global tensor. Padding rows become zero.
 
     Raises ConversionError where the global shape differs.
     """
     if tuple(whole.shape) != spec.shape:
         raise ConversionError(f"{spec.name} has shape {spec.shape}, not {tuple(whole.shape)}")
-    piece = boxed(whole, spec)
+    piece = local_box(whole, spec)
     if piece.shape != local.shape:
         local.zero_()
     local[: piece.shape[0]].copy_(piece)

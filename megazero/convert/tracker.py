@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megazero.convert.source import ConversionError
-from megazero.system.names import is_bare
+from megazero.system.names import is_plain_file_name
 from megazero.system.reading import BOUNDS, open_file, raised_as
 
 
-def word_in(tracker: Path) -> str:
+def read_word(tracker: Path) -> str:
     """The word in the file, without space around it. Bytes that are not text become U+FFFD, which no checkpoint's name
     has.
     """
@@ -22,7 +22,7 @@ def named_folder(tracker: Path) -> Path:
 
     Raises ConversionError for a word that leads out of the file's folder.
     """
-    word = word_in(tracker)
-    if not is_bare(word):
+    word = read_word(tracker)
+    if not is_plain_file_name(word):
         raise ConversionError(f"{tracker} names {word[:80]!r}, which is no folder beside it")
     return tracker.parent / word

@@ -22,7 +22,7 @@ FEWEST = 64
 MOST_DATASETS = 32767
 
 
-def normalise(weights: Sequence[float]) -> NDArray[np.float64]:
+def normalise_weights(weights: Sequence[float]) -> NDArray[np.float64]:
     """Weights divided by their sum, float64 [datasets]. Raises DataError unless all are finite and larger than 0."""
     values = np.array(weights, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all() or (values <= 0).any():
@@ -32,14 +32,14 @@ def normalise(weights: Sequence[float]) -> NDArray[np.float64]:
     return values / np.sum(values)
 
 
-def wanted(shares: NDArray[np.float64], size: int) -> list[int]:
+def planned_samples(shares: NDArray[np.float64], size: int) -> list[int]:
     """Number of samples that a blend of `size` takes of each dataset, rounded up. Their sum is the blend's length."""
     return [math.ceil(size * share) for share in shares.tolist()]
 
 
-def built(shares: NDArray[np.float64], size: int) -> list[int]:
-    """Number of samples for which each dataset is built: 0.5 % more than `wanted`."""
-    return [math.ceil(count * 1.005) for count in wanted(shares, size)]
+def samples_to_build(shares: NDArray[np.float64], size: int) -> list[int]:
+    """Number of samples for which each dataset is built: 0.5 % more than `planned_samples`."""
+    return [math.ceil(count * 1.005) for count in planned_samples(shares, size)]
 
 
 def blend_index(shares: NDArray[np.float64], size: int) -> dict[str, NDArray]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.config.schema import DataConfig
-from megazero.data.blend import built, normalise
+from megazero.data.blend import normalise_weights, samples_to_build
 from megazero.data.cache import default_root
 from megazero.data.dataset import BlendedDataset, EmptyDataset, Samples, blend_of, one_dataset
 from megazero.data.id_range import id_range_of, require_ids_below
@@ -66,7 +66,7 @@ def parse_data_path(words: Sequence[str]) -> Blend:
             raise DataError(
                 f"--data-path: word {2 * place + 1} is {word!r}, where the weight of {words[2 * place + 1]} belongs"
             ) from None
-    return Blend(tuple(words[1::2]), normalise(weights))
+    return Blend(tuple(words[1::2]), normalise_weights(weights))
 
 
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
@@ -137,7 +137,7 @@ def build_datasets(
         if size == 0:
             return EmptyDataset()
         index = blend_of(name, blend.shares, size, root, report)  # before its parts, whose orders take longer
-        counts = built(blend.shares, size)
+        counts = samples_to_build(blend.shares, size)
         parts = [
             single(prefix, name, *rest)
             for prefix, rest in zip(blend.prefixes, zip(bounds, counts, strict=True), strict=True)

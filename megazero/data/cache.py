@@ -1,7 +1,7 @@
 """Folders that are built once per file system and then only read.
 
-All ranks call `once`. The first to get the file lock builds the folder under a temporary name, syncs and renames it.
-The others wait for the lock, report what they wait for, and find the finished folder. If the builder dies, the next
+All ranks call `build_once`. The first to get the file lock builds the folder under a temporary name, syncs and renames
+it. The others wait for the lock, report what they wait for, and find the finished folder. If the builder dies, the next
 rank gets the lock. No collective is used, so nothing can time out.
 """
 
@@ -56,7 +56,7 @@ def key_of(what: str, facts: dict[str, Any]) -> str:
     return f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
-def once(
+def build_once(
     root: Path,
     name: str,
     build: Callable[[Path, Report], None],
@@ -169,7 +169,7 @@ def cached_arrays(
         return _open(folder) is not None
 
     name = key_of(what, facts)
-    arrays = _open(root / name) or _open(once(root, name, write, report, complete))
+    arrays = _open(root / name) or _open(build_once(root, name, write, report, complete))
     assert arrays is not None, "once returns what is complete"
     return arrays
 

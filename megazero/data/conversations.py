@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.chat import ROLES, STRANGE, ChatTemplate, Rendered, has_template, template_of
-from megazero.data.documents import RawDocument, documents, opened
+from megazero.data.documents import RawDocument, documents, open_documents
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
@@ -181,7 +181,7 @@ def read_conversations(
     for path in paths:
         size = path.stat().st_size
         progress = Progress(report, f"tokenizing {path}", size / 1e6, "MB")
-        with opened(path) as reading:
+        with open_documents(path) as reading:
             lines = documents(reading, path, True, "line")
             while batch := list(islice(lines, AT_ONCE)):
                 yield from encoder.encode(batch)

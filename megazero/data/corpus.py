@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data.cache import once
+from megazero.data.cache import build_once
 from megazero.data.indexed import DataError, dtype_for
 from megazero.data.progress import Progress, Report
 from megazero.data.tokenizer import build_tokenizer
@@ -65,7 +65,7 @@ def default_corpus(root: Path, report: Report, library: Path | None = None) -> C
     def complete(folder: Path) -> bool:
         return all((folder / name).is_file() for name in ("vocab.json", "merges.txt", "text.bin", "text.idx"))
 
-    folder = once(root, f"python-{platform.python_version()}-{digest}", build, report, complete)
+    folder = build_once(root, f"python-{platform.python_version()}-{digest}", build, report, complete)
     return Corpus(
         str(folder / "text"),
         str(folder),

@@ -10,11 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.blend import blend_index, wanted
+from megazero.data.blend import blend_index, planned_samples
 from megazero.data.cache import Arrays, cached_arrays
-from megazero.data.id_range import identity
+from megazero.data.id_range import file_identity
 from megazero.data.indexed import DataError, IndexedDataset
-from megazero.data.orders import EpochPlan, build_orders, plan
+from megazero.data.orders import EpochPlan, build_orders, plan_epochs
 from megazero.data.progress import Report, silent
 from megazero.system import device as devices
 
@@ -160,11 +160,11 @@ def one_dataset(
             f" of {len(data)}, {tokens} tokens); change --split, or ask for no {name} samples"
             + {"valid": " (in training: --eval-iters 0)", "test": " (in training: --test-iters 0)"}.get(name, "")
         )
-    how: EpochPlan = plan(tokens, seq_length, requested)
+    how: EpochPlan = plan_epochs(tokens, seq_length, requested)
     if how.samples == 0:
         return EmptyDataset()
     facts = {
-        **identity(data),
+        **file_identity(data),
         "sequences": list(bounds),
         "seq_length": seq_length,
         "seed": seed,
@@ -200,7 +200,7 @@ def blend_of(name: str, shares: NDArray[np.float64], size: int, root: Path, repo
 
     Its parts must be built for `built(shares, size)` samples each. Raises DataError where the memory does not suffice.
     """
-    length = sum(wanted(shares, size))
+    length = sum(planned_samples(shares, size))
     facts = {"shares": [share.hex() for share in shares.tolist()], "length": length}
 
     def build(say: Report) -> dict[str, NDArray]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
-from megazero.data.utf8 import seems, skip_mark
-from megazero.system.reading import BOUNDS, kind, listed, open_file, parse_json, raised_as
+from megazero.data.utf8 import guess_encoding, skip_mark
+from megazero.system.reading import BOUNDS, json_type, listed, open_file, parse_json, raised_as
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 PACKED = (".gz", ".zst")
@@ -74,7 +74,7 @@ def is_json(path: Path) -> bool:
 
 
 @dataclass
-class Reading:
+class OpenDocuments:
     """An open file: `stream` reads its unpacked bytes; `raw.tell()` is the position in the packed file."""
 
     stream: BinaryIO
@@ -82,17 +82,17 @@ class Reading:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Reading]:
+def open_documents(path: Path) -> Iterator[OpenDocuments]:
     with raised_as(DataError):
         file = open_file(path)
     with file as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield Reading(cast(BinaryIO, unpacked), raw)
+                yield OpenDocuments(cast(BinaryIO, unpacked), raw)
         elif path.suffix == ".zst":
-            yield Reading(io.BufferedReader(_Zstd(raw, path), 1 << 20), raw)
+            yield OpenDocuments(io.BufferedReader(_Zstd(raw, path), 1 << 20), raw)
         else:
-            yield Reading(raw, raw)
+            yield OpenDocuments(raw, raw)
 
 
 class _Zstd(io.RawIOBase):
@@ -131,7 +131,7 @@ class _Zstd(io.RawIOBase):
         return count
 
 
-def documents(reading: Reading, path: Path, as_json: bool, document: str) -> Iterator[RawDocument]:
+def documents(reading: OpenDocuments, path: Path, as_json: bool, document: str) -> Iterator[RawDocument]:
     """The documents of one file in order. jsonl: each line, without blank ones. Text: the file, or each line.
 
     document: "file" or "line", for text. Lines end with \\n or \\r\\n. Raises DataError naming the file where it cannot
@@ -197,7 +197,7 @@ def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
         text = raw.data.decode("utf-8", errors=errors)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}){seems(raw.data)}; "
+            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}){guess_encoding(raw.data)}; "
             "--encoding-errors replace reads on, "
             "--skip-undecodable leaves such documents out"
         ) from None
@@ -206,7 +206,7 @@ def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
     with raised_as(DataError):
         record = parse_json(text, where)
     if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
-        keys = listed(record) if isinstance(record, dict) else kind(record)
+        keys = listed(record) if isinstance(record, dict) else json_type(record)
         raise DataError(f"{where} has no text under --json-key {json_key!r}; it holds {keys}")
     found: str = record[json_key]
     if any("\ud800" <= symbol <= "\udfff" for symbol in found):

@@ -3,9 +3,9 @@
 A regular expression splits text into words. The UTF-8 bytes of a word begin as single-byte tokens. Then the
 neighbouring pair that comes first in the list of merges is joined, until no pair is left. Ids of words are cached.
 
-Words are split by the package `regex`, as in the original; other libraries use other versions of Unicode. `join` is the
-specification of the merges. The `tokenizers` library computes the same ten times as fast, but only where the merges are
-in the order of training.
+Words are split by the package `regex`, as in the original; other libraries use other versions of Unicode.
+`apply_merges` is the specification of the merges. The `tokenizers` library computes the same ten times as fast, but
+only where the merges are in the order of training.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class GPT2Tokenizer:
     def _join(self, word: str) -> tuple[int, ...]:
         data = word.encode("utf-8")
         if self._library is None:
-            return tuple(join([self._first[value] for value in data], self.merges))
+            return tuple(apply_merges([self._first[value] for value in data], self.merges))
         return tuple(token.id for token in self._library.tokenize("".join([self._symbols[value] for value in data])))
 
 
-def join(ids: Sequence[int], merges: Merges) -> list[int]:
+def apply_merges(ids: Sequence[int], merges: Merges) -> list[int]:
     """Join the pair that comes first in the merges at all its places, from the left; repeat until no pair is left.
 
     It uses a linked list of ids and a heap of pairs, and takes n log n steps for n ids.

@@ -10,7 +10,7 @@ ENDINGS = (".bin", ".idx", ".tokenizer")
 SHOWN = 5
 
 
-def what_to_do(given: str) -> str | None:
+def advice_for(given: str) -> str | None:
     """A sentence on what `given` is and what to write instead; None if that is not clear."""
     place = Path(given).expanduser()
     if place.suffix in ENDINGS and place.with_suffix(".idx").is_file():

@@ -24,7 +24,7 @@ class IdRange:
     largest: int
 
 
-def identity(data: IndexedDataset) -> dict[str, Any]:
+def file_identity(data: IndexedDataset) -> dict[str, Any]:
     """The identity of a pair: its path, the sizes and the modification times of its files."""
     stats = [path.stat() for path in (data.bin_path, data.idx_path)]
     return {
@@ -41,7 +41,7 @@ def id_range_of(data: IndexedDataset, root: Path, report: Report) -> IdRange:
         data.check()
         return {"facts": _scan(data, say)}
 
-    smallest, largest, _ = cached_arrays(root, "checked", identity(data), build, report)["facts"][:].tolist()
+    smallest, largest, _ = cached_arrays(root, "checked", file_identity(data), build, report)["facts"][:].tolist()
     return IdRange(smallest, largest)
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.file_array import DataError, FileArray, OpenFile
-from megazero.data.hints import what_to_do
+from megazero.data.hints import advice_for
 
-__all__ = ["BLOCK", "CODES", "DTYPES", "HEADER", "MAGIC", "DataError", "IndexedDataset", "dtype_for", "pair"]
+__all__ = ["BLOCK", "CODES", "DTYPES", "HEADER", "MAGIC", "DataError", "IndexedDataset", "dtype_for", "pair_paths"]
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -31,7 +31,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 BLOCK = 1 << 22
 
 
-def pair(prefix: str | Path) -> tuple[Path, Path]:
+def pair_paths(prefix: str | Path) -> tuple[Path, Path]:
     """PREFIX.bin and PREFIX.idx. The prefix may contain dots."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
@@ -56,7 +56,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        self.bin_path, self.idx_path = pair(prefix)
+        self.bin_path, self.idx_path = pair_paths(prefix)
         self._require_files()
         idx = OpenFile(self.idx_path)
         self.dtype, sequences, bounds = self._header(idx)
@@ -100,7 +100,7 @@ class IndexedDataset:
         missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.is_file()]
         if missing:
             raise DataError(
-                what_to_do(self.prefix)
+                advice_for(self.prefix)
                 or f"no file {' and no file '.join(missing)} (a pair without its .idx was never finished)"
             )
 

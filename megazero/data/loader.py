@@ -18,7 +18,7 @@ from torch import Tensor
 from megazero.data.dataset import PackedSample, Samples
 from megazero.data.indexed import DataError
 from megazero.model.batch import MicroBatch
-from megazero.system.streams import SideCopies
+from megazero.system.streams import SideStreamCopies
 
 TRAVELS = ("tokens", "labels", "loss_mask", "samples", "documents", "positions")
 """The fields of a micro-batch that the loader fills and copies to the device."""
@@ -67,7 +67,7 @@ class TrainLoader:
         self.device = torch.device(device)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
         self._ahead: dict[tuple[int, int], list[Future[MicroBatch]]] = {}
-        self._copies = SideCopies(self.device)
+        self._copies = SideStreamCopies(self.device)
         self._travelling: dict[tuple[int, int], list[_Travelling]] = {}
 
     def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]:

@@ -54,7 +54,7 @@ def split_bounds(split: str, sequences: int) -> list[tuple[int, int]]:
     return list(pairwise(marks))
 
 
-def plan(tokens: int, seq_length: int, requested: int | None) -> EpochPlan:
+def plan_epochs(tokens: int, seq_length: int, requested: int | None) -> EpochPlan:
     """The plan for at least `requested` samples of a split of `tokens` tokens; one epoch for None or 0."""
     if tokens == 0:
         assert not requested, "the caller refuses samples of an empty split"

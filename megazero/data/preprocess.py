@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.documents import RawDocument, documents, find_files, is_json, opened, text_of
+from megazero.data.documents import RawDocument, documents, find_files, is_json, open_documents, text_of
 from megazero.data.indexed import DataError, dtype_for
 from megazero.data.progress import Progress, Report
 from megazero.data.tokenizer import build_tokenizer
 from megazero.data.tokenizer_record import tokenizer_record
-from megazero.data.utf8 import decodes, replaced
+from megazero.data.utf8 import count_replaced, is_utf8
 from megazero.data.writer import PairWriter
 
 BATCH_BYTES = 1 << 20
@@ -134,7 +134,7 @@ class DocumentEncoder:
         for raw in batch:
             text = text_of(raw, self.job.reader.json_key, self.job.reader.encoding_errors)
             if self.job.reader.encoding_errors == "replace":
-                found += replaced(raw.data)
+                found += count_replaced(raw.data)
             new = self.tokenizer.encode(text)
             characters, text_tokens = characters + len(text), text_tokens + len(new)
             ids += new
@@ -200,9 +200,9 @@ def raw_batches(
             told.skip(str(path))
             before += path.stat().st_size
             continue
-        with opened(path) as reading:
+        with open_documents(path) as reading:
             for raw in documents(reading, path, as_json, reader.document):
-                if reader.skip_undecodable and not decodes(BytesIO(raw.data)):
+                if reader.skip_undecodable and not is_utf8(BytesIO(raw.data)):
                     told.skip(f"{raw.path}, line {raw.line}")
                     continue
                 batch.append(raw)
@@ -218,8 +218,8 @@ def raw_batches(
 def _decodes(path: Path) -> bool:
     """Whether a whole file is UTF-8. True for one that cannot be unpacked; reading it raises the error."""
     try:
-        with opened(path) as reading:
-            return decodes(reading.stream)
+        with open_documents(path) as reading:
+            return is_utf8(reading.stream)
     except (OSError, EOFError, zlib.error):
         return True
 
@@ -280,7 +280,7 @@ def texts(inputs: Sequence[str | Path], reader: ReaderOptions, report: Report, w
             for raw in batch:
                 text = text_of(raw, reader.json_key, reader.encoding_errors)
                 told.characters += len(text)
-                told.replaced += replaced(raw.data) if reader.encoding_errors == "replace" else 0
+                told.replaced += count_replaced(raw.data) if reader.encoding_errors == "replace" else 0
                 yield text
             progress.reach(read / 1e6)
     told.require_text(inputs, len(files))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.indexed import BLOCK, CODES, HEADER, MAGIC, DataError, IndexedDataset, pair
+from megazero.data.indexed import BLOCK, CODES, HEADER, MAGIC, DataError, IndexedDataset, pair_paths
 from megazero.data.tokenizer_record import TokenizerRecord, common, path_of
 from megazero.system.durable import sync_folder
 
@@ -39,7 +39,7 @@ class PairWriter:
         tokenizer_record: TokenizerRecord | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.bin_path, self.idx_path = pair(prefix)
+        self.bin_path, self.idx_path = pair_paths(prefix)
         self._made_with_path, self._made_with = path_of(prefix), tokenizer_record
         existing = [str(path) for path in (self.bin_path, self.idx_path) if path.exists()]
         if existing and not overwrite:

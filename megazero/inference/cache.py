@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megazero.model.batch import Past
+from megazero.model.batch import PastKeyValues
 from megazero.model.block import Block
 from megazero.model.stage import Stage
 
@@ -49,12 +49,12 @@ class KeyValueCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
-    def beginning(self, slots: Tensor, length: int) -> Past:
+    def beginning(self, slots: Tensor, length: int) -> PastKeyValues:
         """The argument `past` of a forward pass over rows of `length` tokens, which begin in `slots`, int64 [b]."""
         self._make_room(length)
-        return Past(self.layers, slots, None, length)
+        return PastKeyValues(self.layers, slots, None, length)
 
-    def continuing(self, slots: Tensor, positions: Tensor, count: int, reach: int) -> Past:
+    def continuing(self, slots: Tensor, positions: Tensor, count: int, reach: int) -> PastKeyValues:
         """The argument `past` of a forward pass over rows of `count` tokens, which continue `slots`, int64 [b].
 
         positions  int64 [b], the position of each row's first new token
@@ -62,7 +62,7 @@ class KeyValueCache:
         """
         self._make_room(reach)
         steps = torch.arange(count, device=positions.device).unsqueeze(1)
-        return Past(self.layers, slots, positions + steps, reach)
+        return PastKeyValues(self.layers, slots, positions + steps, reach)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the contents of slots `source` into slots `target`, int64 [k] each."""

@@ -44,7 +44,7 @@ class ChatTokens:
         return self._tokenizer.decode_without_specials(ids)
 
 
-def spelled(text: str, tokenizer: Tokenizer) -> list[str]:
+def special_tokens_in(text: str, tokenizer: Tokenizer) -> list[str]:
     """The special tokens that a text spells, which `encode` takes as plain text."""
     if isinstance(tokenizer, HuggingFaceTokenizer | ChatTokens):
         return [token for token in tokenizer.special_tokens.texts if token in text]

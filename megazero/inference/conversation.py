@@ -16,12 +16,12 @@ from megazero.mpu.grid import ProcessGrid
 Turn = dict[str, str]
 
 
-def asked(system: str | None, *turns: Turn) -> list[Turn]:
+def start_messages(system: str | None, *turns: Turn) -> list[Turn]:
     """The turns of a conversation, after the system's turn if there is one."""
     return [*([] if system is None else [{"role": "system", "content": system}]), *turns]
 
 
-def of_user(text: str) -> Turn:
+def user_message(text: str) -> Turn:
     return {"role": "user", "content": text}
 
 
@@ -42,12 +42,12 @@ class Conversation:
             self._obey(*line[1:].strip().partition(" ")[::2])
             return []
         text = line.strip()
-        return self.generator.read_chats([asked(self.system, *self.turns, of_user(text))]) if text else []
+        return self.generator.read_chats([start_messages(self.system, *self.turns, user_message(text))]) if text else []
 
     def remember(self, line: str, answer: str) -> None:
         """Add the user's turn and the answer. Without an answer (the user stopped it at once), add neither."""
         if answer:
-            self.turns += [of_user(line.strip()), {"role": "assistant", "content": answer}]
+            self.turns += [user_message(line.strip()), {"role": "assistant", "content": answer}]
 
     def _obey(self, command: str, rest: str) -> None:
         if command not in COMMANDS:
@@ -66,7 +66,7 @@ class Conversation:
 
     def _system(self, rest: str) -> None:
         if rest:
-            self.generator.read_chats([asked(rest, of_user("?"))])  # some templates refuse such turns
+            self.generator.read_chats([start_messages(rest, user_message("?"))])  # some templates refuse such turns
         if not rest and self.system is None:
             self.generator.note("there is no system's turn; /system TEXT sets one")
             return

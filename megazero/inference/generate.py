@@ -35,7 +35,7 @@ TOGETHER = 1 << 13
 Ends = Callable[[int, int], bool]
 
 
-def never(row: int, token: int) -> bool:
+def never_ends(row: int, token: int) -> bool:
     """The default `ends` of `generate`: no token ends a row."""
     return False
 
@@ -46,7 +46,7 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    ends: Ends = never,
+    ends: Ends = never_ends,
     vocabulary: int | None = None,
     numbers: Sequence[int] | None = None,
     cached: bool = True,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.model.batch import MicroBatch, Past
+from megazero.model.batch import MicroBatch, PastKeyValues
 from megazero.model.stage import Stage
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.collectives import broadcast
@@ -40,7 +40,7 @@ class Pipeline:
         layout = self.stages[0].layout
         return layout.sequence_parallel and layout.tp.size > 1
 
-    def logits(self, tokens: Tensor, positions: Tensor, past: Past | None = None) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, past: PastKeyValues | None = None) -> Tensor | None:
         """The logits [b, v] after one position of each row; None on ranks without the head. A collective of pp and tp.
 
         tokens     int64 [b, s]

@@ -10,7 +10,7 @@ from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
-from megazero.system.reading import BOUNDS, Unreadable, about, parse_json, raised_as, read_text
+from megazero.system.reading import BOUNDS, Unreadable, parse_json, path_error, raised_as, read_text
 
 STANDARD_INPUT = "-"
 
@@ -29,7 +29,7 @@ def _lines(file: str) -> list[str]:
             sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
         )
     except (OSError, UnicodeDecodeError, Unreadable) as error:
-        raise DataError(f"--prompt-file {about(file, error)}") from error
+        raise DataError(f"--prompt-file {path_error(file, error)}") from error
     # Split at line feeds only: splitlines also splits at characters that may occur in a JSON string.
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [_of_json(file, *line) for line in lines] if file.endswith(".jsonl") else [line for _, line in lines]
@@ -61,14 +61,14 @@ def encoded(
         ids = begin + tokenizer.encode(prompt) or ([] if eod_id is None else [eod_id])
         if not ids:
             raise DataError(
-                f"the prompt {shortened(prompt)} has no tokens, and the model no token that ends documents to begin "
+                f"the prompt {shorten(prompt)} has no tokens, and the model no token that ends documents to begin "
                 "with; --prefix-id names one"
             )
-        rows.append(checked(f"the prompt {shortened(prompt)}", ids, model))
+        rows.append(check_ids(f"the prompt {shorten(prompt)}", ids, model))
     return rows
 
 
-def checked(what: str, ids: list[int], model: ModelConfig) -> list[int]:
+def check_ids(what: str, ids: list[int], model: ModelConfig) -> list[int]:
     """The ids, if the model can take them as a prompt. what: names them in the message. Raises DataError."""
     assert model.vocab_size is not None
     wrong = next((number for number in ids if number >= model.vocab_size), None)
@@ -83,6 +83,6 @@ def checked(what: str, ids: list[int], model: ModelConfig) -> list[int]:
     return ids
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A text for a message: quoted, at most 40 characters."""
     return repr(text if len(text) < 40 else text[:37] + "...")

@@ -24,7 +24,7 @@ or make a terminal send an answer as if the user had typed it.
 """
 
 
-def harmless(text: str) -> str:
+def escape_control(text: str) -> str:
     """A model's text for the standard output. If that is a terminal, control characters become escapes."""
     return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 

@@ -12,12 +12,12 @@ from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
 from megazero.data.chat import Message
 from megazero.data.tokenizer import Tokenizer
-from megazero.inference.chat_tokens import ChatTokens, spelled
+from megazero.inference.chat_tokens import ChatTokens, special_tokens_in
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
-from megazero.inference.prompts import checked, encoded, shortened
+from megazero.inference.prompts import check_ids, encoded, shorten
 from megazero.inference.sampling import Sampling
-from megazero.inference.terminal import harmless
+from megazero.inference.terminal import escape_control
 from megazero.inference.text import Stream
 
 Prompt = tuple[str, list[int]]
@@ -88,7 +88,7 @@ class TextGenerator:
         assert isinstance(self.tokenizer, ChatTokens)
         last = [str(chat[-1]["content"]) for chat in chats]
         found = [
-            checked(f"the conversation up to {shortened(text)}", self.tokenizer.question(chat), self.model)
+            check_ids(f"the conversation up to {shorten(text)}", self.tokenizer.question(chat), self.model)
             for text, chat in zip(last, chats, strict=True)
         ]
         self._note_specials(last, "")
@@ -156,7 +156,7 @@ class TextGenerator:
                     print(
                         self._record(prompt, ids, stream)
                         if options.as_json
-                        else f"=== {number + 1}: {prompt!r}\n{harmless(stream.text)}",
+                        else f"=== {number + 1}: {prompt!r}\n{escape_control(stream.text)}",
                         flush=True,
                     )
             _show("\n", streaming)
@@ -167,9 +167,9 @@ class TextGenerator:
 
     def _note_specials(self, texts: Sequence[str], advice: str) -> None:
         for text in texts:
-            if found := spelled(text, self.tokenizer):
+            if found := special_tokens_in(text, self.tokenizer):
                 spells = f"{'the special token' if len(found) == 1 else 'special tokens'} {' '.join(found)}"
-                self.note(f"warning: {shortened(text)} spells {spells}, which is plain text here{advice}")
+                self.note(f"warning: {shorten(text)} spells {spells}, which is plain text here{advice}")
 
     def _record(self, prompt: str, ids: list[int], stream: Stream) -> str:
         record: dict[str, Any] = {
@@ -208,4 +208,4 @@ class TextGenerator:
 
 def _show(piece: str, streaming: bool) -> None:
     if streaming and piece:
-        print(harmless(piece), end="", flush=True)
+        print(escape_control(piece), end="", flush=True)

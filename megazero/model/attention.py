@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention import causal_attention
-from fused_ops.attention.cached import cached_attention, keep
+from fused_ops.attention.cached import cached_attention, store_keys_values
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
 from megazero.config.derive import head_dim, query_groups
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             kept = *past.layers[self.number], past.slots, past.positions[0], past.reach
             return cached_attention(mixed, *kept, *heads, scale=scale, slopes=slopes)
         if past is not None:
-            keep(mixed, *past.layers[self.number], past.slots, *heads)
+            store_keys_values(mixed, *past.layers[self.number], past.slots, *heads)
         with compiled_bodies(self.compile_ops):  # again here, since recomputation runs the core outside its block
             dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
             documents = batch.documents

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Past:
+class PastKeyValues:
     """The key-value cache of text generation, with room for L positions in each slot.
 
     layers     by block number: keys and values, [slots, g/t, L, d] each
@@ -45,4 +45,4 @@ class MicroBatch:
     documents: Tensor | None = None
     positions: Tensor | None = None
     loss_factor: Tensor | None = None
-    past: Past | None = None
+    past: PastKeyValues | None = None

@@ -8,7 +8,7 @@ from fused_ops.compiled import compiled_bodies
 from megazero.config.inventory import ATTENTION_NORM, MLP_NORM, block
 from megazero.model.attention import Attention
 from megazero.model.batch import MicroBatch
-from megazero.model.dropout import HiddenDropout, Site
+from megazero.model.dropout import DropoutSite, HiddenDropout
 from megazero.model.layout import ModelLayout
 from megazero.model.mlp import Mlp
 
@@ -21,10 +21,10 @@ class Block(nn.Module):
         self.compile_ops = layout.compile
         self.attention_norm = layout.norm(f"{block(number)}.{ATTENTION_NORM}")
         self.attention = Attention(number, layout)
-        self.attention_dropout = HiddenDropout(number, Site.ATTENTION_OUTPUT, layout)
+        self.attention_dropout = HiddenDropout(number, DropoutSite.ATTENTION_OUTPUT, layout)
         self.mlp_norm = layout.norm(f"{block(number)}.{MLP_NORM}")
         self.mlp = Mlp(number, layout)
-        self.mlp_dropout = HiddenDropout(number, Site.MLP_OUTPUT, layout)
+        self.mlp_dropout = HiddenDropout(number, DropoutSite.MLP_OUTPUT, layout)
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         with compiled_bodies(self.compile_ops):

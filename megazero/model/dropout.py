@@ -13,7 +13,7 @@ from megazero.model.layout import ModelLayout
 from megazero.mpu.random import DropoutKey, add_hidden_dropout, attention_dropout, hidden_dropout
 
 
-class Site(IntEnum):
+class DropoutSite(IntEnum):
     """The dropouts of a layer; the embedding's is one of layer 0. The numbers key the masks and must not change."""
 
     EMBEDDING = 0
@@ -25,7 +25,7 @@ class Site(IntEnum):
 class HiddenDropout(nn.Module):
     """Dropout of hidden states [s(/t), b, h] -> the same. It is the identity in evaluation and for p = 0."""
 
-    def __init__(self, layer: int, site: Site, layout: ModelLayout) -> None:
+    def __init__(self, layer: int, site: DropoutSite, layout: ModelLayout) -> None:
         super().__init__()
         self.p = layout.model.hidden_dropout
         self.key = DropoutKey(layout.seed, layer, int(site))
@@ -51,7 +51,7 @@ class AttentionDropout(nn.Module):
     def __init__(self, layer: int, layout: ModelLayout) -> None:
         super().__init__()
         self.p = layout.model.attention_dropout
-        self.key = DropoutKey(layout.seed, layer, int(Site.ATTENTION_PROBABILITIES))
+        self.key = DropoutKey(layout.seed, layer, int(DropoutSite.ATTENTION_PROBABILITIES))
         self.head_offset = layout.tp.index * (layout.model.num_attention_heads // layout.tp.size)
 
     @property

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fused_ops.embedding import embedding
 from megazero.config.derive import padded_vocab, position_rows
 from megazero.config.inventory import EMBEDDING_NORM, POSITIONS, WORDS
-from megazero.model.batch import MicroBatch, Past
-from megazero.model.dropout import HiddenDropout, Site
+from megazero.model.batch import MicroBatch, PastKeyValues
+from megazero.model.dropout import DropoutSite, HiddenDropout
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
 from megazero.mpu.parameter import Parameter, ParameterKind, StateGroup, shard
@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         )
         self.position = LearnedPositions(layout) if model.position_embedding == "learned" else None
         self.norm = layout.norm(EMBEDDING_NORM) if model.embedding_layernorm else None
-        self.dropout = HiddenDropout(0, Site.EMBEDDING, layout)
+        self.dropout = HiddenDropout(0, DropoutSite.EMBEDDING, layout)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """batch.tokens [b, s] -> [s(/t), b, h].
@@ -74,7 +74,7 @@ class LearnedPositions(nn.Module):
         )
         self.weight = Parameter(spec, layout.dtype, layout.device)
 
-    def forward(self, hidden: Tensor, past: Past | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, past: PastKeyValues | None = None, positions: Tensor | None = None) -> Tensor:
         """hidden [s(/t), b, h] plus the vectors of its positions.
 
         positions: int64 [b, s]; None: 0 to s - 1. Raises ValueError when the sequence is longer than the table.

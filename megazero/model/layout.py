@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fused_ops.attention.rule import NOTHING_TRIED, AttentionSupport
+from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from megazero.config.inventory import Linear, block, linears
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8

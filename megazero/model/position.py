@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_ops.rotary import rotary_tables
 from fused_ops.softmax import alibi_slopes
-from megazero.model.batch import Past
+from megazero.model.batch import PastKeyValues
 
 
 class AlibiSlopes:
@@ -40,7 +40,7 @@ class RotaryAngles:
         self.head_dim, self.base = head_dim, base
         self.tables: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, like: Tensor, past: Past | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, like: Tensor, past: PastKeyValues | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin for `like` [s, b, ...] on its device, float64 for float64, else float32.
 
         [s, 1, 1, d/2]; with positions in `past` (each row has its own) [s, b, 1, 1, d/2].

@@ -17,9 +17,9 @@ from fused_ops.compiled import runs_compiled
 from megazero.config.fp8 import MULTIPLE
 from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, reduce_scatter
 from megazero.mpu.fp8 import Fp8Layer
-from megazero.mpu.gradient import Write, hand_over, target_of
+from megazero.mpu.gradient import Write, route_gradient, target_of
 from megazero.mpu.grid import Group
-from megazero.mpu.linear import adjacent, one_bias
+from megazero.mpu.linear import adjacent_view, concatenated_bias
 
 
 def _gather(rows: Tensor, group: Group) -> tuple[Tensor, CommunicationHandle]:
@@ -34,7 +34,7 @@ def _bias_gradient(grad: Tensor) -> Write:
     """The bias gradient, summed now: if it were deferred, it alone would keep the whole 16-bit gradient alive."""
     total = grad.new_empty(grad.shape[1], dtype=torch.float32)
     linear.add_bias_gradient(grad, total, False)
-    return partial(linear.put, total)
+    return partial(linear.write_or_add, total)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -62,9 +62,9 @@ class _Fp8Linear(torch.autograd.Function):
         if group is not None and gathers:
             values, handle = _gather(values, group)
             handle.wait()
-        merged = adjacent(weights)
+        merged = adjacent_view(weights)
         weight = layer.weight(torch.cat([w.detach() for w in weights]) if merged is None else merged, compiled=compiled)
-        bias = one_bias(biases)
+        bias = concatenated_bias(biases)
         y = fp8.product(values, weight.values, quantised.inverse, weight.inverse, x.dtype, bias, fast=True)
         kept = rows if not ctx.narrow else quantised.values if gathers else quantised.transposed
         kept = kept if trained else None  # a frozen layer's backward does not need its input
@@ -127,7 +127,7 @@ def _parameter_gradients(
             found.append(None)
             continue
         write = writes[i] if i < ctx.count else _bias_gradient(parts[i - ctx.count])
-        found.append(hand_over(parameter, ctx.targets[i], write))
+        found.append(route_gradient(parameter, ctx.targets[i], write))
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.graph import applied
+from fused_ops.graph import apply_or_forward
 from megazero.mpu.collectives import all_gather, all_reduce, reduce_scatter
 from megazero.mpu.grid import Group
 
@@ -41,7 +41,7 @@ class _Adjoined(torch.autograd.Function):
 def _adjoined(x: Tensor, group: Group, operation: Operation, adjoint: Operation) -> Tensor:
     if group.size == 1:
         return x
-    result: Tensor = applied(_Adjoined, x, group, operation, adjoint)
+    result: Tensor = apply_or_forward(_Adjoined, x, group, operation, adjoint)
     return result
 
 

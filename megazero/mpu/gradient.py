@@ -32,7 +32,7 @@ class GradientTarget(Protocol):
         """
 
 
-def hand_over(parameter: Tensor, target: GradientTarget | None, write: Write) -> Tensor | None:
+def route_gradient(parameter: Tensor, target: GradientTarget | None, write: Write) -> Tensor | None:
     """Pass `write` to the target and return None; without a target return the gradient, as autograd expects it.
 
     target: `target_of(parameter)`, which forward must read: backward gets saved tensors, which are no `Parameter`.

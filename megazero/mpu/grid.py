@@ -124,7 +124,7 @@ class Group:
         return self.handle is not None and dist.get_backend(self.handle) in ("gloo", "mpi")
 
 
-def solo(rank: int = 0) -> Group:
+def single_rank_group(rank: int = 0) -> Group:
     """The group of one rank."""
     return Group((rank,), 0, None)
 
@@ -162,9 +162,19 @@ class ProcessGrid:
 
 def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
     """The grid of a single process: every group is of size 1."""
-    dp = solo()
+    dp = single_rank_group()
     return ProcessGrid(
-        Axes(), 0, Coordinates(0, 0, 0, 0), torch.device(device), solo(), solo(), solo(), dp, solo(), dp, dp
+        Axes(),
+        0,
+        Coordinates(0, 0, 0, 0),
+        torch.device(device),
+        single_rank_group(),
+        single_rank_group(),
+        single_rank_group(),
+        dp,
+        single_rank_group(),
+        dp,
+        dp,
     )
 
 
@@ -287,7 +297,7 @@ def background_group(grid: ProcessGrid, timeout: timedelta = timedelta(days=1)) 
     """
     world = grid.world
     if world.handle is None:
-        return solo(world.ranks[0])
+        return single_rank_group(world.ranks[0])
     handle = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
     assert isinstance(handle, dist.ProcessGroup)
     if grid.made:

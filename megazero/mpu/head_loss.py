@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.blocks import wide
-from fused_ops.linear import add_weight_gradient, input_gradient, linear, put
+from fused_ops.blocks import opmath_dtype
+from fused_ops.linear import add_weight_gradient, input_gradient, linear, write_or_add
 from megazero.mpu.cross_entropy import VocabularyLoss
-from megazero.mpu.gradient import hand_over, target_of
+from megazero.mpu.gradient import route_gradient, target_of
 
 BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 """Bytes of logits that exist at once. On the CPU blocks are large enough that packing the weight for each costs little;
@@ -70,7 +70,7 @@ class _HeadLoss(torch.autograd.Function):
         memory: LogitsMemory,
         with_gradients: bool,
     ) -> Tensor:
-        dtype = wide(x.dtype)
+        dtype = opmath_dtype(x.dtype)
         total = torch.zeros((), dtype=dtype, device=x.device)
         grad_x = torch.empty_like(x) if with_gradients else None
         share = torch.ones((), dtype=dtype, device=x.device) if factor is None else factor.to(dtype)
@@ -116,7 +116,7 @@ class _HeadLoss(torch.autograd.Function):
                 buffer.mul_(grads[0])
         if ctx.in_target or not ctx.needs_input_grad[1]:
             return grad_x, None, *rest
-        return grad_x, hand_over(weight, ctx.target, partial(put, buffer)), *rest
+        return grad_x, route_gradient(weight, ctx.target, partial(write_or_add, buffer)), *rest
 
 
 def _blocks(x: Tensor, weight: Tensor) -> list[slice]:

@@ -19,9 +19,9 @@ from fused_ops.embedding import embedding, embedding_gradient
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.fp8_linear import fp8_linear, runs_fp8
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
-from megazero.mpu.gradient import hand_over, target_of
+from megazero.mpu.gradient import route_gradient, target_of
 from megazero.mpu.grid import Group
-from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, given, plain_linear, with_bias
+from megazero.mpu.linear import as_tuple, column_parallel_linear, column_parallel_linear_pair, plain_linear, with_bias
 from megazero.mpu.lora import ColumnAdapter, LowRank, RowAdapter
 from megazero.mpu.parameter import Parameter, ParameterKind, StateGroup, shard, spec_of
 
@@ -84,7 +84,7 @@ class ColumnParallelLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         if self.fp8 is not None and runs_fp8():
-            return fp8_linear(x, (self.weight,), given(self.bias), self.fp8, self.group, self.sequence_parallel)
+            return fp8_linear(x, (self.weight,), as_tuple(self.bias), self.fp8, self.group, self.sequence_parallel)
         return column_parallel_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
 
 
@@ -98,7 +98,7 @@ def column_parallel_pair(
     """
     assert gate.group is up.group and gate.sequence_parallel == up.sequence_parallel
     if gate.fp8 is not None and runs_fp8():
-        biases = (*given(gate.bias), *given(up.bias))
+        biases = (*as_tuple(gate.bias), *as_tuple(up.bias))
         both = fp8_linear(x, (gate.weight, up.weight), biases, gate.fp8, gate.group, gate.sequence_parallel)
         first, second = both.split([gate.weight.shape[0], up.weight.shape[0]], dim=-1)
     else:
@@ -170,7 +170,7 @@ class RowParallelLinear(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.fp8 is not None and runs_fp8():
-            return fp8_linear(x, (self.weight,), given(bias), self.fp8, None, False)
+            return fp8_linear(x, (self.weight,), as_tuple(bias), self.fp8, None, False)
         return plain_linear(x, self.weight, bias)
 
 
@@ -190,7 +190,7 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ids, weight = ctx.saved_tensors
-        return None, hand_over(weight, ctx.target, partial(embedding_gradient, ids, grads[0]))
+        return None, route_gradient(weight, ctx.target, partial(embedding_gradient, ids, grads[0]))
 
 
 def _lookup(ids: Tensor, weight: Tensor) -> Tensor:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.graph import applied
+from fused_ops.graph import apply_or_forward
 from fused_ops.linear import add_bias_gradient, add_weight_gradient, input_gradient, linear
 from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, reduce_scatter
-from megazero.mpu.gradient import hand_over, target_of
+from megazero.mpu.gradient import route_gradient, target_of
 from megazero.mpu.grid import Group
 
 
-def adjacent(weights: tuple[Tensor, ...]) -> Tensor | None:
+def adjacent_view(weights: tuple[Tensor, ...]) -> Tensor | None:
     """All weights [n_i, k] as one view [sum n_i, k], if they are adjacent in one storage; else None."""
     first = weights[0]
     if len(weights) == 1:
@@ -38,28 +38,28 @@ def adjacent(weights: tuple[Tensor, ...]) -> Tensor | None:
     return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
-def given(bias: Tensor | None) -> tuple[Tensor, ...]:
+def as_tuple(bias: Tensor | None) -> tuple[Tensor, ...]:
     """The bias as a tuple of one; an empty tuple for None."""
     return () if bias is None else (bias,)
 
 
-def one_bias(biases: tuple[Tensor, ...]) -> Tensor | None:
+def concatenated_bias(biases: tuple[Tensor, ...]) -> Tensor | None:
     """The biases [n_i] as one [sum n_i]; None if there are none."""
     return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 def _product(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> Tensor:
     """x [..., k] -> [..., sum n_i]."""
-    merged = adjacent(weights)
+    merged = adjacent_view(weights)
     if merged is not None:
-        return linear(x, merged, one_bias(biases))
+        return linear(x, merged, concatenated_bias(biases))
     each = biases or (None,) * len(weights)
     return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, each, strict=True)], dim=-1)
 
 
 def _input_gradient(grad: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     """grad [..., sum n_i] -> [..., k], contiguous, in a storage of its own."""
-    merged = adjacent(weights)
+    merged = adjacent_view(weights)
     if merged is not None:
         return input_gradient(grad, merged)
     pieces = grad.split([weight.shape[0] for weight in weights], dim=-1)
@@ -81,7 +81,7 @@ def _parameter_gradients(
         (*parts, *parts), (*weights, *biases), ctx.targets, needed, strict=False
     ):
         write = partial(add_weight_gradient, part, rows) if parameter.dim() == 2 else partial(add_bias_gradient, part)
-        found.append(hand_over(parameter, target, write) if wanted else None)
+        found.append(route_gradient(parameter, target, write) if wanted else None)
     return found
 
 
@@ -147,20 +147,20 @@ class _BiasBehind(torch.autograd.Function):
         (bias,) = ctx.saved_tensors
         rows = grads[0].contiguous().view(-1, bias.shape[0])
         wanted = ctx.needs_input_grad[1]
-        return grads[0], hand_over(bias, ctx.target, partial(add_bias_gradient, rows)) if wanted else None
+        return grads[0], route_gradient(bias, ctx.target, partial(add_bias_gradient, rows)) if wanted else None
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., n] + bias [n] (None: y). The bias gradient goes to its target. Nothing is communicated."""
     if bias is None:
         return y
-    result: Tensor = applied(_BiasBehind, y, bias)
+    result: Tensor = apply_or_forward(_BiasBehind, y, bias)
     return result
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., k], weight [n, k], bias [n] or None -> [..., n]. Nothing is communicated."""
-    result: Tensor = applied(_Linear, x, None, False, 1, weight, *given(bias))
+    result: Tensor = apply_or_forward(_Linear, x, None, False, 1, weight, *as_tuple(bias))
     return result
 
 
@@ -171,7 +171,7 @@ def column_parallel_linear(
 
     Communicates over `group` as `mpu.layers.ColumnParallelLinear` does.
     """
-    result: Tensor = applied(_Linear, x, group, sequence_parallel, 1, weight, *given(bias))
+    result: Tensor = apply_or_forward(_Linear, x, group, sequence_parallel, 1, weight, *as_tuple(bias))
     return result
 
 
@@ -188,6 +188,6 @@ def column_parallel_linear_pair(
     """
     given = tuple(bias for bias in biases if bias is not None)
     assert len(given) in (0, 2), "both have a bias, or none"
-    both = applied(_Linear, x, group, sequence_parallel, 2, *weights, *given)
+    both = apply_or_forward(_Linear, x, group, sequence_parallel, 2, *weights, *given)
     first, second = both.split([weight.shape[0] for weight in weights], dim=-1)
     return first, second

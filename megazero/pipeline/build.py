@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fused_ops.attention.rule import NOTHING_TRIED, AttentionSupport
+from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from fused_ops.attention.trial import AttentionWorkload, find_support
-from fused_ops.fp8 import refused
+from fused_ops.fp8 import refusal
 from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
@@ -41,7 +41,7 @@ def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
     """The FP8 state that all FP8 layers of this rank share; None without --fp8."""
     if run.optimizer.fp8 == "off":
         return None
-    if grid.device.type == "cuda" and (reason := refused("cuda")):  # needs the GPU, so validation could not tell
+    if grid.device.type == "cuda" and (reason := refusal("cuda")):  # needs the GPU, so validation could not tell
         raise ConfigError([f"--fp8 {run.optimizer.fp8}: {reason}"])
     history = run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else 0
     return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device)

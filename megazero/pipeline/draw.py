@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megazero.pipeline.instruction import Instruction, Op
-from megazero.pipeline.simulate import SimulationReport, Span
+from megazero.pipeline.simulate import ComputationSpan, SimulationReport
 
 Shades = tuple[int, int]
 """Two colours of the 256-colour palette."""
@@ -29,7 +29,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True)
-class Look:
+class DrawOptions:
     """How to draw.
 
     width   columns of the terminal
@@ -50,7 +50,7 @@ class _Cell:
     of: Instruction | None = None
 
 
-def draw(report: SimulationReport, look: Look) -> str:
+def draw(report: SimulationReport, look: DrawOptions) -> str:
     """The picture: bands of rows under a ruler, a legend, then idle time and peak activations of each stage."""
     chunks = 1 + max((span.instruction.chunk for row in report.spans for span in row), default=0)
     split = any(span.instruction.op is Op.BACKWARD_WEIGHT for row in report.spans for span in row)
@@ -118,7 +118,7 @@ def _summary(report: SimulationReport, painter: _Painter, margin: int) -> list[s
 
 
 class _Painter:
-    def __init__(self, look: Look, chunks: int, split: bool) -> None:
+    def __init__(self, look: DrawOptions, chunks: int, split: bool) -> None:
         self.colour, self.chunks, self.split = look.colour, chunks, split
         self.gap = 1
         """Columns that the narrowest block has in addition to its label."""
@@ -131,7 +131,7 @@ class _Painter:
         chunk = _letter(i.chunk) if self.chunks > 1 else ""
         return f"{_LETTERS[i.op]}{i.micro_batch}{chunk}"
 
-    def cells(self, spans: Sequence[Span], scale: float, total: int) -> list[_Cell]:
+    def cells(self, spans: Sequence[ComputationSpan], scale: float, total: int) -> list[_Cell]:
         """A row as columns. Blocks begin and end at rounded columns, so that simultaneous events are aligned."""
         row = [_Cell("·" if self.colour else ".")] * total
         for span in spans:

@@ -27,7 +27,7 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Times:
+class ChunkTimes:
     """Times of one micro-batch, in seconds or any other unit.
 
     forward   of each model chunk
@@ -54,21 +54,23 @@ class Times:
 
 def uniform_times(
     chunks: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
-) -> Times:
+) -> ChunkTimes:
     """The same times for each of `chunks` model chunks. weight: the weights' part of `backward`."""
-    return Times((forward,) * chunks, (backward,) * chunks, message, None if weight is None else (weight,) * chunks)
+    return ChunkTimes(
+        (forward,) * chunks, (backward,) * chunks, message, None if weight is None else (weight,) * chunks
+    )
 
 
 def profiled_times(
     stages: int, virtual_stages: int, forward: float, backward_input: float, backward_weight: float, message: float
-) -> Times:
+) -> ChunkTimes:
     """Times that are given for a whole stage, divided equally among its chunks; that of a message is not divided."""
     v = virtual_stages
     return uniform_times(stages * v, forward / v, (backward_input + backward_weight) / v, message, backward_weight / v)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ComputationSpan:
     """The start and the end of a computation."""
 
     instruction: Instruction
@@ -95,7 +97,7 @@ class SimulationReport:
     bubble: float
     busy: tuple[float, ...]
     peak_activations: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ComputationSpan, ...], ...]
 
     @property
     def own_bubble(self) -> float:
@@ -199,7 +201,7 @@ class _Stage:
     instructions: Sequence[Instruction]
     next: int = 0
     clock: float = 0.0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ComputationSpan] = field(default_factory=list)
     arrivals: dict[tuple[bool, int, int], tuple[Channel, int]] = field(default_factory=dict)
     """For (backward, micro-batch, chunk): the channel of the posted receive and its number in the channel."""
     ended: set[tuple[bool, int, int]] = field(default_factory=set)
@@ -208,7 +210,7 @@ class _Stage:
 
 def simulate(
     schedule: Sequence[Sequence[Instruction]],
-    times: Times,
+    times: ChunkTimes,
     *,
     pick: Callable[[list[int]], int] | None = None,
 ) -> SimulationReport:
@@ -221,7 +223,7 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(self, schedule: Sequence[Sequence[Instruction]], times: Times) -> None:
+    def __init__(self, schedule: Sequence[Sequence[Instruction]], times: ChunkTimes) -> None:
         self.stages = [_Stage(instructions) for instructions in schedule]
         self.times = times
         self.chunks = len(times.forward)
@@ -329,7 +331,7 @@ class _Simulation:
         state.clock = start + self.times.of(i.op, i.model_chunk)
         if i.op is not Op.BACKWARD_WEIGHT:
             state.ended.add((i.is_backward, i.micro_batch, i.model_chunk))
-        state.spans.append(Span(i, start, state.clock))
+        state.spans.append(ComputationSpan(i, start, state.clock))
 
     def _report(self) -> SimulationReport:
         spans = tuple(tuple(stage.spans) for stage in self.stages)

@@ -86,6 +86,6 @@ def step_flops(run: Run) -> int:
     )
 
 
-def flops_again(run: Run) -> int:
+def recompute_step_flops(run: Run) -> int:
     """The operations that recompute adds to `step_flops`, for one sample."""
     return recomputed_flops(run.model, 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)

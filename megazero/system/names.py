@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def is_bare(name: object) -> bool:
+def is_plain_file_name(name: object) -> bool:
     """Whether this is a plain file name: text without separators, not "." or "..", and less than 256 bytes long."""
     if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
         return False

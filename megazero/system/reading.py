@@ -45,7 +45,7 @@ class Bounds:
     """Bytes of a line of jsonl, or of a line that is a document. A text file that is one document is read in pieces
     and may be longer."""
     values: int = 1 << 30
-    "Bytes of memory for the values of one JSON text, as estimated before it is parsed (`held`)."
+    "Bytes of memory for the values of one JSON text, as estimated before it is parsed (`json_memory_bound`)."
     manifest_values: int = 1 << 34
     "The same for a checkpoint's manifest and for the header of one of its files."
     depth: int = 100
@@ -183,7 +183,7 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
     """The object of a JSON file of at most `most` bytes. Raises Unreadable, also for other kinds of values."""
     found = read_json(path, most)
     if not isinstance(found, dict):
-        raise Unreadable(f"{path} holds {kind(found)}, not an object")
+        raise Unreadable(f"{path} holds {json_type(found)}, not an object")
     return found
 
 
@@ -193,7 +193,7 @@ list, an entry of an object.
 """
 
 
-def held(text: str) -> int:
+def json_memory_bound(text: str) -> int:
     """A rough upper bound of the memory in bytes for the values of a JSON text. It can be far larger than the text."""
     return sum(size * text.count(sign) for sign, size in HELD.items())
 
@@ -204,9 +204,10 @@ def parse_json(text: str, where: str, most: int = BOUNDS.values) -> Any:
     where  beginning of error messages
     most   bound of `held(text)`, in bytes
     """
-    if len(text) * max(HELD.values()) > most and held(text) > most:
+    if len(text) * max(HELD.values()) > most and json_memory_bound(text) > most:
         raise Unreadable(
-            f"{where} holds so many values that they may take {held(text):,} bytes of memory, more than {most:,}"
+            f"{where} holds so many values that they may take {json_memory_bound(text):,} bytes of memory, more than "
+            f"{most:,}"
         )
     try:
         found = json.loads(text, parse_int=_whole)
@@ -257,14 +258,14 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(str(name)[:80] for name in islice(names, 20))
 
 
-def about(path: str | Path, error: object) -> str:
+def path_error(path: str | Path, error: object) -> str:
     """`PATH: error`, or just the error if its text begins with the path already."""
     text = str(error)
     rest = text.removeprefix(str(Path(path).expanduser()))
     return text if rest != text and rest.startswith((" ", ":", "/")) else f"{path}: {text}"
 
 
-def kind(value: object) -> str:
+def json_type(value: object) -> str:
     """The kind of a JSON value, in words for a message."""
     names = {
         dict: "an object",

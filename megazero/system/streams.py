@@ -42,7 +42,7 @@ class Stopwatch:
         return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
-class SideCopies:
+class SideStreamCopies:
     """Copies from host memory to the device on a stream of their own, while the device computes.
 
     On devices without streams they are plain copies. From pinned memory, no call waits for the device. The caller may

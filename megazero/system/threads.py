@@ -17,7 +17,7 @@ BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """A variable in the environment of ranks and their children, which torchrun's own environment does not have."""
 
 
-def share(ranks: int) -> int:
+def threads_per_rank(ranks: int) -> int:
     """Threads of each of `ranks` ranks on this host: at least 1, and together no more than there are cores.
 
     The cores are those that the launcher may use. A rank that is bound to some cores gets no more threads than these.
@@ -35,7 +35,7 @@ def cores(processors: set[int]) -> int:
     return len({_siblings(number) for number in processors})
 
 
-def given() -> int | None:
+def threads_set_by_user() -> int | None:
     """The user's OMP_NUM_THREADS; None if it is not set, or if torchrun has set it to 1.
 
     Where the launcher's environment cannot be read (outside Linux), a 1 counts as the user's.

@@ -45,7 +45,7 @@ class Console:
         return getattr(self._stream, name)
 
 
-def outlive_the_console() -> None:
+def survive_lost_console() -> None:
     """Replace stdout and stderr by `Console`s, so that the process goes on when one of them fails."""
     for descriptor in range(3):
         try:

@@ -113,7 +113,7 @@ class MetricsFile:
             raise ForeignFileError(f"{self.path}: {error}") from None
 
 
-def foreign(path: str | Path) -> str | None:
+def why_not_a_metrics_file(path: str | Path) -> str | None:
     """Why lines cannot be appended to this file; None if it is empty, a metrics file, or no regular file (a pipe)."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         return None

@@ -13,7 +13,7 @@ from megazero.telemetry.record import Sink
 
 
 @dataclass(frozen=True)
-class Opening:
+class SinkContext:
     """The arguments of a sink's constructor. Sinks are made on rank 0 before the first step.
 
     run              the run
@@ -28,17 +28,17 @@ class Opening:
     tell: Callable[[str], None]
 
 
-def _metrics_file(of: Opening) -> Sink:
+def _metrics_file(of: SinkContext) -> Sink:
     return MetricsFile(of.run.trainer.metrics_file or "", of.check, of.tell)
 
 
-def _tensorboard(of: Opening) -> Sink:
+def _tensorboard(of: SinkContext) -> Sink:
     from megazero.telemetry.tensorboard import TensorBoard
 
     return TensorBoard(of.run.trainer.tensorboard_dir or "", of.first_iteration, of.tell)
 
 
-BY_FIELD: Mapping[str, Callable[[Opening], Sink]] = MappingProxyType(
+BY_FIELD: Mapping[str, Callable[[SinkContext], Sink]] = MappingProxyType(
     {"metrics_file": _metrics_file, "tensorboard_dir": _tensorboard}
 )
 """Field of `TrainerConfig` that names a file or folder -> a function that makes its sink."""
@@ -51,7 +51,7 @@ def named_places(run: Run) -> dict[str, str]:
     return places | ({"--sinks": " ".join(run.trainer.sinks)} if run.trainer.sinks else {})
 
 
-def open_sinks(of: Opening) -> list[Sink]:
+def open_sinks(of: SinkContext) -> list[Sink]:
     """The sinks of a run. Raises OSError where a file cannot be written, ValueError where a package is missing."""
     named = [make(of) for field, make in BY_FIELD.items() if getattr(of.run.trainer, field)]
     return [*named, *(load(SINKS, name)(of) for name in dict.fromkeys(of.run.trainer.sinks))]

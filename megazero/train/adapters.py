@@ -15,10 +15,10 @@ from megazero.convert.lora.peft import names_for, write_adapters
 from megazero.convert.native import NativeSource
 from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError
-from megazero.convert.stages import fill
+from megazero.convert.stages import copy_box
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import spec_of
-from megazero.train.init_from import opened_alike
+from megazero.train.init_from import open_on_all_ranks
 from megazero.zero.frozen import FrozenParameters
 
 PEFT = "peft"
@@ -89,11 +89,11 @@ def peft_files(run: Run) -> Callable[[Path], None] | None:
 def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
     """Fill this rank's frozen parameters from the checkpoint at `path`; return the name of its format.
 
-    A collective of the world: `opened_alike` and `raise_on_all_ranks`. Raises as `init_from.load_weights` does.
+    A collective of the world: `open_on_all_ranks` and `raise_on_all_ranks`. Raises as `init_from.load_weights` does.
     """
     failure: Exception | None = None
     name = ""
-    opened = opened_alike(path, grid)
+    opened = open_on_all_ranks(path, grid)
     try:
         with opened as source:
             name = source.format
@@ -102,7 +102,7 @@ def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
                 raise ConversionError(f"{source.path} does not fit the model: it has no {', '.join(absent[:20])}")
             for parameter in frozen.by_name.values():
                 spec = spec_of(parameter)
-                fill(parameter.data, spec, source.read(spec.name))
+                copy_box(parameter.data, spec, source.read(spec.name))
     except Exception as error:
         failure = error
     raise_on_all_ranks(grid.world, grid.device, failure)

@@ -23,7 +23,7 @@ from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.arguments import Arguments
 from megazero.train.callbacks import Callbacks
-from megazero.train.embedded import Meeting, agreed, meet, process_groups, settings_of_torch
+from megazero.train.embedded import Rendezvous, process_groups, rendezvous, result_on_all_ranks, settings_of_torch
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.path_checks import missing_files
@@ -152,10 +152,10 @@ def training(
     """
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
     arguments = Arguments(train_data, valid_data, tokenizer, callbacks, handle_signals)
-    meeting = meet()
+    meeting = rendezvous()
     here = meeting.environment
     with settings_of_torch(here):
-        parsed, prepared, world = agreed(lambda: _prepared(run, arguments, meeting), meeting)
+        parsed, prepared, world = result_on_all_ranks(lambda: _prepared(run, arguments, meeting), meeting)
         shared_memory = prepared.run.parallel.shared_memory
         with (
             StopSignals() if handle_signals else nullcontext(StopSignals()) as signals,
@@ -221,7 +221,7 @@ def pretrain(
     return under_way.result
 
 
-def _prepared(given: Given, arguments: Arguments, meeting: Meeting) -> tuple[ParsedArguments, Prepared, World]:
+def _prepared(given: Given, arguments: Arguments, meeting: Rendezvous) -> tuple[ParsedArguments, Prepared, World]:
     """Resolve the run and prepare its data; communicates nothing. Raises ConfigError."""
     here, settings = meeting.environment, _settings(given)
     problems, own = arguments.problems(), OwnData()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fused_ops.attention.rule import Body, choose
-from fused_ops.registry import COMPILED, describe, refused
+from fused_ops.attention.selection import Body, choose
+from fused_ops.registry import COMPILED, describe, refusal
 from megazero.config.count import parameters
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
@@ -27,8 +27,8 @@ from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.pipeline.simulate import simulate
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.flops import flops_again, step_flops, trained_parameters
-from megazero.plan.times import times_of
+from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
+from megazero.plan.times import chunk_times
 from megazero.system import allocator, threads
 from megazero.system import device as devices
 from megazero.telemetry.units import count
@@ -76,7 +76,7 @@ def _ops(run: Run, device: torch.device) -> str:
     if attention.body is not Body.KERNEL:
         bodies["attention"] = attention.body.value
     lines = [("attention", f"{attention.body.value}: {attention.reason}")]
-    if device.type == "cpu" and (why := refused("weight_gradient", compute_dtype(run.optimizer.precision))):
+    if device.type == "cpu" and (why := refusal("weight_gradient", compute_dtype(run.optimizer.precision))):
         lines.append(("weight gradient", f"torch's own: no C++ kernel: {why}"))
     if run.parallel.compile and not ops:
         lines.append(("--compile", "changes nothing: its ops have kernels here, which are faster"))
@@ -133,7 +133,7 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     """(name, text) of the schedule with its bubble, ZeRO's traffic, recompute and CUDA graphs."""
     micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
-    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), times_of(run))
+    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), chunk_times(run))
     widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
     live = max(report.peak_activations)
     lines = [("pipeline", parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
@@ -142,7 +142,7 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
         run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first
     )
     recompute = (
-        f"{run.parallel.recompute_granularity}, {flops_again(run) / step_flops(run):.0%} on top "
+        f"{run.parallel.recompute_granularity}, {recompute_step_flops(run) / step_flops(run):.0%} on top "
         "of the model's operations"
     )
     graphs = (
@@ -208,7 +208,7 @@ def _threads() -> str:
     said = f"{number} thread{'s' * (number != 1)} a rank"
     return (
         f"{said}, as {threads.VARIABLE} says"
-        if threads.given()
+        if threads.threads_set_by_user()
         else f"{said} (the host's cores, divided among its ranks)"
     )
 

@@ -145,13 +145,13 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
         numbers = [number for number, _ in members]
         name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         amounts = (entry.weights, entry.gradients, entry.optimizer, entry.total)
-        words = holds(entry.blocks, embedding=entry.embedding, head=entry.head, chunks=entry.chunks)
+        words = stage_contents(entry.blocks, embedding=entry.embedding, head=entry.head, chunks=entry.chunks)
         rows.append([name, words, count(entry.parameters), *map(size, amounts)])
     headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "total"]
     return table(headings, rows, left=2)
 
 
-def holds(blocks: int, *, embedding: bool, head: bool, chunks: int = 1) -> str:
+def stage_contents(blocks: int, *, embedding: bool, head: bool, chunks: int = 1) -> str:
     """What a stage holds in words: `embedding + 5 blocks`, `6 blocks in 2 chunks`."""
     words = f"{blocks} block{'' if blocks == 1 else 's'}" + (f" in {chunks} chunks" if chunks > 1 else "")
     return " + ".join(["embedding"] * embedding + [words] + ["head"] * head)

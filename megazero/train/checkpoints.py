@@ -15,7 +15,7 @@ from megazero.convert.model_files import model_files
 from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
 from megazero.plan.parameter_specs import specs_of
 from megazero.train.adapters import peft_files
-from megazero.train.logs import refused
+from megazero.train.logs import as_config_error
 from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
 
@@ -34,7 +34,7 @@ def claim_checkpoints(
     checkpoints = Checkpoints(
         run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, group, _each(extra)
     )
-    with refused(f"--save {run.checkpoint.save}"):
+    with as_config_error(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
     return checkpoints
 

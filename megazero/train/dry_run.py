@@ -14,11 +14,11 @@ from megazero.plan.bytes import stage_bytes
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train.banner import schedule_lines
-from megazero.train.path_checks import check_paths, in_the_way, starts_at
-from megazero.train.requirements import unfit
+from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
+from megazero.train.requirements import machine_problems
 
 
-def answer(parsed: ParsedArguments, ranks_here: int) -> str:
+def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
     """The text for standard output. ranks_here: the number of ranks without --world-size and --ranks.
 
     Raises ConfigError with everything that a start would report.
@@ -31,7 +31,7 @@ def answer(parsed: ParsedArguments, ranks_here: int) -> str:
 
 def _verdict(parsed: ParsedArguments, ranks: int) -> str:
     run, problems, left, notes = parsed.run, list[str](), list[str](), [*parsed.notes]
-    against = unfit(run)
+    against = machine_problems(run)
     if parsed.command.world_size is None:
         problems += against
     else:
@@ -42,7 +42,7 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
     else:
         present = check_paths(run, ranks)
         run, problems = present.run, [*problems, *present.problems]
-        notes += in_the_way(run.checkpoint, starts_at(run, present.found)[0])
+        notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
     if problems:
         raise ConfigError(problems)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megazero.config.schema import ParallelConfig
 from megazero.config.source import ConfigError
-from megazero.launch import Environment, World, agent_serves, begin
+from megazero.launch import Environment, World, agent_serves, init_default_group
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.system import threads
@@ -31,7 +31,7 @@ PATIENCE = timedelta(minutes=ParallelConfig().distributed_timeout_minutes)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How the ranks of one run reach each other.
 
     environment  rank, world size and their local counterparts
@@ -44,7 +44,7 @@ class Meeting:
     guest: bool
 
 
-def meet() -> Meeting:
+def rendezvous() -> Rendezvous:
     """Find the ranks of a run. Every rank calls it once for each run; it adds to one number in the launcher's store.
 
     Rank and world size are those of torch's default process group if there is one, else those that torchrun put into
@@ -54,7 +54,7 @@ def meet() -> Meeting:
     if guest:
         here = Environment(dist.get_rank(), here.local_rank, dist.get_world_size(), here.local_world_size)
     if here.world_size == 1:
-        return Meeting(here, None, guest)
+        return Rendezvous(here, None, guest)
     if guest:
         store = dist.distributed_c10d._get_default_store()
     elif "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
@@ -66,7 +66,7 @@ def meet() -> Meeting:
     # Restarted ranks count their calls from one again, but torchrun's store still has the counts of the last attempt.
     base = f"megazero/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     number = store.add(f"{base}/calls of rank {here.rank}", 1)
-    return Meeting(here, dist.PrefixStore(f"{base}/call {number}", store), guest)
+    return Rendezvous(here, dist.PrefixStore(f"{base}/call {number}", store), guest)
 
 
 @cache
@@ -78,7 +78,7 @@ def _launchers_store(address: str, port: int, here: Environment) -> dist.Store:
     )
 
 
-def agreed(find: Callable[[], T], meeting: Meeting) -> T:
+def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
     """Call `find` on every rank, and return its result on this rank if no rank has failed.
 
     Raises what `find` raises here. If it failed only on other ranks, raises a ConfigError with the problems of one of
@@ -109,7 +109,7 @@ def agreed(find: Callable[[], T], meeting: Meeting) -> T:
 
 
 @contextmanager
-def process_groups(world: World, meeting: Meeting, *, shared_memory: bool) -> Iterator[ProcessGrid]:
+def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool) -> Iterator[ProcessGrid]:
     """A context with this rank's grid. Its groups are destroyed at the end of the block; the program's own stay.
 
     Creating and destroying groups are collectives of the world. A ConfigError that leaves the block must be raised on
@@ -120,7 +120,7 @@ def process_groups(world: World, meeting: Meeting, *, shared_memory: bool) -> It
         return
     if not meeting.guest:
         here = meeting.environment
-        begin(world, store=meeting.store, rank=here.rank, world_size=here.world_size)
+        init_default_group(world, store=meeting.store, rank=here.rank, world_size=here.world_size)
     backend = world.backend if meeting.guest else None
     grid = build_grid(world.axes, world.device, world.timeout, shared_memory=shared_memory, guest_backend=backend)
     try:
@@ -131,7 +131,7 @@ def process_groups(world: World, meeting: Meeting, *, shared_memory: bool) -> It
     _end(grid, meeting)
 
 
-def _end(grid: ProcessGrid, meeting: Meeting) -> None:
+def _end(grid: ProcessGrid, meeting: Rendezvous) -> None:
     collectives.barrier(grid.world)
     gc.collect()  # frees reference cycles of the run, which would keep threads waiting for messages
     if not meeting.guest:
@@ -144,7 +144,7 @@ def _end(grid: ProcessGrid, meeting: Meeting) -> None:
 def settings_of_torch(environment: Environment) -> Iterator[None]:
     """Restore process-wide settings of torch after the block: number of threads, deterministic algorithms."""
     number, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(threads.given() or threads.share(environment.local_world_size))
+    torch.set_num_threads(threads.threads_set_by_user() or threads.threads_per_rank(environment.local_world_size))
     try:
         yield
     finally:

@@ -61,7 +61,7 @@ def _packed_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> in
     return datasets.train.epoch_samples
 
 
-def epochs_told(run: Run, datasets: Datasets, samples: int) -> str:
+def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
     """How often the run reads its data in `samples` samples: '16.5 epochs'; of a blend, for each pair."""
     if isinstance(datasets.train, PackedDataset):
         return _words(samples / datasets.train.epoch_samples)
@@ -75,7 +75,7 @@ def epochs_told(run: Run, datasets: Datasets, samples: int) -> str:
     return f"{_number(min(read))} to {_words(max(read))} of {len(read)} pairs"
 
 
-def own_epochs_told(samples: int, rows: int) -> str:
+def own_epochs_text(samples: int, rows: int) -> str:
     """As `epochs_told`, for data of a program: an epoch is `rows` samples."""
     return _words(samples / rows)
 

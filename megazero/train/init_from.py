@@ -25,7 +25,7 @@ from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Box, ParameterSpec
-from megazero.system.reading import about
+from megazero.system.reading import path_error
 from megazero.zero.fragment import Fragment
 from megazero.zero.optimizer import ShardedOptimizer
 
@@ -46,7 +46,7 @@ def model_source(path: str) -> ConfigSource:
             fields = shape_settings(source.model) | _tokenizer(source)
             settings.disputed |= _two_separators(source)
     except (ConversionError, OSError) as error:
-        settings.problems.append(f"--init-from {about(path, error)}")
+        settings.problems.append(f"--init-from {path_error(path, error)}")
         settings.unread = True
         return settings
     for name, value in fields.items():
@@ -75,7 +75,7 @@ def _two_separators(source: Source) -> dict[str, str]:
     }
 
 
-def opened_alike(path: str, grid: ProcessGrid) -> Source:
+def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
     """Open the checkpoint at `path`, the same one on all ranks.
 
     Each rank opens the newest checkpoint of a folder; a newer one may appear before the last rank looks. So rank 0's
@@ -102,13 +102,13 @@ def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> s
     """Fill this rank's weights from the checkpoint at `path`; return a text for the banner.
 
     The text names what was read, and keys that were not used or were filled. If the model has more tokens than the
-    checkpoint, the new rows start as the mean of the others. A collective of the world: `opened_alike`,
+    checkpoint, the new rows start as the mean of the others. A collective of the world: `open_on_all_ranks`,
     `raise_on_all_ranks` and the gathers of `after_load`. Raises ConversionError (on the other ranks a CheckpointError
     with its text) if the checkpoint cannot be read or does not fit the model.
     """
     failure: Exception | None = None
     told = ""
-    opened = opened_alike(path, grid)
+    opened = open_on_all_ranks(path, grid)
     try:
         with opened as source:
             _fill(source, list(optimizer.fragments()))

@@ -11,9 +11,9 @@ from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
 from megazero.system.durable import replace_file
 from megazero.train.banner import banner
-from megazero.train.path_checks import in_the_way
+from megazero.train.path_checks import checkpoints_in_the_way
 from megazero.train.prepare import Prepared
-from megazero.train.resume import Start
+from megazero.train.resume import StartPoint
 
 
 def announce_kernels(grid: ProcessGrid) -> None:
@@ -24,7 +24,12 @@ def announce_kernels(grid: ProcessGrid) -> None:
 
 
 def introduce(
-    run: Run, grid: ProcessGrid, prepared: Prepared, start: Start, fence: Fence | None, parsed: ParsedArguments | None
+    run: Run,
+    grid: ProcessGrid,
+    prepared: Prepared,
+    start: StartPoint,
+    fence: Fence | None,
+    parsed: ParsedArguments | None,
 ) -> None:
     """Print the banner on rank 0, and write the resolved run into the save folder, as a file for `--config`.
 
@@ -35,7 +40,7 @@ def introduce(
         return
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
     said, notes = (None, ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
-    notes = (*notes, *in_the_way(run.checkpoint, start.position.iteration))
+    notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration))
     print(banner(run, grid, prepared.text, start.text, changes, said, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()

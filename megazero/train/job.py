@@ -27,7 +27,7 @@ from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
-from megazero.train.report import report, sample
+from megazero.train.report import report, sample_text
 from megazero.train.resume import resume
 from megazero.train.save_policy import SavePolicy
 from megazero.train.state import TrainingPosition, TrainState
@@ -61,7 +61,7 @@ class Job:
         """Close the log, generate the sample, and print it with the paths of the outputs. A collective of all ranks."""
         self.trainer.log.close()
         self.state.model.wait_parameters()
-        text = sample(self.run, self.stages, self.grid, self.prepared.tokenizer)
+        text = sample_text(self.run, self.stages, self.grid, self.prepared.tokenizer)
         if self.grid.rank == 0:
             report(self.run, text)
 

@@ -16,17 +16,17 @@ from megazero.config.source import ConfigError
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.step_plan import StepPlan
-from megazero.plan.flops import flops_again, step_flops
+from megazero.plan.flops import recompute_step_flops, step_flops
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.record import Rates, Sink
-from megazero.telemetry.sinks import Opening, named_places, open_sinks
+from megazero.telemetry.sinks import SinkContext, named_places, open_sinks
 from megazero.telemetry.steplog import StepLog
 from megazero.train.state import TrainingPosition
 
 
 @contextmanager
-def refused(flag: str) -> Iterator[None]:
+def as_config_error(flag: str) -> Iterator[None]:
     """Raise an OSError or CheckpointError of the block as a ConfigError of this flag.
 
     For the first write to a folder or file: if it fails, the configuration is wrong.
@@ -40,7 +40,9 @@ def refused(flag: str) -> Iterator[None]:
 def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
     """The log of a run's steps, which writes to these sinks. All ranks make one; its peak memory is an all-reduce."""
     peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
-    rates = Rates(float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(flops_again(run)))
+    rates = Rates(
+        float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(recompute_step_flops(run))
+    )
 
     def peak_memory() -> int:
         most = torch.tensor([devices.peak_memory_bytes(grid.device)], dtype=torch.float64, device=grid.device)
@@ -56,10 +58,10 @@ def sinks_of(run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fen
     Raises ConfigError if an output cannot be opened.
     """
     lines, opened = _log_lines(run), list[Sink]()
-    opening = Opening(run, position.iteration + 1, fence.check if fence else None, lines.note)
+    opening = SinkContext(run, position.iteration + 1, fence.check if fence else None, lines.note)
     places = named_places(run)
     if places:
-        with refused(" ".join(f"{flag} {place}" for flag, place in places.items())):
+        with as_config_error(" ".join(f"{flag} {place}" for flag, place in places.items())):
             work = (lambda: opened.extend(open_sinks(opening))) if grid.rank == 0 else None
             attempt_on_all_ranks(grid.world, grid.device, work)
     # Log lines come last: if the terminal is gone and writing them fails, the other sinks have the numbers already.

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megazero.checkpoint.folder import listing
+from megazero.checkpoint.folder import list_checkpoints
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import FoundCheckpoint, find
 from megazero.checkpoint.resume_changes import compare, run_from
@@ -25,8 +25,8 @@ from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
 from megazero.mpu.grid import axes_of
-from megazero.system.reading import about
-from megazero.telemetry.metrics import foreign
+from megazero.system.reading import path_error
+from megazero.telemetry.metrics import why_not_a_metrics_file
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | Non
         and resolved
         and (run.data.data_path or run.data.instruction_data)
     ):
-        problems += other_run(run, found, world_size)
+        problems += resume_problems(run, found, world_size)
     return CheckedPaths(run, tokenizer, found, tuple(problems))
 
 
@@ -83,25 +83,27 @@ def missing_files(run: Run) -> tuple[str, ...]:
     return check_paths(run, None).problems
 
 
-def other_run(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
+def resume_problems(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
     """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
     comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
     return [f"{found.path}: {problem}" for problem in comparison.problems]
 
 
-def starts_at(run: Run, found: FoundCheckpoint | None) -> tuple[int, int]:
+def start_position(run: Run, found: FoundCheckpoint | None) -> tuple[int, int]:
     """The (iteration, consumed samples) that the run starts from."""
     if found is None or run.checkpoint.finetune:
         return 0, 0
     return int(found.progress["iteration"]), int(found.progress["consumed_samples"])
 
 
-def in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
+def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
     """A note if --save holds checkpoints of later iterations than the run starts from; it will replace them.
 
     They are another run's, or the same run's from before it resumed from an earlier checkpoint.
     """
-    later = [] if cfg.save is None else [path for number, path in listing(Path(cfg.save)) if number > iteration]
+    later = (
+        [] if cfg.save is None else [path for number, path in list_checkpoints(Path(cfg.save)) if number > iteration]
+    )
     if not later:
         return []
     pruned = f", and --keep-last-k {cfg.keep_last} deletes those it has passed" if cfg.keep_last else ""
@@ -202,14 +204,18 @@ def _unusable_places(run: Run) -> list[str]:
     if metrics and os.path.isdir(metrics):
         problems.append(f"--metrics-file {metrics}: is a folder; name a file")
     elif metrics and os.path.exists(metrics):
-        wrong = foreign(metrics) if os.access(metrics, os.R_OK | os.W_OK) else "may not be read and written"
+        wrong = (
+            why_not_a_metrics_file(metrics) if os.access(metrics, os.R_OK | os.W_OK) else "may not be read and written"
+        )
         problems += [] if wrong is None else [f"--metrics-file {metrics}: {wrong}"]
     elif metrics and os.path.islink(metrics):
         problems.append(f"--metrics-file {metrics}: is a link, and nothing is where it leads")
     elif metrics:
         folders["--metrics-file"] = os.path.dirname(metrics) or "."
     problems += [
-        f"{flag} {about(folder, wrong)}" for flag, folder in folders.items() if folder and (wrong := _closed(folder))
+        f"{flag} {path_error(folder, wrong)}"
+        for flag, folder in folders.items()
+        if folder and (wrong := _closed(folder))
     ]
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")

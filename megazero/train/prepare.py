@@ -26,9 +26,9 @@ from megazero.mpu.grid import axes_of
 from megazero.optim.step_plan import StepPlan
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
-from megazero.train.epochs import epochs_told, own_epochs_told, with_own_samples, with_samples
-from megazero.train.path_checks import check_paths, starts_at
-from megazero.train.requirements import unfit
+from megazero.train.epochs import epochs_text, own_epochs_text, with_own_samples, with_samples
+from megazero.train.path_checks import check_paths, start_position
+from megazero.train.requirements import machine_problems
 
 DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_PROMPT = "import os\n\n\ndef "
@@ -63,14 +63,14 @@ def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = Non
     own = own or OwnData()
     present = check_paths(run, world_size, own.tokenizer)
     run, tokenizer, found = present.run, present.tokenizer, present.found
-    problems = [*unfit(run), *present.problems, *own.problems(run)]
+    problems = [*machine_problems(run), *present.problems, *own.problems(run)]
     if problems:
         raise ConfigError(problems)
     try:
         if own.train is not None:
             run = with_own_samples(run, len(own.train))
             datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
-            epochs = own_epochs_told(samples_used(run, found), len(own.train))
+            epochs = own_epochs_text(samples_used(run, found), len(own.train))
             text = f"{len(own.train):,} samples of the program's own; {epochs}"
         else:
             run, tokenizer, datasets, text = _named_data(run, tokenizer, found, report)
@@ -92,7 +92,7 @@ def _named_data(
     assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
     run = with_samples(run, tokenizer, report)
     datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
-    return run, tokenizer, datasets, f"{text}; {epochs_told(run, datasets, samples_asked(run, found))}"
+    return run, tokenizer, datasets, f"{text}; {epochs_text(run, datasets, samples_asked(run, found))}"
 
 
 def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:
@@ -169,7 +169,7 @@ def samples_asked(run: Run, found: FoundCheckpoint | None) -> int:
 
 def samples_used(run: Run, found: FoundCheckpoint | None) -> int:
     """The number of training samples consumed at the end of the run: the checkpoint's, and those of its own batches."""
-    return StepPlan(run.schedule).consumed_at_end(*starts_at(run, found))
+    return StepPlan(run.schedule).consumed_at_end(*start_position(run, found))
 
 
 def validation_samples(run: Run) -> int:

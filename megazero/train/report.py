@@ -9,14 +9,14 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.inference.terminal import harmless
+from megazero.inference.terminal import escape_control
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.train.banner_parts import pairs
 
 
-def sample(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: Tokenizer | None) -> str | None:
+def sample_text(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: Tokenizer | None) -> str | None:
     """The prompt of --sample-prompt and the model's continuation; None without a tokenizer or a prompt.
 
     A collective of all ranks. Their parameters must have been gathered.
@@ -42,7 +42,7 @@ def sample(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: Toke
 def report(run: Run, text: str | None) -> None:
     """Print the sample, if there is one, and the paths of the outputs. Called by rank 0."""
     if text is not None:
-        print(f"\nThe model continues {run.trainer.sample_prompt!r}:\n\n{harmless(text)}\n", flush=True)
+        print(f"\nThe model continues {run.trainer.sample_prompt!r}:\n\n{escape_control(text)}\n", flush=True)
     places = {
         "checkpoints": run.checkpoint.save,
         "metrics": run.trainer.metrics_file,

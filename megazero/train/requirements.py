@@ -48,7 +48,7 @@ def _instruction_files(run: Run) -> tuple[str, ...]:
     return (*run.data.instruction_data, *run.data.valid_instruction_data)
 
 
-def absent(run: Run) -> list[str]:
+def missing_packages(run: Run) -> list[str]:
     """Packages that this run's flags need and that are not installed, each with what to install."""
     return [
         f"{package.serves} needs the package {package.name}, which is not installed: pip install {package.name}"
@@ -57,7 +57,7 @@ def absent(run: Run) -> list[str]:
     ]
 
 
-def unmet(run: Run) -> list[str]:
+def unmet_requirements(run: Run) -> list[str]:
     """Flags that this machine cannot serve, each with the reason."""
     kind = devices.kind(run.parallel.device)
     on_cuda = kind == "cuda"
@@ -65,10 +65,14 @@ def unmet(run: Run) -> list[str]:
     if run.parallel.cuda_graphs and not on_cuda:
         problems.append("--cuda-graphs: torch finds no CUDA device here, and --device auto is the CPU")
     if run.optimizer.optimizer_impl == "apex":
-        missing = apex.why_not() if on_cuda else "torch finds no CUDA device here, and it has kernels for nothing else"
+        missing = (
+            apex.unavailable_reason()
+            if on_cuda
+            else "torch finds no CUDA device here, and it has kernels for nothing else"
+        )
         problems += [] if missing is None else [f"--optimizer-impl apex: {missing}"]
     if run.optimizer.fp8 != "off":
-        missing = fp8.why_not(kind)
+        missing = fp8.unavailable_reason(kind)
         problems += (
             []
             if missing is None
@@ -80,10 +84,10 @@ def unmet(run: Run) -> list[str]:
     return problems
 
 
-def unfit(run: Run) -> list[str]:
+def machine_problems(run: Run) -> list[str]:
     """Why this run cannot run on this machine, one sentence for each reason; empty if it can."""
     kernels = _unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]
-    return [*absent(run), *kernels, *unmet(run), *_unusable_extensions(run)]
+    return [*missing_packages(run), *kernels, *unmet_requirements(run), *_unusable_extensions(run)]
 
 
 def _unusable_extensions(run: Run) -> Iterator[str]:

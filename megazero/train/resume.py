@@ -16,7 +16,7 @@ from megazero.train.state import TrainingPosition, TrainState
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """Where a run starts, after its state has been filled.
 
     position  iteration and consumed samples and tokens
@@ -29,7 +29,7 @@ class Start:
 
 def resume(
     run: Run, state: TrainState, checkpoints: Checkpoints, probe_engine: PipelineEngine, grid: ProcessGrid
-) -> Start:
+) -> StartPoint:
     """Fill the state from the checkpoint of `--load`; without one, from `--init-from` or the seed.
 
     A collective of all ranks. Raises Damaged or ValueError for a checkpoint that cannot be loaded, ConversionError for
@@ -40,19 +40,19 @@ def resume(
     beneath = _load_base(run, state, grid)
     if found is None:
         text = _begin(run, state, grid)
-        return Start(TrainingPosition(), text + (f" (no complete checkpoint in {load})" if load else ""))
+        return StartPoint(TrainingPosition(), text + (f" (no complete checkpoint in {load})" if load else ""))
     loaded = checkpoints.load(found)
     read = f"{transfer(loaded.bytes, loaded.seconds)} read"
     probed = check_probe(found.progress.get("probe"), run, probe_engine, grid)
     if run.checkpoint.finetune:
         words = [f"weights of {found.path} (--finetune: everything else anew)", read, *beneath]
-        return Start(TrainingPosition(), "; ".join(words))
+        return StartPoint(TrainingPosition(), "; ".join(words))
     position = TrainingPosition.read(found.progress)
     if not run.checkpoint.no_load_optim:
         state.restore(found.progress)
     unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
     words = [f"{found.path}, iteration {position.iteration}", read, *([probed] if probed else []), *unused]
-    return Start(position, "; ".join(words))
+    return StartPoint(position, "; ".join(words))
 
 
 def _load_base(run: Run, state: TrainState, grid: ProcessGrid) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.background import Outcome
+from megazero.checkpoint.background import SaveOutcome
 from megazero.checkpoint.fence import FenceLost
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.save_phases import SavedCheckpoint
@@ -69,7 +69,7 @@ class SavePolicy:
         if outcome.error is not None:
             self._warn(outcome, "training goes on, and the next save tries again")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Print how a background save has ended, if one has. Communicates nothing."""
         outcome = self._checkpoints.poll()
         if outcome is not None:
@@ -90,7 +90,7 @@ class SavePolicy:
                 if number == tries:
                     raise outcome.error
 
-    def _try(self, position: TrainingPosition) -> Outcome:
+    def _try(self, position: TrainingPosition) -> SaveOutcome:
         """Save on this thread and return the outcome, which is the same on all ranks. Raises `_ENDS_THE_RUN`."""
         record = self._record(position)
         try:
@@ -98,11 +98,11 @@ class SavePolicy:
         except _ENDS_THE_RUN:
             raise
         except Exception as error:
-            return Outcome(position.iteration, error=error)
+            return SaveOutcome(position.iteration, error=error)
         self.saved_at = position.iteration
         self._note(_words(saved))
         self._complete(saved, position.iteration)
-        return Outcome(position.iteration, saved)
+        return SaveOutcome(position.iteration, saved)
 
     def _start(self, position: TrainingPosition) -> None:
         began = time.perf_counter()
@@ -120,7 +120,7 @@ class SavePolicy:
             if isinstance(outcome.error, _ENDS_THE_RUN):
                 raise outcome.error
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: SaveOutcome) -> None:
         if outcome.saved is not None:
             self._note(f"{_words(outcome.saved)}; the step waited {self._waited:.2f} s")
             self._complete(outcome.saved, outcome.iteration)
@@ -137,7 +137,7 @@ class SavePolicy:
         if self._on_saved is not None:
             self._on_saved(saved.path, iteration)
 
-    def _warn(self, outcome: Outcome, then: str) -> None:
+    def _warn(self, outcome: SaveOutcome, then: str) -> None:
         self._note(
             f"WARNING: the checkpoint of iteration {outcome.iteration} could not be written: {outcome.error}. What "
             f"was there before is as it was; {then}"

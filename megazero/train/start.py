@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from megazero.system.allocator import restart_with_settings
-from megazero.telemetry.console import outlive_the_console
+from megazero.telemetry.console import survive_lost_console
 from megazero.telemetry.watchdog import STOPPING, StopSignals
 
 CHECKS = frozenset({"--validate-only", "--print-config"})
@@ -24,13 +24,13 @@ def start_process(arguments: Sequence[str]) -> StopSignals:
     restart_with_settings()
     signals = StopSignals(early=_end)
     if not CHECKS & {*arguments}:
-        outlive_the_console()
+        survive_lost_console()
         signals.__enter__()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # the launcher blocks them until the handlers are installed
     return signals
 
 
 def _end(name: str) -> None:
-    from megazero.launch import Environment, stop_early
+    from megazero.launch import Environment, exit_early
 
-    stop_early(name, Environment.read())
+    exit_early(name, Environment.read())

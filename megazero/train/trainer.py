@@ -85,7 +85,7 @@ class Trainer:
             )
             self.after_step()
             yield step
-            self.stopped_by = self.why_stop()
+            self.stopped_by = self.stop_reason()
             if self.stopped_by is not None:
                 self.log.note(f"stopping: {self.stopped_by}")
 
@@ -145,7 +145,7 @@ class Trainer:
             step_seconds=seconds,
         )
         self.log.step(values)
-        self.tell_compilation(seconds)
+        self.log_compilation_time(seconds)
         return values
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
@@ -153,11 +153,11 @@ class Trainer:
 
         The host does not wait for the device: Python numbers become tensors by a fill, not by a copy.
         """
-        packed = torch.stack([self.wide(value) for value in values])
+        packed = torch.stack([self.to_float64(value) for value in values])
         collectives.all_reduce(packed, self.grid.world).wait()
         return list(packed.unbind())
 
-    def wide(self, value: Tensor | float) -> Tensor:
+    def to_float64(self, value: Tensor | float) -> Tensor:
         """The value as a 0-dim float64 tensor on the device."""
         if isinstance(value, Tensor):
             return value.to(self.grid.device, torch.float64)
@@ -181,7 +181,7 @@ class Trainer:
         """Evaluate and save if the position is at an interval. A collective of all ranks."""
         self.limit_memory()
         if self.save_policy is not None:
-            self.save_policy.look()
+            self.save_policy.poll()
         every, iteration = self.run.trainer.eval_interval, self.position.iteration
         if every and iteration % every == 0 and not self.finished():
             self.evaluate()
@@ -202,7 +202,7 @@ class Trainer:
         elif held > GROWTH * self.usual_memory or devices.host_memory_is_short():
             devices.return_free_memory(self.grid.device)
 
-    def tell_compilation(self, seconds: float) -> None:
+    def log_compilation_time(self, seconds: float) -> None:
         """Log once, if --compile compiles anything, the seconds of the first step (with compilation) and the second."""
         if self.steps_here == 0:
             self.first_seconds = seconds
@@ -212,7 +212,7 @@ class Trainer:
                 f"{seconds:.1f} s"
             )
 
-    def why_stop(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Why all ranks stop after this step; None if they go on.
 
         The step's reduction has carried the requests of all ranks. Raises RuntimeError if the launcher has died.
@@ -225,9 +225,9 @@ class Trainer:
         on_host = self.grid.device.type == "cpu"
         if not on_host and self.position.iteration % self.run.trainer.log_interval:
             return None  # reading the flag waits for the device
-        return (self.signals.name or self.why_asked()) if self.asked_to_stop.item() > 0 else None
+        return (self.signals.name or self.remote_stop_reason()) if self.asked_to_stop.item() > 0 else None
 
-    def why_asked(self) -> str:
+    def remote_stop_reason(self) -> str:
         """Why all ranks stop, on a rank that received no signal: its deadline, a lost fence, or another rank."""
         minutes = self.run.trainer.exit_duration_in_mins
         if self.deadline is not None and time.monotonic() >= self.deadline:

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fused_ops.linear import put
+from fused_ops.linear import write_or_add
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.gradient import Write
@@ -62,7 +62,7 @@ class _Target:
         """Add `parameter.grad`, which autograd has completed. It is None where a layer has used the target itself."""
         gradient = parameter.grad
         if gradient is not None:
-            self.add(partial(put, gradient))
+            self.add(partial(write_or_add, gradient))
             parameter.grad = None
 
 

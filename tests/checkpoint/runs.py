@@ -10,7 +10,7 @@ import torch
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, Run
-from megazero.mpu.grid import Group, ProcessGrid, single_process_grid, solo
+from megazero.mpu.grid import Group, ProcessGrid, single_process_grid, single_rank_group
 from megazero.zero.fragment import Fragment
 from tests.checkpoint.fakes import Layout, Values, fragments_of, global_values
 
@@ -65,7 +65,9 @@ def open_run(
     layout, grid = layout or Layout(), grid or single_process_grid()
     state = FakeState(layout, grid.rank, dtype)
     cfg = replace(CheckpointConfig(save=str(folder), load=str(folder)), **config)  # type: ignore[arg-type]
-    return Checkpoints(cfg, record_of(Run()), state, layout.all_fragments, grid, token, background or solo()), state
+    return Checkpoints(
+        cfg, record_of(Run()), state, layout.all_fragments, grid, token, background or single_rank_group()
+    ), state
 
 
 def save_at(checkpoints: Checkpoints, state: FakeState, *iterations: int) -> None:

@@ -71,7 +71,7 @@ def begin(saves: SavePolicy, state: FakeState, iteration: int) -> None:
 def test_what_is_saved_is_that_of_the_moment(tmp_path: Path, gate: threading.Event) -> None:
     checkpoints, state, saves, told = run_in(tmp_path)
     begin(saves, state, 1)
-    saves.look()
+    saves.poll()
     assert checkpoints.busy and told == [] and resumed_at(tmp_path) is None
     gate.set()
     saves.finish(TrainingPosition(1))
@@ -103,7 +103,7 @@ def test_a_full_disk_is_told_and_the_next_save_tries_again(tmp_path: Path) -> No
     checkpoints, state, saves, told = run_in(tmp_path)
     begin(saves, state, 1)
     checkpoints._background._thread.join()  # type: ignore[union-attr]
-    saves.look()
+    saves.poll()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (1000, limits[1])
@@ -113,7 +113,7 @@ def test_a_full_disk_is_told_and_the_next_save_tries_again(tmp_path: Path) -> No
         checkpoints._background._thread.join()  # type: ignore[union-attr]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    saves.look()
+    saves.poll()
     assert "WARNING: the checkpoint of iteration 2 could not be written: [Errno 27] File too large" in told[1]
     assert "fragments-00001-of-00001.safetensors" in told[1] and "training goes on" in told[1]
     assert resumed_at(tmp_path) == 1 and names(tmp_path) == ["iter_0000001", "latest", "run_token"]
@@ -151,7 +151,7 @@ def test_a_run_that_lost_its_folder_learns_it(tmp_path: Path, gate: threading.Ev
     gate.set()
     checkpoints._background._thread.join()  # type: ignore[union-attr]
     assert not saves.superseded
-    saves.look()
+    saves.poll()
     assert saves.superseded and "belongs to run newer" in told[0]
     with pytest.raises(FenceLost, match="belongs to run newer"):
         saves.finish(TrainingPosition(2))
@@ -176,7 +176,7 @@ def test_what_a_run_begins_as_it_loses_its_folder_goes_with_it(tmp_path: Path, m
     monkeypatch.setattr(folders, "discard", take_over_first)
     begin(saves, state, 1)
     checkpoints._background._thread.join()  # type: ignore[union-attr]
-    saves.look()
+    saves.poll()
     assert taken and saves.superseded and "belongs to run newer" in told[0]
     assert names(tmp_path) == ["run_token"]
 

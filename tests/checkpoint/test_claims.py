@@ -156,4 +156,4 @@ def test_a_latest_that_names_nothing(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(Damaged, match=str(tmp_path / "latest")):
-        folders.newest(tmp_path)
+        folders.newest_checkpoint(tmp_path)

@@ -5,7 +5,7 @@ import torch
 
 from megazero.checkpoint import save_phases
 from megazero.checkpoint.fence import Fence, FenceLost, new_token
-from megazero.mpu.grid import solo
+from megazero.mpu.grid import single_rank_group
 from tests.checkpoint.runs import names, open_run, resumed_at, save_at
 
 
@@ -36,7 +36,7 @@ def test_what_is_gone_stops_the_run_and_is_named(tmp_path):
 
 
 def test_tokens_differ():
-    tokens = {new_token(solo(), torch.device("cpu")) for _ in range(20)}
+    tokens = {new_token(single_rank_group(), torch.device("cpu")) for _ in range(20)}
     assert len(tokens) == 20 and all(len(token) == 32 for token in tokens)
 
 

@@ -134,7 +134,7 @@ def test_leftovers_go_when_a_run_takes_over_and_not_before(tmp_path):
 
 
 def test_a_run_that_lost_the_folder_sweeps_nothing(tmp_path):
-    from megazero.checkpoint.folder import sweep
+    from megazero.checkpoint.folder import remove_leftovers
 
     old, _ = open_run(tmp_path, "old")
     old.claim()
@@ -143,7 +143,7 @@ def test_a_run_that_lost_the_folder_sweeps_nothing(tmp_path):
     (tmp_path / ".tmp-iter_0000002-new").mkdir()
     assert old.fence is not None
     with pytest.raises(FenceLost):
-        sweep(tmp_path, old.fence)
+        remove_leftovers(tmp_path, old.fence)
     assert ".tmp-iter_0000002-new" in names(tmp_path)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megazero.checkpoint.reshard import FlatRange, meet, overlaps, sub_boxes
+from megazero.checkpoint.reshard import FlatRange, intersection, overlaps, sub_boxes
 from megazero.mpu.parameter import Box
 
 
@@ -105,7 +105,7 @@ def test_the_work_does_not_grow_with_rows():
 
 
 def test_spans_apart_share_nothing():
-    assert meet(((0, 2), (0, 4)), ((2, 4), (0, 4))) is None
+    assert intersection(((0, 2), (0, 4)), ((2, 4), (0, 4))) is None
     assert overlaps(FlatRange(((0, 4),), 0, 2), FlatRange(((0, 4),), 2, 4)) == []
     assert overlaps(FlatRange(((0, 4),), 1, 1), FlatRange(((0, 4),), 0, 4)) == []
     assert overlaps(FlatRange(((3, 3), (0, 4)), 0, 0), FlatRange(((0, 3), (0, 4)), 0, 12)) == []

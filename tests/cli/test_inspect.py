@@ -231,7 +231,7 @@ def test_mistakes_have_status_2(root: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 class Given:
-    """`Tensors` of values that are at hand."""
+    """`WindowedTensors` of values that are at hand."""
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors

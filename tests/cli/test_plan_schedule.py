@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megazero.cli.plan_schedule import chosen, main
+from megazero.cli.plan_schedule import main, parse_iterations
 
 
 def show(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def test_any_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_range_of_any_length_is_not_written_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chosen("7,1-99999999999") == [range(7, 8), range(1, 10**11)]
+    assert parse_iterations("7,1-99999999999") == [range(7, 8), range(1, 10**11)]
     (line,) = show(capsys, "--iterations", "9000000000000000", "--train-iters", "10000000000", "--lr", "0.5")
     assert line["consumed_samples"] == 9000000000000000 * line["global_batch_size"]
 

@@ -13,7 +13,7 @@ from megazero.config.count import parameters, parameters_per_layer
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
-from megazero.mpu.grid import solo
+from megazero.mpu.grid import single_rank_group
 from megazero.mpu.parameter import spec_of
 
 BLOOM_SIZES = {
@@ -64,7 +64,9 @@ def test_heads_of_their_own_width_offset_positions_and_biases_apart(activation: 
         model = replace(
             base, num_query_groups=3, kv_channels=10, attention_bias=attention, mlp_bias=mlp, disable_bias_linear=off
         )
-        stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
+        stage = Stage(
+            ModelLayout(model, single_rank_group(), torch.float32, device=torch.device("meta")), whole_model(model)
+        )
         shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
         assert shapes["embedding.position.weight"] == (9, 24)
         assert shapes["blocks.0.attention.qkv.weight"] == (120, 24) and shapes["blocks.0.attention.output.weight"] == (
@@ -91,7 +93,9 @@ def test_counts_are_those_of_a_built_model(position: str, norm: str, activation:
     for values, groups, width in product(product((False, True), repeat=3), (None, 2), (None, 30)):
         flags: dict[str, Any] = dict(zip(FLAGS, values, strict=True))
         model = replace(base, num_query_groups=groups, ffn_hidden_size=width, **flags)
-        stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
+        stage = Stage(
+            ModelLayout(model, single_rank_group(), torch.float32, device=torch.device("meta")), whole_model(model)
+        )
         counts = parameters_per_layer(model)
         built = [
             sum({spec_of(p).name: spec_of(p).stored_numel for p in unit.parameters()}.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fused_ops.attention.rule import ASKED, AttentionSupport, Case, obstacle
+from fused_ops.attention.selection import ASKED, AttentionCase, AttentionSupport, obstacle
 from megazero.config.dtypes import compute_dtype
 from megazero.config.effects import EFFECTS
 from megazero.config.options import run_options
@@ -604,7 +604,9 @@ def test_attention_is_refused_for_what_the_rule_of_its_bodies_refuses_on_every_m
         against = [
             obstacle(
                 ASKED[asked],
-                Case(kind, compute_dtype(precision), size, 384, positions == "alibi", documents, dropout > 0, **fit),
+                AttentionCase(
+                    kind, compute_dtype(precision), size, 384, positions == "alibi", documents, dropout > 0, **fit
+                ),
                 AttentionSupport(length=384, flex=""),
                 asked=True,
             )

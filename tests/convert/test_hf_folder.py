@@ -27,7 +27,7 @@ from megazero.data.train_bpe import train_bpe
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
-from megazero.mpu.grid import solo
+from megazero.mpu.grid import single_rank_group
 from tests.convert.hf_models import CASES, saved
 from tests.convert.sources import made
 from tests.convert.test_hf_config import FRESH
@@ -148,7 +148,7 @@ OWN = FRESH | {
 def test_a_model_of_our_own_in_transformers(name: str, tmp_path: Path) -> None:
     """Logits in float64 of what transformers makes of the folder are those of the stage."""
     source = written(OWN[name], tmp_path / "x", data=DataConfig(eod_id=4))
-    stage = Stage(ModelLayout(source.model, solo(), torch.float64), whole_model(source.model))
+    stage = Stage(ModelLayout(source.model, single_rank_group(), torch.float64), whole_model(source.model))
     fill_stages([stage], source)
     ids = torch.randint(0, 90, (2, 20), generator=torch.Generator().manual_seed(3))
     with in_float64(), torch.no_grad():

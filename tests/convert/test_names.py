@@ -33,7 +33,7 @@ from megazero.convert.universal.consolidated import _told_by
 from megazero.convert.universal.folders import checkpoint_folder as universal_folder
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
-from megazero.system.names import is_bare
+from megazero.system.names import is_plain_file_name
 from tests.convert.sources import BLOOM, made
 
 SECRET = "the key to everything"
@@ -176,5 +176,5 @@ def test_names_in_a_distributed_checkpoint_are_bare(name: str, tmp_path: Path, m
 
 
 def test_bare_names() -> None:
-    assert all(map(is_bare, ("a", "model-00001-of-00002.safetensors", ".metadata", "...", "Größe")))
-    assert not any(map(is_bare, ("", ".", "..", "a/b", "/a", "a\0", "a" * 256, None, 3)))
+    assert all(map(is_plain_file_name, ("a", "model-00001-of-00002.safetensors", ".metadata", "...", "Größe")))
+    assert not any(map(is_plain_file_name, ("", ".", "..", "a/b", "/a", "a\0", "a" * 256, None, 3)))

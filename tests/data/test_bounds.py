@@ -13,7 +13,7 @@ import pytest
 
 from megazero.data import documents as module
 from megazero.data.conversations import ConversationEncoder, read_conversations
-from megazero.data.documents import documents, opened
+from megazero.data.documents import documents, open_documents
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import ReaderOptions, raw_batches, text_of
 from megazero.data.progress import silent
@@ -57,7 +57,7 @@ def test_a_document_has_a_largest_size(bomb: bytes, tmp_path: Path, monkeypatch:
     path.write_bytes(bomb)
     tracemalloc.start()
     with (
-        opened(path) as reading,
+        open_documents(path) as reading,
         pytest.raises(DataError, match=r"x\.jsonl\.zst, line 1 is longer than 4,194,304 bytes"),
     ):
         list(documents(reading, path, True, "line"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data.cache import cached_arrays, key_of, once
+from megazero.data.cache import build_once, cached_arrays, key_of
 from megazero.data.file_array import DataError
 from megazero.data.progress import silent
 from tests.disks import small_disk
@@ -58,7 +58,7 @@ def test_waiting_ranks_say_what_they_wait_for(tmp_path, monkeypatch):
     while not (tmp_path / "builders").exists():
         time.sleep(0.02)
     said: list[str] = []
-    once(tmp_path, key_of("slow", FACTS), lambda folder, say: None, said.append)
+    build_once(tmp_path, key_of("slow", FACTS), lambda folder, say: None, said.append)
     first.join()
     assert any("half way" in line and f"process {first.pid}" in line for line in said)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megazero.data.blend import blend_index, built, normalise, wanted
+from megazero.data.blend import blend_index, normalise_weights, planned_samples, samples_to_build
 from megazero.data.indexed import DataError
-from megazero.data.orders import EpochPlan, build_orders, plan, split_bounds
+from megazero.data.orders import EpochPlan, build_orders, plan_epochs, split_bounds
 
 
 def plain_sample_index(lengths, documents, seq_length, samples):
@@ -65,7 +65,7 @@ def test_orders_equal_plain_loops(seed):
         first, last, tokens = 0, count, int(lengths.sum())
     seq_length = int(choose.choice([1, 2, 3, 7, 16, 50]))
     requested = [None, 0, 1, choose.randint(1, 40), 1 + (3 * tokens) // seq_length][choose.randint(5)]
-    how = plan(tokens, seq_length, requested)
+    how = plan_epochs(tokens, seq_length, requested)
     mine = build_orders(lengths, first, last, seq_length, seed, how)
     spec = plain_orders(lengths, first, last, seq_length, seed, requested)
     for name, expected in spec.items():
@@ -76,10 +76,10 @@ def test_orders_equal_plain_loops(seed):
 
 def test_both_ways_of_the_last_epoch_are_tried():
     """T = 1000, S = 10: 99 samples per epoch; the last epoch is apart below int(0.8 * 99) = 79 samples."""
-    assert plan(1000, 10, 99) == EpochPlan(1, 99, 99)
-    assert plan(1000, 10, 99 + 78) == EpochPlan(2, 199, 99)
-    assert plan(1000, 10, 99 + 79) == EpochPlan(2, 199, 199)
-    assert plan(1000, 10, 0) == plan(1000, 10, None) == EpochPlan(1, 99, 99)
+    assert plan_epochs(1000, 10, 99) == EpochPlan(1, 99, 99)
+    assert plan_epochs(1000, 10, 99 + 78) == EpochPlan(2, 199, 99)
+    assert plan_epochs(1000, 10, 99 + 79) == EpochPlan(2, 199, 199)
+    assert plan_epochs(1000, 10, 0) == plan_epochs(1000, 10, None) == EpochPlan(1, 99, 99)
 
 
 def test_a_boundary_is_offset_zero_of_the_next_document_and_empty_ones_are_passed():
@@ -125,7 +125,7 @@ def plain_blend(shares, size):
 
 
 def _same(weights, size):
-    shares = normalise(weights)
+    shares = normalise_weights(weights)
     mine = blend_index(shares, size)
     dataset, item = plain_blend(shares, size)
     assert mine["dataset_index"].dtype == np.int16 and mine["dataset_sample_index"].dtype == np.int64
@@ -156,14 +156,14 @@ def test_blend_over_several_blocks(monkeypatch):
 
 
 def test_blend_sizes():
-    shares = normalise([0.6, 0.3, 0.1])
-    assert sum(wanted(shares, 100)) in (100, 101, 102, 103) and built(shares, 100) == [
-        -(-count * 1005 // 1000) for count in wanted(shares, 100)
+    shares = normalise_weights([0.6, 0.3, 0.1])
+    assert sum(planned_samples(shares, 100)) in (100, 101, 102, 103) and samples_to_build(shares, 100) == [
+        -(-count * 1005 // 1000) for count in planned_samples(shares, 100)
     ]
-    assert blend_index(normalise([2.0]), 3)["dataset_sample_index"].tolist() == [0, 1, 2]
+    assert blend_index(normalise_weights([2.0]), 3)["dataset_sample_index"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("weights", [[0.0, 1.0], [-1.0, 2.0], [float("nan")], [float("inf"), 1.0], []])
 def test_wrong_weights(weights):
     with pytest.raises(DataError, match="weights"):
-        normalise(weights)
+        normalise_weights(weights)

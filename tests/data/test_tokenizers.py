@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.data.gpt2 import GPT2Tokenizer, byte_symbols, join
+from megazero.data.gpt2 import GPT2Tokenizer, apply_merges, byte_symbols
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -124,7 +124,7 @@ def lists_of_merges(draw) -> dict[tuple[int, int], tuple[int, int]]:
 @settings(max_examples=400, deadline=None)
 @given(merges=lists_of_merges(), ids=st.lists(st.integers(0, 3), max_size=60))
 def test_pairs_are_joined_as_the_original_joins_them(merges, ids):
-    assert join(ids, merges) == joined_in_passes(list(ids), merges)
+    assert apply_merges(ids, merges) == joined_in_passes(list(ids), merges)
 
 
 def test_a_long_word_takes_steps_as_it_has_letters(trained):
@@ -141,7 +141,7 @@ def test_a_long_word_takes_steps_as_it_has_letters(trained):
     word = "".join(random.Random(1).choice(("the", "cat", "sat", "dog", "x", "mat")) for _ in range(15_000))
     letters = [mine._first[ord(letter)] for letter in word]
     merges = Counting(mine.merges)
-    ids = join(letters, merges)
+    ids = apply_merges(letters, merges)
     assert len(word) > 35_000 and len(ids) < 30_000 and merges.looked < 4 * len(word)
     assert mine.encode(word) == ids, "the library joins the same"
     assert mine._library is not None

@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from megazero.checkpoint import blocks, folder, save_phases
 from megazero.cli.training import train
-from megazero.launch import Environment, exit_status, leave
+from megazero.launch import Environment, exit_now, exit_status
 from megazero.telemetry import watchdog
-from megazero.telemetry.console import outlive_the_console
+from megazero.telemetry.console import survive_lost_console
 from megazero.train.save_policy import SavePolicy
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
@@ -176,7 +176,7 @@ def program(halts: Sequence[Halt], flags: Sequence[str]) -> None:
     for halt in halts:
         if halt.rank == here.rank:
             POINTS[halt.point](halt)
-    leave(exit_status(lambda: train(list(flags), here), here))
+    exit_now(exit_status(lambda: train(list(flags), here), here))
 
 
 def forked(ranks: int, flags: Sequence[object], output: Path, halts: Sequence[Halt] = ()) -> BaseProcess:
@@ -216,7 +216,7 @@ def launcher(ranks: int, flags: list[str], output: str, halts: Sequence[Halt]) -
 def _rank(rank: int, ranks: int, port: str, halts: Sequence[Halt], flags: list[str]) -> None:
     """A process between torchrun and the program: never returns."""
     torch.set_num_threads(1)
-    outlive_the_console()
+    survive_lost_console()
     world = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fused_ops.attention
 import fused_ops.compiled
-from fused_ops.attention.rule import AttentionSupport, Case, Choice
+from fused_ops.attention.selection import AttentionCase, AttentionChoice, AttentionSupport
 from megazero.checkpoint.manager import find
 from megazero.config.parse import ConfigError, parse_arguments
 from megazero.data.progress import silent
@@ -233,7 +233,7 @@ def _spy_on_ops(seen: Seen, patch: pytest.MonkeyPatch) -> None:
     choose, runs_compiled = fused_ops.attention.choose, fused_ops.compiled.runs_compiled
     bodies, compiled = list[str](), set[bool]()
 
-    def chosen(case: Case, support: AttentionSupport) -> Choice:
+    def chosen(case: AttentionCase, support: AttentionSupport) -> AttentionChoice:
         choice = choose(case, support)
         if case.recorded:
             bodies.append(choice.body.value)

@@ -19,7 +19,7 @@ from megazero.evaluation.windows import Window
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
-from megazero.mpu.grid import single_process_grid, solo
+from megazero.mpu.grid import single_process_grid, single_rank_group
 from tests.evaluation.models import VOCABULARY, model, ragged, run_of, scorer_on, scores_on_rank
 from tests.ranks import run_ranks
 
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def reference(shape: ModelConfig, windows: list[Window]) -> list[tuple[float, bool]]:
     """One window after the other, without padding, from the whole logits."""
-    stage = Stage(ModelLayout(shape, solo(), torch.float64), whole_model(shape))
+    stage = Stage(ModelLayout(shape, single_rank_group(), torch.float64), whole_model(shape))
     initialise(stage, 5)
     stage.eval()
     found = []
@@ -65,7 +65,7 @@ def likely(shape: ModelConfig, count: int) -> list[Window]:
     """Windows whose scored tokens are the likeliest ones, as `reference` finds them: greedy must be told from nearly
     greedy.
     """
-    stage = Stage(ModelLayout(shape, solo(), torch.float64), whole_model(shape))
+    stage = Stage(ModelLayout(shape, single_rank_group(), torch.float64), whole_model(shape))
     initialise(stage, 5)
     stage.eval()
     start = torch.arange(count, dtype=torch.int64)[:, None] + 3

@@ -16,7 +16,7 @@ import pytest
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from fused_ops.native.binding import Library
-from fused_ops.native.cache import built
+from fused_ops.native.cache import find_or_build
 from fused_ops.native.compile import Target
 
 STAND_IN = Path(__file__).with_name("stand_in.h")
@@ -40,7 +40,9 @@ def kernels_of(folder: Path, habits: Mapping[str, str], monkeypatch: pytest.Monk
     version = hashlib.sha256(STAND_IN.read_bytes()).hexdigest()[:16]
     stands_in = f"'-DMZ_BORROWED=\"{STAND_IN}\"'", f"-DMZ_STAND_IN=0x{version}"
     flags = (*compiling.FLAGS, *compiling.WARNINGS, *compiling.LEVELS[base.level], *stands_in)
-    own = shutil.copyfile(built(Target(f"stand_in_{base.level}", "torch", flags)), folder / f"{next(_numbers)}.so")
+    own = shutil.copyfile(
+        find_or_build(Target(f"stand_in_{base.level}", "torch", flags)), folder / f"{next(_numbers)}.so"
+    )
     for kind in ("FP32", "BF16", "FP16"):
         monkeypatch.delenv(f"BLOCK_PRODUCT_{kind}", raising=False)
     for kind, habit in habits.items():

@@ -107,9 +107,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, module: object
     """Not installed, or one without what is needed."""
     monkeypatch.setitem(sys.modules, "amp_C", module)
     assert apex.extension() is None
-    said = apex.why_not()
+    said = apex.unavailable_reason()
     assert said is not None and "not on PyPI" in said and "github.com/NVIDIA/apex" in said
 
 
 def test_nothing_is_missing(installed: None) -> None:
-    assert apex.why_not() is None
+    assert apex.unavailable_reason() is None

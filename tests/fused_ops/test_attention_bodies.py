@@ -24,8 +24,17 @@ from fused_ops.attention import flex as attention_flex
 from fused_ops.attention import trial as attention_trial
 from fused_ops.attention.flex import BLOCK, causal_blocks, flex_attention, flex_body, visible_blocks
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.rule import ASKED, NOTHING_TRIED, ORDER, AttentionSupport, Body, Case, choose, obstacle
 from fused_ops.attention.sdpa import efficient_attention, flash_attention, heads_of
+from fused_ops.attention.selection import (
+    ASKED,
+    NOTHING_TRIED,
+    ORDER,
+    AttentionCase,
+    AttentionSupport,
+    Body,
+    choose,
+    obstacle,
+)
 from fused_ops.attention.trial import AttentionWorkload, find_support, problem
 from fused_ops.softmax import alibi_slopes
 
@@ -33,9 +42,9 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 READY = AttentionSupport(length=512, flex="")
 
 
-def case(dtype: torch.dtype = BF16, head_dim: int = 64, length: int = 512, **facts: Any) -> Case:
+def case(dtype: torch.dtype = BF16, head_dim: int = 64, length: int = 512, **facts: Any) -> AttentionCase:
     given: dict[str, Any] = {"kind": "cuda", "capability": (9, 0), **facts}
-    return Case(dtype=dtype, head_dim=head_dim, length=length, **given)
+    return AttentionCase(dtype=dtype, head_dim=head_dim, length=length, **given)
 
 
 CPU: dict[str, Any] = {"kind": "cpu", "capability": None}
@@ -82,7 +91,7 @@ RULE = [
 
 
 @pytest.mark.parametrize(("asked", "support", "body", "reason"), RULE)
-def test_the_rule(asked: Case, support: AttentionSupport, body: Body, reason: str) -> None:
+def test_the_rule(asked: AttentionCase, support: AttentionSupport, body: Body, reason: str) -> None:
     found = choose(asked, support)
     assert found.body is body
     assert re.search(reason, found.reason), found.reason
@@ -102,7 +111,7 @@ def test_the_rule(asked: Case, support: AttentionSupport, body: Body, reason: st
         (case(**CPU), "flex", "CUDA only"),
     ],
 )
-def test_a_forced_body_that_cannot_is_an_error(asked: Case, forced: str, reason: str) -> None:
+def test_a_forced_body_that_cannot_is_an_error(asked: AttentionCase, forced: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"--attention {forced} cannot run: .*{reason}"):
         choose(asked, replace(READY, asked=forced))
 

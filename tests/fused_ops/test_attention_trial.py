@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fused_ops.attention import trial as attention_trial
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.rule import Body
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.attention.selection import Body
 from fused_ops.attention.trial import AttentionWorkload, failure
 from tests.fused_ops.test_attention_bodies import BF16, FP16, FP32, FP64, in_eager, with_gradients
 

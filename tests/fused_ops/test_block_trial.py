@@ -13,7 +13,7 @@ import torch
 
 from fused_ops import linear, registry
 from fused_ops.attention import kernel, trial
-from fused_ops.attention.rule import Body, choose
+from fused_ops.attention.selection import Body, choose
 from fused_ops.attention.trial import AttentionWorkload
 from fused_ops.linear import add_weight_gradient
 from fused_ops.native import library

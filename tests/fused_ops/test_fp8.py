@@ -177,12 +177,12 @@ def test_measure_sees_nan_and_infinity() -> None:
 
 
 def test_an_old_card_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fp8.why_not("cpu") is None
+    assert fp8.unavailable_reason("cpu") is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100-SXM4-80GB")
-    assert "A100-SXM4-80GB (compute capability 8.0)" in str(fp8.why_not("cuda"))
+    assert "A100-SXM4-80GB (compute capability 8.0)" in str(fp8.unavailable_reason("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
-    assert fp8.why_not("cuda") is None
+    assert fp8.unavailable_reason("cuda") is None
 
 
 def test_a_torch_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_torch_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NotImplementedError("no kernel for aten::_scaled_mm")
 
     monkeypatch.setattr(torch, "_scaled_mm", missing)
-    assert "no FP8 products on cpu: no kernel" in str(fp8.why_not("cpu"))
+    assert "no FP8 products on cpu: no kernel" in str(fp8.unavailable_reason("cpu"))
 
 
 @pytest.mark.parametrize("fault", ["zeros", "no scale", "no bias", "another row"])
@@ -206,6 +206,6 @@ def test_products_that_run_and_are_wrong_are_refused(fault: str, monkeypatch: py
         made = right(a, b, scale_a=scale_a, scale_b=scale_b, bias=None if fault == "no bias" else bias, **given)
         return made.zero_() if fault == "zeros" else made.roll(1, 0) if fault == "another row" else made
 
-    assert fp8.refused("cpu") is None
+    assert fp8.refusal("cpu") is None
     monkeypatch.setattr(torch, "_scaled_mm", wrong)
-    assert "has wrong FP8 products on cpu: its numbers are off by" in str(fp8.refused("cpu"))
+    assert "has wrong FP8 products on cpu: its numbers are off by" in str(fp8.refusal("cpu"))

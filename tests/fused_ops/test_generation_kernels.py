@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_ops.attention.cached import cached_attention, keep
+from fused_ops.attention.cached import cached_attention, store_keys_values
 from fused_ops.attention.reference import reference_attention
-from fused_ops.graph import applied
+from fused_ops.graph import apply_or_forward
 from fused_ops.linear import FEW, linear
 from fused_ops.softmax import alibi_slopes
 from tests.fused_ops.levels import (
@@ -81,7 +81,9 @@ class Kept:
         self.whole = drawn(20, 3, groups * (repeats + 2) * head_dim, dtype=dtype)
         self.keys, self.values = (torch.full((4, groups, 24, head_dim), torch.nan, dtype=dtype) for _ in range(2))
         for row, start in enumerate(self.starts.tolist()):
-            keep(self.whole[:start, row : row + 1], self.keys, self.values, self.slots[row : row + 1], *self.heads)
+            store_keys_values(
+                self.whole[:start, row : row + 1], self.keys, self.values, self.slots[row : row + 1], *self.heads
+            )
 
     def new(self) -> Tensor:
         """The projection of the new tokens, [count, 3, ...]."""
@@ -139,7 +141,9 @@ def test_scores_of_any_size() -> None:
 
 def _again(kept: Kept) -> Kept:
     for row, start in enumerate(kept.starts.tolist()):
-        keep(kept.whole[:start, row : row + 1], kept.keys, kept.values, kept.slots[row : row + 1], *kept.heads)
+        store_keys_values(
+            kept.whole[:start, row : row + 1], kept.keys, kept.values, kept.slots[row : row + 1], *kept.heads
+        )
     return kept
 
 
@@ -156,10 +160,10 @@ def test_a_forward_without_autograd_is_the_same() -> None:
             return 2 * grad
 
     x = torch.ones(3, requires_grad=True)
-    applied(Doubled, x).sum().backward()
+    apply_or_forward(Doubled, x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [2, 2, 2]
     with torch.no_grad():
-        assert applied(Doubled, x).tolist() == [2, 2, 2]
+        assert apply_or_forward(Doubled, x).tolist() == [2, 2, 2]
 
 
 def test_there_are_levels() -> None:

@@ -51,9 +51,9 @@ def put(cache: Path, level: str, compiler: str) -> Path:
 def test_without_a_compiler_what_another_machine_compiled_serves(cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     made = put(cache, "generic", "01234567")
-    assert kept.built(cpu_target("generic")) == made
+    assert kept.find_or_build(cpu_target("generic")) == made
     with pytest.raises(CompileError, match="no-such-compiler"):
-        kept.built(cpu_target("avx2"))
+        kept.find_or_build(cpu_target("avx2"))
 
 
 def test_another_compiler_compiles_for_itself(cache, monkeypatch):
@@ -61,6 +61,6 @@ def test_another_compiler_compiles_for_itself(cache, monkeypatch):
     monkeypatch.setattr(compiling, "compiler", lambda kind: "some-compiler")
     monkeypatch.setattr(compiling, "compiler_version", lambda command: f"{command} 1")
     monkeypatch.setattr(compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
-    found = kept.built(cpu_target("generic"))
+    found = kept.find_or_build(cpu_target("generic"))
     assert found.exists() and found != made and found.parent.parent == made.parent.parent
-    assert kept.built(cpu_target("generic")) == found
+    assert kept.find_or_build(cpu_target("generic")) == found

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from fused_ops.attention import causal_attention
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.rule import Body, Choice, choose
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.attention.selection import AttentionChoice, Body, choose
 from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.softmax import alibi_slopes
 from megazero.system.device import cuda_available
@@ -152,7 +152,7 @@ def test_flex_keeps_no_scores() -> None:
     assert torch.cuda.max_memory_allocated(CARD) - before < 512 * 2**20
 
 
-def chosen(workload: AttentionWorkload, asked: str = "auto") -> Choice:
+def chosen(workload: AttentionWorkload, asked: str = "auto") -> AttentionChoice:
     return choose(workload.case(CARD), find_support(asked, workload, CARD))
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_ops.fp8 import E4M3, E5M2, Quantised, add_weight_gradient, empty, fill, product, why_not
+from fused_ops.fp8 import E4M3, E5M2, Quantised, add_weight_gradient, empty, fill, product, unavailable_reason
 from megazero.system.device import cuda_available
 from tests.e2e.command import metrics, relative, run
 from tests.gpu.jobs import Outcome, assert_equal, deterministic_again, flags_of, job_on_card, train
 from tests.gpu.synchronisation import raise_on_synchronisation
 
-_MISSING = why_not("cuda") if cuda_available() else "torch finds no NVIDIA GPU on this machine"
+_MISSING = unavailable_reason("cuda") if cuda_available() else "torch finds no NVIDIA GPU on this machine"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 
 NUMBERS = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-3"]

@@ -40,7 +40,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_graphs_train_as_ever(name: str, corpus: Path, tmp_path: Path) -> None:
-    if name == "FP8" and (missing := fp8.why_not("cuda")):
+    if name == "FP8" and (missing := fp8.unavailable_reason("cuda")):
         pytest.skip(missing)
     flags = flags_of([*NUMBERS, *RUNS[name], "--train-iters", "20"], corpus, tmp_path / "cache")
     with deterministic_again():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megazero.mpu import collectives
-from megazero.mpu.grid import Axes, Coordinates, Group, ProcessGrid, solo, stream_options
+from megazero.mpu.grid import Axes, Coordinates, Group, ProcessGrid, single_rank_group, stream_options
 from megazero.system import device as devices
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 from tests.gpu.synchronisation import raise_on_synchronisation
@@ -49,7 +49,20 @@ def one_rank(backend: str, device: torch.device) -> Iterator[ProcessGrid]:
     )
     assert isinstance(made, dist.ProcessGroup)
     dp = Group((0,), 0, made)
-    yield ProcessGrid(Axes(), 0, Coordinates(0, 0, 0, 0), device, world, solo(), solo(), dp, solo(), dp, dp, timeout)
+    yield ProcessGrid(
+        Axes(),
+        0,
+        Coordinates(0, 0, 0, 0),
+        device,
+        world,
+        single_rank_group(),
+        single_rank_group(),
+        dp,
+        single_rank_group(),
+        dp,
+        dp,
+        timeout,
+    )
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ from megazero.cli.generation import generate_on
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import chat_tokens
-from megazero.inference.conversation import asked, of_user
+from megazero.inference.conversation import start_messages, user_message
 from megazero.inference.generation_config import applicable_defaults, generation_defaults
 from megazero.inference.terminal import Terminal
 from megazero.inference.text_generator import TextGenerator
@@ -78,9 +78,9 @@ def their_answer(folder: Path, turns: list[dict[str, str]], ends: Sequence[int])
 
 
 def their_conversation(folder: Path, system: str | None) -> list[tuple[list[int], str]]:
-    turns, found = asked(system), []
+    turns, found = start_messages(system), []
     for line in LINES:
-        turns.append(of_user(line))
+        turns.append(user_message(line))
         found.append(their_answer(folder, turns, (0, END)))
         turns.append({"role": "assistant", "content": found[-1][1]})
     return found
@@ -89,7 +89,7 @@ def their_conversation(folder: Path, system: str | None) -> list[tuple[list[int]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = folder_of(tmp_path_factory.mktemp("chat"))
-    new, _ = their_answer(folder, [of_user(LINES[0])], (0,))
+    new, _ = their_answer(folder, [user_message(LINES[0])], (0,))
     ending(folder, new[5])
     return folder
 
@@ -192,7 +192,7 @@ def test_without_a_flag_generation_config_counts(
     (folder / "generation_config.json").write_text(json.dumps(config))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
-        [of_user(LINES[2])], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        [user_message(LINES[2])], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     with in_float64(), torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -251,7 +251,10 @@ def test_an_answer_in_a_program(template: str, model: Path, tmp_path: Path) -> N
     write_tokenizer(tmp_path, template)
     opened = megazero.convert.loading.load(tmp_path, precision="fp64")
     ends = (0, 0 if template is INSTRUCT else END)
-    for turns in ([of_user(LINES[0])], [of_user(LINES[1]), {"role": "assistant", "content": "x"}, of_user(LINES[2])]):
+    for turns in (
+        [user_message(LINES[0])],
+        [user_message(LINES[1]), {"role": "assistant", "content": "x"}, user_message(LINES[2])],
+    ):
         assert opened.chat(turns, LENGTH) == their_answer(tmp_path, turns, ends)[1]
     with pytest.raises(DataError, match="a list of turns"):
         opened.chat([])
@@ -260,13 +263,13 @@ def test_an_answer_in_a_program(template: str, model: Path, tmp_path: Path) -> N
 def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     folder_of(tmp_path, None)
     with pytest.raises(DataError, match="has no chat template"):
-        megazero.convert.loading.load(tmp_path).chat([of_user("x")])
+        megazero.convert.loading.load(tmp_path).chat([user_message("x")])
     args = parser().parse_args(["--load", str(tmp_path), "--chat", "--prompt", "x"])
     with pytest.raises(DataError, match=r"--chat: .* has no chat template"):
         generate_on(args, single_process_grid())
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="leads to no tokenizer"):
-        megazero.convert.loading.load(tmp_path).chat([of_user("x")])
+        megazero.convert.loading.load(tmp_path).chat([user_message("x")])
 
 
 def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,11 +299,15 @@ def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     told = capsys.readouterr().err
     system, first = (
         {"role": "system", "content": "be brief"},
-        [of_user("one"), {"role": "assistant", "content": "answer 1"}],
+        [user_message("one"), {"role": "assistant", "content": "answer 1"}],
     )
-    third = [of_user("three"), {"role": "assistant", "content": "answer 3"}]
-    wanted = [([of_user("one")], 0.0), ([system, *first, of_user("two")], 0.0), ([system, of_user("three")], 0.5)]
-    wanted += [([*third, of_user("/four")], 0.5)]
+    third = [user_message("three"), {"role": "assistant", "content": "answer 3"}]
+    wanted = [
+        ([user_message("one")], 0.0),
+        ([system, *first, user_message("two")], 0.0),
+        ([system, user_message("three")], 0.5),
+    ]
+    wanted += [([*third, user_message("/four")], 0.5)]
     assert asked_for == [
         (theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), temperature)
         for turns, temperature in wanted
@@ -344,9 +351,11 @@ def test_a_special_token_that_is_spelled_is_told(
 def test_every_kind_of_tokenizer_says_what_a_text_spells(model: Path) -> None:
     tokenizer = build_tokenizer("hf", str(model))
     for kind in (tokenizer, chat_tokens.ChatTokens(tokenizer)):
-        assert chat_tokens.spelled("<s> and <|im_end|>", kind) == ["<|im_end|>", "<s>"]
+        assert chat_tokens.special_tokens_in("<s> and <|im_end|>", kind) == ["<|im_end|>", "<s>"]
     byte = build_tokenizer("byte", None)
-    assert chat_tokens.spelled("a <|endoftext|>", byte) == ["<|endoftext|>"] and not chat_tokens.spelled("a", byte)
+    assert chat_tokens.special_tokens_in("a <|endoftext|>", byte) == [
+        "<|endoftext|>"
+    ] and not chat_tokens.special_tokens_in("a", byte)
 
 
 def pressed(rank: int) -> list[bool]:
@@ -379,7 +388,7 @@ def test_ctrl_c_stops_the_answer_and_is_remembered(model: Path, monkeypatch: pyt
     assert len(json.loads(first)["ids"]) == 5 and json.loads(first)["ended"] == "interruption"
     assert len(json.loads(second)["ids"]) == LENGTH
     assert questions[1] == [
-        of_user(LINES[0]),
+        user_message(LINES[0]),
         {"role": "assistant", "content": json.loads(first)["text"]},
-        of_user(LINES[1]),
+        user_message(LINES[1]),
     ]

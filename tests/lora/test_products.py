@@ -14,7 +14,7 @@ from megazero.convert.source import parameter_specs
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
-from megazero.mpu.grid import solo
+from megazero.mpu.grid import single_rank_group
 from megazero.mpu.lora import low_rank
 from megazero.mpu.parameter import spec_of
 from megazero.plan.flops import adapter_flops, model_flops
@@ -40,7 +40,9 @@ CHANGES = {
 def test_products_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAZERO_FUSED", "reference")  # what a kernel multiplies is not seen
     lora = CHANGES[name]
-    stage = Stage(ModelLayout(MODEL, solo(), torch.float64, lora=low_rank(lora, MODEL)), whole_model(MODEL))
+    stage = Stage(
+        ModelLayout(MODEL, single_rank_group(), torch.float64, lora=low_rank(lora, MODEL)), whole_model(MODEL)
+    )
     initialise(stage, 1)
     ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:

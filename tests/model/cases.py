@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megazero.config.schema import ModelConfig
-from megazero.convert.stages import fill
+from megazero.convert.stages import copy_box
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
-from megazero.mpu.grid import Group, solo
+from megazero.mpu.grid import Group, single_rank_group
 from megazero.mpu.parameter import spec_of
 from tests.parameters import assemble, values_of
 
@@ -66,7 +66,7 @@ MODELS = {
 
 def stage_of(model: ModelConfig, tp: Group | None = None, **arguments: Any) -> Stage:
     """The whole model in float64."""
-    return Stage(ModelLayout(model, tp or solo(), torch.float64, **arguments), whole_model(model))
+    return Stage(ModelLayout(model, tp or single_rank_group(), torch.float64, **arguments), whole_model(model))
 
 
 def weights_of(model: ModelConfig, seed: int = 7) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def load(stages: Stage | Iterable[Stage], weights: dict[str, Tensor]) -> None:
         for stage in [stages] if isinstance(stages, Stage) else stages:
             for parameter in stage.parameters():
                 spec = spec_of(parameter)
-                fill(parameter, spec, weights[spec.name])
+                copy_box(parameter, spec, weights[spec.name])
 
 
 def batch_of(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from megazero.mpu.grid import Axes, build_grid, solo
+from megazero.mpu.grid import Axes, build_grid, single_rank_group
 from tests.ranks import run_ranks
 
 
@@ -71,7 +71,7 @@ def test_values_and_bytes(size, dtype):
 
 
 def test_a_group_of_one_copies_and_sends_nothing():
-    group, source = solo(), torch.arange(4.0)
+    group, source = single_rank_group(), torch.arange(4.0)
     for collective in (all_gather, reduce_scatter):
         target = torch.zeros(4)
         collective(target, source, group).wait()

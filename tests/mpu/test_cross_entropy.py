@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from fused_ops import cross_entropy as row_passes
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megazero.mpu.grid import Axes, build_grid, solo
+from megazero.mpu.grid import Axes, build_grid, single_rank_group
 from tests.ranks import run_ranks
 
 
@@ -103,7 +103,7 @@ def test_infinite_logits(size):
 
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], dtype=torch.float64)
-    loss = vocab_parallel_cross_entropy(logits.clone(), torch.tensor([0, 1]), solo(), vocab=3)
+    loss = vocab_parallel_cross_entropy(logits.clone(), torch.tensor([0, 1]), single_rank_group(), vocab=3)
     torch.testing.assert_close(loss, torch.tensor([0.0, math.log(3)], dtype=torch.float64))
 
 
@@ -129,7 +129,7 @@ def test_no_second_copy_of_the_logits(dtype, monkeypatch):
     logits = drawn(256, 1000).to(dtype).requires_grad_() * 1.0
     with Largest(logits) as seen:
         loss = vocab_parallel_cross_entropy(
-            logits, labels_for(256, 990), solo(), vocab=990, label_smoothing=0.1, z_loss=0.01
+            logits, labels_for(256, 990), single_rank_group(), vocab=990, label_smoothing=0.1, z_loss=0.01
         )
         (gradient,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
     assert 0 < seen.elements <= 4 * 1000
@@ -143,7 +143,9 @@ def test_sixteen_bit_logits_are_computed_in_fp32(dtype):
     expected = dense(exact, labels, 0.1, 1e-4)
     expected.sum().backward()
     leaf = logits.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf * 1.0, labels, solo(), vocab=5000, label_smoothing=0.1, z_loss=1e-4)
+    loss = vocab_parallel_cross_entropy(
+        leaf * 1.0, labels, single_rank_group(), vocab=5000, label_smoothing=0.1, z_loss=1e-4
+    )
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     loss.sum().backward()
@@ -153,7 +155,7 @@ def test_sixteen_bit_logits_are_computed_in_fp32(dtype):
 
 def test_a_second_backward_is_refused():
     leaf = drawn(4, 8).requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf * 1.0, labels_for(4, 8), solo(), vocab=8).sum()
+    loss = vocab_parallel_cross_entropy(leaf * 1.0, labels_for(4, 8), single_rank_group(), vocab=8).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -162,10 +164,10 @@ def test_a_second_backward_is_refused():
 def test_fault_17_masked_tokens_and_no_tokens():
     """Weight 0 for all tokens gives zero gradients and no NaN; no token at all gives an empty loss."""
     leaf = drawn(4, 8).requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf * 1.0, labels_for(4, 8), solo(), vocab=8)
+    loss = vocab_parallel_cross_entropy(leaf * 1.0, labels_for(4, 8), single_rank_group(), vocab=8)
     (loss * 0.0).sum().backward()
     assert leaf.grad is not None and not leaf.grad.any()
     empty = torch.zeros(0, 8, dtype=torch.float64, requires_grad=True)
-    nothing = vocab_parallel_cross_entropy(empty * 1.0, torch.zeros(0, dtype=torch.int64), solo(), vocab=8)
+    nothing = vocab_parallel_cross_entropy(empty * 1.0, torch.zeros(0, dtype=torch.int64), single_rank_group(), vocab=8)
     assert nothing.shape == (0,)
     nothing.sum().backward()

@@ -15,7 +15,7 @@ from fused_ops.fp8 import ROLES
 from fused_ops.swiglu import swiglu
 from megazero.mpu import fp8 as module
 from megazero.mpu.fp8 import Fp8, Fp8Layer
-from megazero.mpu.grid import Axes, Group, build_grid, solo
+from megazero.mpu.grid import Axes, Group, build_grid, single_rank_group
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair
 from megazero.mpu.parameter import spec_of
 from megazero.mpu.random import initialise
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def state(history: int = 0, names: tuple[str, ...] = NAMES, tp: Group | None = None, world: Group | None = None) -> Fp8:
-    return Fp8(names, history, tp or solo(), world or solo(), CPU)
+    return Fp8(names, history, tp or single_rank_group(), world or single_rank_group(), CPU)
 
 
 class Network(nn.Module):
@@ -195,7 +195,7 @@ def test_a_layers_products_are_those_of_its_copies(packed: bool, monkeypatch: py
         return made
 
     monkeypatch.setattr(Fp8Layer, "quantise", keeping)
-    network = Network(state(), solo())
+    network = Network(state(), single_rank_group())
     gate, up = network.gate, network.up
     if packed:
         gate.weight.data, up.weight.data = torch.cat([gate.weight.data, up.weight.data]).view(2, FFN, HIDDEN).unbind()
@@ -224,7 +224,7 @@ def test_a_network_is_near_its_16_bit_self(bias: bool, history: int) -> None:
     stand in a row.
     """
     fp8 = state(history)
-    narrow, plain = Network(fp8, solo(), bias=bias), Network(None, solo(), bias=bias)
+    narrow, plain = Network(fp8, single_rank_group(), bias=bias), Network(None, single_rank_group(), bias=bias)
     x, grad = data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
     theirs = run(plain, x, grad)
     for step in range(2):  # the second one with a history
@@ -243,7 +243,7 @@ def test_a_network_is_near_its_16_bit_self(bias: bool, history: int) -> None:
 
 def test_without_gradients_nothing_is_narrow_and_nothing_moves(casts: Counter[str]) -> None:
     fp8 = state(2)
-    narrow, plain, x = Network(fp8, solo()), Network(None, solo()), data(1, S, B, HIDDEN)
+    narrow, plain, x = Network(fp8, single_rank_group()), Network(None, single_rank_group()), data(1, S, B, HIDDEN)
     with torch.no_grad():
         assert torch.equal(narrow(x), plain(x))
     assert not casts and not fp8.amax.any()
@@ -251,7 +251,7 @@ def test_without_gradients_nothing_is_narrow_and_nothing_moves(casts: Counter[st
 
 def test_weights_are_cast_once_a_step_and_never_kept_outside_of_one(casts: Counter[str]) -> None:
     fp8 = state(0)
-    network, x, grad = Network(fp8, solo()), data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
+    network, x, grad = Network(fp8, single_rank_group()), data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
     for step in range(1, 3):
         fp8.begin()
         for _ in range(7):
@@ -278,7 +278,7 @@ def test_weights_are_cast_once_a_step_and_never_kept_outside_of_one(casts: Count
 
 def test_fp8_weights_lie_in_the_same_memory_in_every_step() -> None:
     fp8 = state(0)
-    network, x, grad = Network(fp8, solo()), data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
+    network, x, grad = Network(fp8, single_rank_group()), data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
     specs = []
     for _ in range(3):
         fp8.begin()
@@ -295,7 +295,7 @@ def test_a_recomputed_step_is_the_same_step(history: int) -> None:
     outcomes = []
     for recompute in (False, True):
         fp8 = state(history)
-        network = Network(fp8, solo())
+        network = Network(fp8, single_rank_group())
         for step in range(3):
             fp8.begin()
             for micro in range(2):
@@ -315,7 +315,7 @@ def test_tokens_that_do_not_fit_leave_the_weights_gradient_to_16_bits() -> None:
             "narrow",
             FFN,
             HIDDEN,
-            solo(),
+            single_rank_group(),
             bias=False,
             std=0.2,
             sequence_parallel=False,
@@ -337,7 +337,7 @@ def test_tokens_that_do_not_fit_leave_the_weights_gradient_to_16_bits() -> None:
 @pytest.mark.parametrize("history", [0, 2])
 def test_what_is_not_finite_reaches_every_gradient(where: str, history: int) -> None:
     fp8 = state(history)
-    network, x, grad = Network(fp8, solo()), data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
+    network, x, grad = Network(fp8, single_rank_group()), data(1, S, B, HIDDEN), data(2, S, B, HIDDEN)
     if history:
         fp8.begin()
         run(network, x, grad)

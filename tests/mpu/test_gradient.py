@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_ops import linear
 from megazero.mpu.gradient import Write
-from megazero.mpu.grid import solo
+from megazero.mpu.grid import single_rank_group
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair, plain_linear, with_bias
 from megazero.mpu.parameter import Parameter, ParameterKind, shard
 
@@ -116,7 +116,7 @@ def test_a_pair_hands_over_each_weight_and_bias() -> None:
     biases = parameter("bias", 6, dtype=torch.float64), parameter("bias_", 6, dtype=torch.float64)
     targets = [Kept(p, torch.float64) for p in (gate, up, *biases)]
     x = drawn(3, 2, 4, dtype=torch.float64)
-    first, second = column_parallel_linear_pair(x, (gate, up), biases, solo(), False)
+    first, second = column_parallel_linear_pair(x, (gate, up), biases, single_rank_group(), False)
     (first.sum() + 2 * second.sum()).backward()
     ones = x.flatten(0, 1).sum(0).expand(6, 4)
     for target, expected in zip(targets, (ones, 2 * ones, torch.full((6,), 6.0), torch.full((6,), 12.0)), strict=True):
@@ -127,5 +127,5 @@ def test_a_frozen_weight_hands_over_nothing() -> None:
     weight = parameter("weight", 5, 7, dtype=torch.float64).requires_grad_(False)
     target = Kept(weight, torch.float64)  # type: ignore[arg-type]
     x = drawn(3, 7, dtype=torch.float64).requires_grad_()
-    column_parallel_linear(x, weight, None, solo(), False).sum().backward()
+    column_parallel_linear(x, weight, None, single_rank_group(), False).sum().backward()
     assert target.count == 0 and x.grad is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 from megazero.mpu import head_loss as module
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp
-from megazero.mpu.grid import Axes, build_grid, solo
+from megazero.mpu.grid import Axes, build_grid, single_rank_group
 from megazero.mpu.head_loss import head_loss
 from megazero.mpu.parameter import Parameter, ParameterKind, shard
 from tests.mpu.test_gradient import Kept
@@ -49,7 +49,7 @@ def expected(mask: Tensor | None, smoothing: float, z_loss: float, factor: float
 
 def of_a_rank(rank: int, tp: int, padded: int, block_rows: int, known: bool, masked: bool, kept: bool) -> list[Tensor]:
     """(loss, gradient of x, gradient of this rank's rows of the weight without padding)."""
-    group = build_grid(Axes(tp=tp)).tp if tp > 1 else solo()
+    group = build_grid(Axes(tp=tp)).tp if tp > 1 else single_rank_group()
     spec = shard("head", (V, H), ParameterKind.EMBEDDING, dim=0, rank=group.index, size=tp, padded=padded)
     weight = Parameter(spec, torch.float64, "cpu")
     (start, stop), _ = spec.box
@@ -95,7 +95,7 @@ def test_fault_28_tp_equals_the_dense_formula(tp: int) -> None:
 
 def test_another_factor_than_announced_is_refused() -> None:
     x, weight = drawn(N, H, seed=1).requires_grad_(), torch.nn.Parameter(drawn(V, H, seed=2))
-    loss = head_loss(x, weight, labels(), None, VocabularyLoss(solo(), V), torch.tensor(0.5))
+    loss = head_loss(x, weight, labels(), None, VocabularyLoss(single_rank_group(), V), torch.tensor(0.5))
     with pytest.raises(AssertionError, match="another factor"):
         loss.backward()
 
@@ -105,7 +105,9 @@ def test_without_gradients_only_the_loss_is_computed() -> None:
     target = Kept(weight, torch.float64)
     with torch.no_grad():
         weight.copy_(drawn(V, H, seed=2))
-        found = head_loss(drawn(N, H, seed=1), weight, labels(), None, VocabularyLoss(solo(), V), torch.tensor(0.5))
+        found = head_loss(
+            drawn(N, H, seed=1), weight, labels(), None, VocabularyLoss(single_rank_group(), V), torch.tensor(0.5)
+        )
     torch.testing.assert_close(found, expected(None, 0.0, 0.0, 1.0)[0], rtol=1e-12, atol=1e-13)
     assert target.count == 0
 
@@ -117,7 +119,7 @@ def test_sixteen_bit_with_the_factor_of_a_loss_scale(dtype: torch.dtype) -> None
     factor = torch.tensor(2.0**-12 if dtype == torch.bfloat16 else 256.0)
     exact_x, exact_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     exact = torch.autograd.grad(dense(exact_x, exact_weight, None, 0.0, 0.0) * factor, (exact_x, exact_weight))
-    loss = head_loss(x, weight, labels(), None, VocabularyLoss(solo(), V), factor)
+    loss = head_loss(x, weight, labels(), None, VocabularyLoss(single_rank_group(), V), factor)
     loss.backward(factor)
     assert loss.dtype == torch.float32
     for found, wanted in zip((x.grad, weight.grad), exact, strict=True):

@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_ops.swiglu import swiglu
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megazero.mpu.grid import Axes, Group, build_grid, solo
+from megazero.mpu.grid import Axes, Group, build_grid, single_rank_group
 from megazero.mpu.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel_pair,
 )
-from megazero.mpu.linear import adjacent, column_parallel_linear
+from megazero.mpu.linear import adjacent_view, column_parallel_linear
 from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.parameter import ParameterKind, StateGroup, spec_of
 from megazero.mpu.random import initialise
@@ -74,7 +74,7 @@ class Network(nn.Module):
         if case.packed:
             flat = torch.cat([self.gate.weight.data.view(-1), self.up.weight.data.view(-1)])
             self.gate.weight.data, self.up.weight.data = flat.view(2, *self.gate.weight.shape).unbind()
-            assert adjacent((self.gate.weight, self.up.weight)) is not None
+            assert adjacent_view((self.gate.weight, self.up.weight)) is not None
 
     def block(self, x: Tensor) -> Tensor:
         x = x + self.narrow(torch.tanh(self.wide(self.first_norm(x))))
@@ -184,7 +184,7 @@ def test_which_gradients_are_partial(sequence_parallel):
     )
     for specs in run_ranks(2, partial_places, sequence_parallel):
         assert {name for name, partial in specs.items() if partial} == expected
-    alone = Network(solo(), Case(1, sequence_parallel))
+    alone = Network(single_rank_group(), Case(1, sequence_parallel))
     assert not any(spec_of(p).tp_partial or spec_of(p).tp_sharded for p in alone.parameters())
 
 
@@ -219,7 +219,7 @@ def test_what_travels():
 def test_adjacency_is_exact():
     flat = torch.arange(40.0)
     first, second = flat[4:16].view(3, 4), flat[16:24].view(2, 4)
-    merged = adjacent((first, second))
+    merged = adjacent_view((first, second))
     assert merged is not None and torch.equal(merged, flat[4:24].view(5, 4))
     for other in (
         flat[20:28].view(2, 4),
@@ -228,8 +228,8 @@ def test_adjacency_is_exact():
         torch.zeros(2, 4),
         flat[16:24].view(4, 2).t(),
     ):
-        assert adjacent((first, other)) is None
-    assert adjacent((second, first)) is None
+        assert adjacent_view((first, other)) is None
+    assert adjacent_view((second, first)) is None
 
 
 def sixteen_bit(rank: int, sequence_parallel: bool) -> tuple[Tensor, list[Piece]]:
@@ -246,7 +246,8 @@ def sixteen_bit(rank: int, sequence_parallel: bool) -> tuple[Tensor, list[Piece]
 def test_bf16_is_near_fp64(sequence_parallel):
     results = run_ranks(2, sixteen_bit, sequence_parallel)
     values = {
-        name: value.double() for name, value in assemble([values_of(Network(solo(), Case(1), torch.bfloat16))]).items()
+        name: value.double()
+        for name, value in assemble([values_of(Network(single_rank_group(), Case(1), torch.bfloat16))]).items()
     }
     loss, _, _, gradients = dense(values, Case(1))
     torch.testing.assert_close(results[0][0].double(), loss, rtol=0.1, atol=0.1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero.config.schema import LoraConfig, ModelConfig
-from megazero.mpu.grid import solo
+from megazero.mpu.grid import single_rank_group
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megazero.mpu.lora import LowRank, freeze_all_but_adapters, low_rank
 from megazero.mpu.parameter import spec_of
@@ -22,7 +22,7 @@ def layer(
     kind: type[ColumnParallelLinear | RowParallelLinear], lora: LowRank | None
 ) -> ColumnParallelLinear | RowParallelLinear:
     placed: dict[str, Any] = {"sequence_parallel": False, "dtype": torch.float64, "device": "cpu"}
-    made = kind("blocks.0.mlp.up", 12, 20, solo(), bias=True, std=0.3, lora=lora, **placed)
+    made = kind("blocks.0.mlp.up", 12, 20, single_rank_group(), bias=True, std=0.3, lora=lora, **placed)
     for parameter in made.parameters():
         initialise(parameter, spec_of(parameter), 3)
     return made
@@ -51,7 +51,7 @@ def test_a_starts_with_the_spread_that_peft_gives_it() -> None:
         "blocks.0.attention.qkv",
         300,
         900,
-        solo(),
+        single_rank_group(),
         bias=False,
         std=0.3,
         lora=LowRank(64, 1.0, frozenset({"qkv"})),

@@ -17,7 +17,7 @@ def test_shards_tile_the_whole(dim, size):
     assert all(spec.tp_sharded == (size > 1) and spec.stored_numel == spec.local_numel for spec in specs)
 
 
-def test_vocabulary_padding_comes_last_and_may_fill_a_rank():
+def test_foreign_flags_padding_comes_last_and_may_fill_a_rank():
     specs = [shard("e", (5, 3), ParameterKind.EMBEDDING, dim=0, rank=rank, size=4, padded=16) for rank in range(4)]
     assert [spec.box[0] for spec in specs] == [(0, 4), (4, 5), (5, 5), (5, 5)]
     assert {spec.local_shape for spec in specs} == {(4, 3)}

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from fused_ops import attention
 from fused_ops.attention import flex as attention_flex
-from fused_ops.attention.rule import AttentionSupport, Body, Case, Choice
+from fused_ops.attention.selection import AttentionCase, AttentionChoice, AttentionSupport, Body
 from megazero.telemetry.record import StepRecord
 from tests.parameters import Piece, assemble, values_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
@@ -68,9 +68,9 @@ def through_flex(
     """
     calls: list[tuple[bool, int]] = []
 
-    def chosen(case: Case, support: AttentionSupport) -> Choice:
+    def chosen(case: AttentionCase, support: AttentionSupport) -> AttentionChoice:
         calls.append((case.recorded, case.length))
-        return Choice(Body.FLEX, "")
+        return AttentionChoice(Body.FLEX, "")
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -19,7 +19,7 @@ from megazero.config.schema import ModelConfig
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
-from megazero.mpu.grid import solo
+from megazero.mpu.grid import single_rank_group
 from megazero.mpu.parameter import spec_of
 from tests.convert.transformers_tensors import from_transformers, to_transformers
 from tests.parameters import assemble, gradients_of, load_transformers_state, worst_difference
@@ -218,7 +218,7 @@ def theirs_of(case: Case, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, 
 
 
 def our_stage(case: Case, state: dict[str, Tensor]) -> Stage:
-    stage = Stage(ModelLayout(case.model, solo(), torch.float64), whole_model(case.model))
+    stage = Stage(ModelLayout(case.model, single_rank_group(), torch.float64), whole_model(case.model))
     load_transformers_state(stage, case.family, state)
     return stage
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.pipeline.draw import Look, draw
+from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, make_schedule
 from megazero.pipeline.simulate import simulate, uniform_times
 
@@ -17,7 +17,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "draw_schedule.py"
 
 
 def picture(name: str, p: int, m: int, v: int = 1, **look) -> str:
-    return draw(simulate(make_schedule(name, p, m, v), uniform_times(p * v)), Look(**look))
+    return draw(simulate(make_schedule(name, p, m, v), uniform_times(p * v)), DrawOptions(**look))
 
 
 def plain(text: str) -> str:

@@ -19,10 +19,10 @@ from megazero.system import reading
 from megazero.system.reading import (
     BOUNDS,
     Unreadable,
-    about,
-    held,
+    json_memory_bound,
     listed,
     parse_json,
+    path_error,
     read_bytes,
     read_json,
     read_object,
@@ -70,11 +70,12 @@ def test_values_are_counted_before_they_are_made(shape: str, monkeypatch: pytest
     parse_json(text, "x")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert 0.9 * peak < held(text) < 5 * peak
+    assert 0.9 * peak < json_memory_bound(text) < 5 * peak
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it is parsed"))
     with pytest.raises(
         Unreadable,
-        match=rf"^x holds so many values that they may take {held(text):,} bytes of memory, more than 1,000,000$",
+        match=rf"^x holds so many values that they may take {json_memory_bound(text):,} bytes of memory, "
+        r"more than 1,000,000$",
     ):
         parse_json(text, "x", 1_000_000)
 
@@ -96,7 +97,7 @@ def test_a_hostile_index_takes_no_memory(tmp_path: Path) -> None:
 
 def test_a_large_vocabulary_is_read() -> None:
     """A million tokens and as many merges, four times those of any model, as far as counting goes."""
-    assert held('"abcdefg":1234567,' * 1_000_000 + '["abc","defg"],' * 1_000_000) < BOUNDS.values
+    assert json_memory_bound('"abcdefg":1234567,' * 1_000_000 + '["abc","defg"],' * 1_000_000) < BOUNDS.values
 
 
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:
@@ -162,10 +163,13 @@ def test_who_has_opened_a_pipe_may_take_long_to_write(tmp_path: Path, monkeypatc
 
 
 def test_a_path_is_said_once() -> None:
-    assert about("a/b/", Unreadable("a/b is missing")) == "a/b is missing"
-    assert about(Path("a/b"), "a/b/c: no word") == "a/b/c: no word"
-    assert about("~/a", f"{Path.home()}/a: no word") == f"{Path.home()}/a: no word"
-    assert about("a", "about: no word") == "a: about: no word" and about("a/b", "c: no word") == "a/b: c: no word"
+    assert path_error("a/b/", Unreadable("a/b is missing")) == "a/b is missing"
+    assert path_error(Path("a/b"), "a/b/c: no word") == "a/b/c: no word"
+    assert path_error("~/a", f"{Path.home()}/a: no word") == f"{Path.home()}/a: no word"
+    assert (
+        path_error("a", "about: no word") == "a: about: no word"
+        and path_error("a/b", "c: no word") == "a/b: c: no word"
+    )
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:

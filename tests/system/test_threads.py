@@ -31,15 +31,15 @@ def host(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("ranks", "each"), [(1, 8), (2, 4), (3, 2), (8, 1), (48, 1)])
 def test_ranks_divide_the_cores(ranks: int, each: int, host: object) -> None:
-    assert threads.share(ranks) == each
+    assert threads.threads_per_rank(ranks) == each
 
 
 def test_a_rank_that_is_bound_to_its_share_keeps_it(host) -> None:
     host(range(2), range(16))
-    assert threads.share(4) == 2, "two of eight cores for each of four ranks: not divided again"
-    assert threads.share(2) == 2, "no more than it is bound to"
+    assert threads.threads_per_rank(4) == 2, "two of eight cores for each of four ranks: not divided again"
+    assert threads.threads_per_rank(2) == 2, "no more than it is bound to"
     host(range(4), range(4))
-    assert threads.share(2) == 2, "the launcher itself is bound to four cores"
+    assert threads.threads_per_rank(2) == 2, "the launcher itself is bound to four cores"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_containers_share_of_the_time_counts(
     assert (threads._quota(16), threads._quota(2)) == (of_sixteen, of_two)
 
 
-RANK = "from megazero.system import threads; print(threads.given())"
+RANK = "from megazero.system import threads; print(threads.threads_set_by_user())"
 # As torchrun does it: the variable is set for ranks where nobody has, and ranks know that they are some.
 LAUNCHER = f"""
 import os, subprocess, sys
@@ -78,4 +78,4 @@ def test_a_users_number_counts_and_torchruns_does_not(user: str | None, given: s
 def test_without_torchrun_a_1_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(threads.BY_TORCHRUN, raising=False)
     monkeypatch.setenv(threads.VARIABLE, "1")
-    assert threads.given() == 1
+    assert threads.threads_set_by_user() == 1

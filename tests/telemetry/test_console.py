@@ -44,8 +44,8 @@ def test_what_a_stream_says_when_it_breaks_is_told_once() -> None:
 
 PROGRAM = """
 import os, sys
-from megazero.telemetry.console import outlive_the_console
-outlive_the_console()
+from megazero.telemetry.console import survive_lost_console
+survive_lost_console()
 for number in range(3):
     print("out", number, flush=True)
     print("err", number, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.telemetry import steplog
-from megazero.telemetry.metrics import ForeignFileError, MetricsFile, foreign, mend_last_line
+from megazero.telemetry.metrics import ForeignFileError, MetricsFile, mend_last_line, why_not_a_metrics_file
 from megazero.telemetry.record import Rates, Scalar, StepRecord, StepValues
 from megazero.telemetry.steplog import StepLog
 
@@ -148,7 +148,7 @@ def test_a_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for torn in (b"{", b'{"iteration": 2, "lo'):
         path.write_bytes(whole + torn)
-        assert foreign(path) is None
+        assert why_not_a_metrics_file(path) is None
         log = log_to(path)
         assert path.read_bytes() == whole
         log.close()
@@ -193,7 +193,7 @@ FOREIGN = {
 def test_what_is_no_metrics_file_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(FOREIGN[kind])
-    assert "is no metrics file" in str(foreign(path))
+    assert "is no metrics file" in str(why_not_a_metrics_file(path))
     with pytest.raises(ForeignFileError, match="m: is no metrics file"):
         MetricsFile(path)
     assert path.read_bytes() == FOREIGN[kind]

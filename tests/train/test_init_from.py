@@ -23,7 +23,7 @@ from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source
 from megazero.mpu.grid import Axes, build_grid
-from megazero.train.init_from import model_source, opened_alike
+from megazero.train.init_from import model_source, open_on_all_ranks
 from tests.convert.sources import entries_of
 from tests.e2e import command
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
@@ -134,7 +134,7 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(checkpoint: Path, corpus:
 
 
 def opened_on_rank(rank: int, paths: list[str]) -> str:
-    with opened_alike(paths[rank], build_grid(Axes(dp=2), "cpu")) as source:
+    with open_on_all_ranks(paths[rank], build_grid(Axes(dp=2), "cpu")) as source:
         source.read("blocks.0.mlp.up.weight")
         return source.path.name
 

@@ -240,7 +240,7 @@ def prepared(flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch)
 
     def build(length: list[object], found: Any = None) -> Any:
         monkeypatch.setattr("megazero.train.path_checks.find", lambda folder: found)
-        monkeypatch.setattr("megazero.train.path_checks.other_run", lambda *arguments: [])
+        monkeypatch.setattr("megazero.train.path_checks.resume_problems", lambda *arguments: [])
         monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
         words = [*flags[:-4], *length, *flags[-4:], "--load", corpus.parent, "--eval-iters", 0]
         shape = words.index("--train-iters")

@@ -39,7 +39,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 
 def test_nothing_is_asked_by_default(card: bool) -> None:
-    assert requirements.unmet(Run()) == []
+    assert requirements.unmet_requirements(Run()) == []
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_a_package_that_is_asked_for_and_not_installed_is_an_error_of_the_config
     data = [] if "--instruction-data" in words else data_flags(corpus, tmp_path / "cache")
     flags = ["--vocab-size", "1003", "--seq-length", "16", "--train-iters", "2", *data]
     asks, does_not = (parse_run([*flags, *more], 1) if more or data else Run() for more in (words, []))
-    assert requirements.absent(asks) == []
+    assert requirements.missing_packages(asks) == []
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         ConfigError, match=f"needs the package {package}, which is not installed: pip install {package}"
     ) as wrong:
         prepare(asks, 1, silent)
     assert sum(package in problem for problem in wrong.value.problems) == 1, wrong.value.problems
-    assert requirements.absent(does_not) == [] and not (tmp_path / "cache").exists()
+    assert requirements.missing_packages(does_not) == [] and not (tmp_path / "cache").exists()
 
 
 def test_chats_without_jinja2_are_an_error_of_the_configuration(
@@ -103,17 +103,17 @@ def test_chats_without_jinja2_are_an_error_of_the_configuration(
 
 
 def test_graphs_need_a_card(card: bool) -> None:
-    found = requirements.unmet(Run(parallel=ParallelConfig(cuda_graphs=True)))
+    found = requirements.unmet_requirements(Run(parallel=ParallelConfig(cuda_graphs=True)))
     assert len(found) == (0 if card else 1) and all("--cuda-graphs" in line for line in found)
 
 
 def test_apex_has_to_be_there(card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(optimizer=OptimizerConfig(optimizer_impl="apex"))
     monkeypatch.setitem(sys.modules, "amp_C", None)
-    (found,) = requirements.unmet(run)
+    (found,) = requirements.unmet_requirements(run)
     assert found.startswith("--optimizer-impl apex: ") and ("github.com/NVIDIA/apex" in found) == card
     monkeypatch.setitem(sys.modules, "amp_C", SimpleNamespace(multi_tensor_adam_capturable=print))
-    assert len(requirements.unmet(run)) == (0 if card else 1)
+    assert len(requirements.unmet_requirements(run)) == (0 if card else 1)
 
 
 @pytest.mark.parametrize(("value", "problems"), [(None, 0), (":4096:8", 0), (":16:8", 0), (":0:0", 1)])
@@ -124,7 +124,7 @@ def test_a_workspace_that_is_not_deterministic_is_refused(
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if value is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
-    found = requirements.unmet(Run(trainer=TrainerConfig(deterministic=True)))
+    found = requirements.unmet_requirements(Run(trainer=TrainerConfig(deterministic=True)))
     assert len(found) == problems and all(f"CUBLAS_WORKSPACE_CONFIG={value}" in line for line in found)
 
 

@@ -43,7 +43,7 @@ def test_a_full_disk_is_told_and_tried_again(in_background: bool, disk: Path) ->
         saves.save(in_state(state, iteration))
         if in_background:
             checkpoints._background._thread.join()  # type: ignore[union-attr]
-        saves.look()
+        saves.poll()
 
     save(1)
     ballast = fill(disk)

@@ -9,7 +9,7 @@ import torch
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
-from megazero.mpu.grid import Axes, Group, build_grid, solo
+from megazero.mpu.grid import Axes, Group, build_grid, single_rank_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard, spec_of
 from megazero.zero.layout import UNSHARED, owned_fragments, pack
 from megazero.zero.placement import placements
@@ -119,7 +119,9 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
             replica = -1 if piece.spec.tp_sharded else at.tp
             owned.setdefault((piece.spec.name, piece.spec.box, replica), []).append((piece.start, piece.stop))
     names = {
-        unit_place.name for chunk in build_chunks(Case(), 0, solo()) for unit_place in map(spec_of, chunk.parameters())
+        unit_place.name
+        for chunk in build_chunks(Case(), 0, single_rank_group())
+        for unit_place in map(spec_of, chunk.parameters())
     }
     assert {name for name, _, _ in owned} == names
     for (name, box, _), ranges in owned.items():
@@ -179,7 +181,9 @@ def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
         (gpt, {"embedding.position.weight"}, set()),
         (bloom, set(), {"embedding.norm.weight", "embedding.norm.bias"}),
     ):
-        stage = Stage(ModelLayout(model, solo(), torch.float32, device=torch.device("meta")), whole_model(model))
+        stage = Stage(
+            ModelLayout(model, single_rank_group(), torch.float32, device=torch.device("meta")), whole_model(model)
+        )
         specs = [[[spec_of(p) for p in unit.parameters()] for unit in stage.units()]]
         found: tuple[set[str], set[str]] = set(), set()
         for bucket in pack(specs, UNSHARED, 100):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu import collectives
-from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid, solo
+from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.mpu.random import initialise
 from megazero.optim.clip import clip_coefficient
@@ -271,7 +271,7 @@ def joined(ranks: Iterable[list[tuple[ParameterSpec, int, Tensor]]]) -> dict[str
 def reference(case: Case) -> dict[str, Any]:
     """One process in float64 with torch.optim: first gradients, norms, and the weights after the case's steps."""
     single = Case(precision="fp64", blocks=case.blocks, tied=case.tied)
-    (chunk,) = build_chunks(single, 0, solo())
+    (chunk,) = build_chunks(single, 0, single_rank_group())
     parameters: dict[str, Parameter] = {}
     for unit in chunk.units():
         for p in unit.parameters():

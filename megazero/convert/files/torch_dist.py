@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.reshard import meet
+from megazero.checkpoint.reshard import intersection
 from megazero.convert.files.torch_file import read_torch_file, read_torch_rows
 from megazero.convert.files.torch_globals import torch_table
 from megazero.convert.files.unpickle import Record, unpickle
 from megazero.convert.source import ConversionError
 from megazero.mpu.parameter import Box
-from megazero.system.names import is_bare
+from megazero.system.names import is_plain_file_name
 from megazero.system.reading import BOUNDS, raised_as, read_bytes, shown
 
 METADATA = ".metadata"
@@ -104,7 +104,9 @@ class DistributedCheckpoint:
         """
         stored = self.tensors[name]
         wanted = box or tuple((0, n) for n in stored.shape)
-        touched = [(piece, common) for piece in stored.pieces if (common := meet(piece.box, wanted)) is not None]
+        touched = [
+            (piece, common) for piece in stored.pieces if (common := intersection(piece.box, wanted)) is not None
+        ]
         if sum(_numel(common) for _, common in touched) != _numel(wanted):
             raise ConversionError(
                 f"{self.folder}: the pieces of {name} do not cover {_words(wanted)} of {list(stored.shape)} just once"
@@ -151,7 +153,7 @@ def _stored(name: str, record: Record, infos: Mapping[tuple[str, tuple[int, ...]
                 f"{name} is stored through {', '.join(map(str, info.get('transform_descriptors')))}, which is not read"
             )
         file = str(info.get("relative_path"))
-        if not is_bare(file):
+        if not is_plain_file_name(file):
             raise ConversionError(f"{name} is said to be in {file[:80]!r}, which is no file of the checkpoint's folder")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if (

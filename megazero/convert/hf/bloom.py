@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megazero.config.derive import ffn_width
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair
 from megazero.convert.hf.shared import ANY, BIASED, LAYERNORM, nominal_length, windows
-from megazero.convert.hf.tables import Config, Demand, Family, Need, opposite, plain
+from megazero.convert.hf.tables import Config, Family, ModelRequirement, SupportedValues, opposite, plain
 
 NAMES = Names(
     "transformer.",
@@ -55,7 +55,7 @@ FAMILY = Family(
     ),
     (
         *ANY,
-        Demand(
+        SupportedValues(
             "apply_residual_connection_post_layernorm",
             False,
             (False, None),
@@ -63,10 +63,14 @@ FAMILY = Family(
         ),
     ),
     (
-        Need("--position-embedding", lambda model: model.position_embedding, ("alibi",)),
-        Need("LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (True,)),
-        Need("--activation", lambda model: model.activation, ("gelu-tanh",)),
-        Need("--ffn-hidden-size / --hidden-size", lambda model: ffn_width(model) / model.hidden_size, (4.0,)),
+        ModelRequirement("--position-embedding", lambda model: model.position_embedding, ("alibi",)),
+        ModelRequirement(
+            "LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (True,)
+        ),
+        ModelRequirement("--activation", lambda model: model.activation, ("gelu-tanh",)),
+        ModelRequirement(
+            "--ffn-hidden-size / --hidden-size", lambda model: ffn_width(model) / model.hidden_size, (4.0,)
+        ),
         *LAYERNORM,
         BIASED,
     ),

@@ -17,7 +17,7 @@ from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import read_json
 from megazero.convert.source import ConversionError
-from megazero.system.names import is_bare
+from megazero.system.names import is_plain_file_name
 from megazero.system.reading import BOUNDS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,7 +54,7 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     found = read_json(path, BOUNDS.index).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise ConversionError(f"{path} has no weight_map of keys and files")
-    outside = next((name for name in found.values() if not is_bare(name)), None)
+    outside = next((name for name in found.values() if not is_plain_file_name(name)), None)
     if outside is not None:
         raise ConversionError(f"{path} names {outside[:80]!r}, which is no file of its folder")
     return found

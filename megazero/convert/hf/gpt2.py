@@ -18,7 +18,7 @@ from megazero.convert.hf.shared import (
     learned_length,
     windows,
 )
-from megazero.convert.hf.tables import Config, Demand, Family, Need, one_of, opposite, plain
+from megazero.convert.hf.tables import Config, Family, ModelRequirement, SupportedValues, one_of, opposite, plain
 
 NAMES = Names(
     "transformer.",
@@ -74,13 +74,17 @@ FAMILY = Family(
     ),
     (
         *ANY,
-        Demand("scale_attn_weights", True, (True, None), "scores are always divided by the root of a head's width"),
-        Demand("scale_attn_by_inverse_layer_idx", False, (False, None), "scores are not divided by the layer's number"),
+        SupportedValues(
+            "scale_attn_weights", True, (True, None), "scores are always divided by the root of a head's width"
+        ),
+        SupportedValues(
+            "scale_attn_by_inverse_layer_idx", False, (False, None), "scores are not divided by the layer's number"
+        ),
     ),
     (
-        Need("--position-embedding", lambda model: model.position_embedding, ("learned",)),
-        Need("--position-offset", lambda model: model.position_offset, (0,)),
-        Need("--activation", lambda model: model.activation, ("gelu-tanh", "gelu", "relu")),
+        ModelRequirement("--position-embedding", lambda model: model.position_embedding, ("learned",)),
+        ModelRequirement("--position-offset", lambda model: model.position_offset, (0,)),
+        ModelRequirement("--activation", lambda model: model.activation, ("gelu-tanh", "gelu", "relu")),
         NO_EMBEDDING_NORM,
         *LAYERNORM,
         BIASED,

@@ -10,7 +10,7 @@ from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair, separate
 from megazero.convert.hf.shared import ANY, NO_EMBEDDING_NORM, nominal_length, windows
-from megazero.convert.hf.tables import Config, Family, Need, Setting, one_of, opposite, plain
+from megazero.convert.hf.tables import Config, ConfigKey, Family, ModelRequirement, one_of, opposite, plain
 
 NAMES = Names(
     "model.",
@@ -46,7 +46,7 @@ def _theta_fields(found: Any) -> dict[str, Any]:
     return {"rotary_base": run_options()["rotary_base"].from_value(found)}
 
 
-class _Theta(Setting):
+class _Theta(ConfigKey):
     """rope_theta, which config.json may have at the top, in rope_parameters or in rope_scaling."""
 
     def read(self, config: Config) -> Any:
@@ -94,9 +94,9 @@ def _two_minds(config: Config) -> Iterator[str]:
             yield f"rope_theta is {outer!r}, {name}.rope_theta {found['rope_theta']!r}"
 
 
-def _bias(field: str, key: str) -> Setting:
+def _bias(field: str, key: str) -> ConfigKey:
     value = attention_bias if field == "attention_bias" else mlp_bias
-    return Setting((key,), False, lambda found: {field: run_options()[field].from_value(found)}, value)
+    return ConfigKey((key,), False, lambda found: {field: run_options()[field].from_value(found)}, value)
 
 
 FAMILY = Family(
@@ -126,12 +126,12 @@ FAMILY = Family(
     ),
     ANY,
     (
-        Need("--position-embedding", lambda model: model.position_embedding, ("rotary",)),
-        Need("--norm", lambda model: model.norm, ("rmsnorm",)),
-        Need("--activation", lambda model: model.activation, ("swiglu",)),
+        ModelRequirement("--position-embedding", lambda model: model.position_embedding, ("rotary",)),
+        ModelRequirement("--norm", lambda model: model.norm, ("rmsnorm",)),
+        ModelRequirement("--activation", lambda model: model.activation, ("swiglu",)),
         NO_EMBEDDING_NORM,
     ),
     eos=2,
     further=_problems,
-    unsaid=(Need("--hidden-dropout", lambda model: model.hidden_dropout, (0.0,)),),
+    unsaid=(ModelRequirement("--hidden-dropout", lambda model: model.hidden_dropout, (0.0,)),),
 )

@@ -9,7 +9,16 @@ from megazero.config.derive import attention_bias, ffn_width
 from megazero.config.options import run_options
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair, separate
 from megazero.convert.hf.shared import ACTIVATIONS, ANY, LAYERNORM, NO_EMBEDDING_NORM, biases, learned_length, windows
-from megazero.convert.hf.tables import Config, Demand, Family, Need, Setting, one_of, opposite, plain
+from megazero.convert.hf.tables import (
+    Config,
+    ConfigKey,
+    Family,
+    ModelRequirement,
+    SupportedValues,
+    one_of,
+    opposite,
+    plain,
+)
 
 NAMES = Names(
     "model.",
@@ -72,28 +81,28 @@ FAMILY = Family(
         plain("init_method_std", 0.02, "init_std"),
         plain("hidden_dropout", 0.1, "dropout"),
         plain("attention_dropout", 0.0, "attention_dropout"),
-        Setting(("enable_bias",), True, _enable_bias, attention_bias),
+        ConfigKey(("enable_bias",), True, _enable_bias, attention_bias),
         opposite("untie_embeddings_and_output_weights", True, "tie_word_embeddings"),
     ),
     (
         *ANY,
-        Demand(
+        SupportedValues(
             "do_layer_norm_before",
             True,
             (True, None),
             "megazero normalises before a layer, not after it (OPT's 350m is the one that does)",
         ),
-        Demand("_remove_final_layer_norm", False, (False, None), "megazero's models end with a normalisation"),
-        Demand("layer_norm_elementwise_affine", True, (True, None), "normalisations have weights here"),
+        SupportedValues("_remove_final_layer_norm", False, (False, None), "megazero's models end with a normalisation"),
+        SupportedValues("layer_norm_elementwise_affine", True, (True, None), "normalisations have weights here"),
     ),
     (
-        Need("--position-embedding", lambda model: model.position_embedding, ("learned",)),
-        Need("--position-offset", lambda model: model.position_offset, (OFFSET,)),
-        Need("--activation", lambda model: model.activation, ("relu", "gelu-tanh", "gelu")),
-        Need("--norm-epsilon", lambda model: model.norm_epsilon, (1e-5,)),
+        ModelRequirement("--position-embedding", lambda model: model.position_embedding, ("learned",)),
+        ModelRequirement("--position-offset", lambda model: model.position_offset, (OFFSET,)),
+        ModelRequirement("--activation", lambda model: model.activation, ("relu", "gelu-tanh", "gelu")),
+        ModelRequirement("--norm-epsilon", lambda model: model.norm_epsilon, (1e-5,)),
         NO_EMBEDDING_NORM,
         *LAYERNORM,
-        Need("biases of linear layers", biases, ("everywhere", "nowhere")),
+        ModelRequirement("biases of linear layers", biases, ("everywhere", "nowhere")),
     ),
     eos=2,
     further=_problems,

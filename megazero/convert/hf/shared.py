@@ -8,7 +8,7 @@ from typing import Any
 from megazero.config.derive import attention_bias, head_dim, max_positions, mlp_bias, query_groups
 from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig
-from megazero.convert.hf.tables import Config, Demand, Need, Setting
+from megazero.convert.hf.tables import Config, ConfigKey, ModelRequirement, SupportedValues
 
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 ACTIVATIONS = dict.fromkeys(_TANH, "gelu-tanh") | {"gelu": "gelu", "gelu_python": "gelu", "relu": "relu"}
@@ -33,23 +33,25 @@ def biases(model: ModelConfig) -> str:
 
 
 LAYERNORM = (
-    Need("--norm", lambda model: model.norm, ("layernorm",)),
-    Need("--num-query-groups", _groups, (EACH,)),
-    Need("--kv-channels", _head_dim, (SHARE,)),
+    ModelRequirement("--norm", lambda model: model.norm, ("layernorm",)),
+    ModelRequirement("--num-query-groups", _groups, (EACH,)),
+    ModelRequirement("--kv-channels", _head_dim, (SHARE,)),
 )
-NO_EMBEDDING_NORM = Need(
+NO_EMBEDDING_NORM = ModelRequirement(
     "LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (False,)
 )
-BIASED = Need("biases of linear layers", biases, ("everywhere",))
+BIASED = ModelRequirement("biases of linear layers", biases, ("everywhere",))
 
 ANY = (
-    Demand("quantization_config", None, (None,), "quantised weights are not read; save the model in 16 bits first"),
-    Demand("is_encoder_decoder", False, (False, None), "megazero's models are decoders"),
-    Demand("add_cross_attention", False, (False, None), "there is no cross attention"),
-    Demand("auto_map", None, (None, {}), "the model's code lies beside its weights, and is not run"),
-    Demand("pruned_heads", None, (None, {}), "heads that were taken out"),
-    Demand("is_causal", True, (True,), "a token looks only at those before it"),
-    Demand("use_sliding_window", False, (False, None), "attention looks at the whole context"),
+    SupportedValues(
+        "quantization_config", None, (None,), "quantised weights are not read; save the model in 16 bits first"
+    ),
+    SupportedValues("is_encoder_decoder", False, (False, None), "megazero's models are decoders"),
+    SupportedValues("add_cross_attention", False, (False, None), "there is no cross attention"),
+    SupportedValues("auto_map", None, (None, {}), "the model's code lies beside its weights, and is not run"),
+    SupportedValues("pruned_heads", None, (None, {}), "heads that were taken out"),
+    SupportedValues("is_causal", True, (True,), "a token looks only at those before it"),
+    SupportedValues("use_sliding_window", False, (False, None), "attention looks at the whole context"),
 )
 
 
@@ -63,27 +65,27 @@ def windows(config: Config) -> Iterator[str]:
         yield f"layer_types {', '.join(map(repr, sorted(others)))}: attention looks at the whole context"
 
 
-def nominal_length(default: int, *keys: str) -> Setting:
+def nominal_length(default: int, *keys: str) -> ConfigKey:
     """A key with the longest context of a model that has no position table."""
 
     def fields(found: Any) -> dict[str, Any]:
         return {"seq_length": run_options()["seq_length"].from_value(found)}
 
-    return Setting(keys, default, fields, max_positions, nominal=True)
+    return ConfigKey(keys, default, fields, max_positions, nominal=True)
 
 
-def learned_length(default: int, *keys: str) -> Setting:
+def learned_length(default: int, *keys: str) -> ConfigKey:
     """A key with the number of rows of the position table."""
 
     def fields(found: Any) -> dict[str, Any]:
         length = run_options()["seq_length"].from_value(found)
         return {"seq_length": length, "max_position_embeddings": length}
 
-    return Setting(keys, default, fields, max_positions)
+    return ConfigKey(keys, default, fields, max_positions)
 
 
-def copy_of(setting: Setting, default: Any, *keys: str) -> Setting:
+def copy_of(setting: ConfigKey, default: Any, *keys: str) -> ConfigKey:
     """A key that is written with the value of another setting. `Family.notes` reports where a config.json had a
     different value.
     """
-    return Setting(keys, default, lambda found: {}, setting.value)
+    return ConfigKey(keys, default, lambda found: {}, setting.value)

@@ -15,7 +15,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigKey:
     """A key of config.json and the field of ours that it sets.
 
     keys     names that the key has had; the first is written
@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Demand:
+class SupportedValues:
     """A key of config.json of which megazero supports only some values. The others mean a model that it does not
     compute.
     """
@@ -64,7 +64,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Need:
+class ModelRequirement:
     """A property that a model of ours must have for a family to express it."""
 
     flag: str
@@ -94,35 +94,35 @@ class Family:
     architecture: str
     names: Names
     fixed: Mapping[str, Any]
-    settings: tuple[Setting, ...]
-    demands: tuple[Demand, ...]
-    needs: tuple[Need, ...]
+    settings: tuple[ConfigKey, ...]
+    demands: tuple[SupportedValues, ...]
+    needs: tuple[ModelRequirement, ...]
     eos: int
     further: Callable[[Config], Iterator[str]] = lambda config: iter(())
     written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     notes: Callable[[Config], Iterator[str]] = lambda config: iter(())
-    unsaid: tuple[Need, ...] = ()
+    unsaid: tuple[ModelRequirement, ...] = ()
 
 
-def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None) -> Setting:
+def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None) -> ConfigKey:
     """A key with the same values as a field of ours."""
 
     def fields(found: Any) -> dict[str, Any]:
         return {field: None if found is None else run_options()[field].from_value(found)}
 
-    return Setting(keys, default, fields, value or (lambda model: getattr(model, field)))
+    return ConfigKey(keys, default, fields, value or (lambda model: getattr(model, field)))
 
 
-def opposite(field: str, default: bool, *keys: str) -> Setting:
+def opposite(field: str, default: bool, *keys: str) -> ConfigKey:
     """A switch that is on where the field of ours is off."""
 
     def fields(found: Any) -> dict[str, Any]:
         return {field: not run_options()[field].from_value(found)}
 
-    return Setting(keys, default, fields, lambda model: not getattr(model, field))
+    return ConfigKey(keys, default, fields, lambda model: not getattr(model, field))
 
 
-def one_of(field: str, default: str, table: Mapping[str, str], *keys: str) -> Setting:
+def one_of(field: str, default: str, table: Mapping[str, str], *keys: str) -> ConfigKey:
     """A key whose words stand for words of ours. Of several words that stand for the same, the first is written."""
 
     def fields(found: Any) -> dict[str, Any]:
@@ -133,4 +133,4 @@ def one_of(field: str, default: str, table: Mapping[str, str], *keys: str) -> Se
     def value(model: ModelConfig) -> str | None:
         return next((theirs for theirs, ours in table.items() if ours == getattr(model, field)), None)
 
-    return Setting(keys, default, fields, value)
+    return ConfigKey(keys, default, fields, value)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megazero.convert.companions import is_own
+from megazero.convert.companions import is_copyable
 from megazero.convert.hf.config import write_json
 from megazero.convert.hf.tables import Config
 from megazero.convert.source import Source
@@ -107,7 +107,7 @@ def _copy_sentencepiece(place: Path, folder: Path) -> None:
 def _refuse_links(*files: Path) -> None:
     """Raises DataError for a link that leads out of its folder: its target may be something else than a tokenizer."""
     for file in files:
-        if not is_own(file):
+        if not is_copyable(file):
             raise DataError(
                 f"{file} is a link to {file.resolve()}, outside of its folder, and such files are not copied"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.dtypes import compute_dtype
-from megazero.convert.companions import own
+from megazero.convert.companions import copyable
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import (
@@ -47,7 +47,7 @@ def write_hf(
     large for the dtype.
     """
     dtype = options.dtype or compute_dtype(source.run.optimizer.precision)
-    kept = own(source.companions, source.report.notes.append)
+    kept = copyable(source.companions, source.report.notes.append)
     original = read_json(kept[CONFIG]) if CONFIG in kept else None
     family = family_for(source.model, None if original is None else original.get("model_type"))
     lost = [problem for need in family.unsaid for problem in need.problems(source.model)]

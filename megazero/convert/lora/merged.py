@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fused_ops.blocks import rows_of, wide
+from fused_ops.blocks import opmath_dtype, rows_of
 from megazero.checkpoint.window import TensorInfo
 from megazero.config.lora import scale
 from megazero.config.schema import LoraConfig
@@ -47,7 +47,7 @@ class AdaptedSource(Source):
             return weight
         layer = name.removesuffix("weight")
         a, b = self.adapters.read(layer + _A), self.adapters.read(layer + _B)
-        return merged(weight, a, b, scale(self.adapters.run.lora))
+        return merge_adapter(weight, a, b, scale(self.adapters.run.lora))
 
 
 class AdaptersAlone(Source):
@@ -81,13 +81,13 @@ def weight_of(name: str) -> str:
 
 
 @torch.no_grad()
-def merged(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
+def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
     """weight + factor b a, rounded once to weight's dtype: [out, in], [r, in], [out, r]. Sums are in fp32, or in fp64
     where anything is fp64.
 
     It works on blocks of rows, so that it takes little more memory than a copy of the weight.
     """
-    dtype = torch.promote_types(torch.promote_types(wide(weight.dtype), a.dtype), b.dtype)
+    dtype = torch.promote_types(torch.promote_types(opmath_dtype(weight.dtype), a.dtype), b.dtype)
     out, a = torch.empty_like(weight, memory_format=torch.contiguous_format), a.to(dtype)
     block = rows_of(weight, weight.shape[1])
     for start in range(0, weight.shape[0], block):

@@ -33,7 +33,7 @@ ROOM = {"qkv": "attention", "output": "attention", "gate": "mlp", "up": "mlp", "
 
 
 @dataclass(frozen=True)
-class Pair:
+class AdapterPair:
     """The adapter of one of our layers, and the modules of theirs that get it.
 
     layer    "blocks.3.attention.qkv"
@@ -58,12 +58,12 @@ def _transposed(rule: Rule) -> bool:
     return rule.how in (TRANSPOSED, TRANSPOSED_THIRDS)
 
 
-def pairs_of_block(names: Names, number: int, layers: tuple[str, ...]) -> Iterator[Pair]:
+def pairs_of_block(names: Names, number: int, layers: tuple[str, ...]) -> Iterator[AdapterPair]:
     """The pairs of a block for these linear layers."""
     for layer in layers:
         ours = f"blocks.{number}.{ROOM[layer]}.{layer}"
         rule = names.rule(f"{ours}.weight")
-        yield Pair(ours, tuple(key.removesuffix(".weight") for key in names.written(rule)), rule)
+        yield AdapterPair(ours, tuple(key.removesuffix(".weight") for key in names.written(rule)), rule)
 
 
 def key_of(module: str, factor: str) -> str:
@@ -71,7 +71,7 @@ def key_of(module: str, factor: str) -> str:
     return f"base_model.model.{module}.lora_{factor}.weight"
 
 
-def pairs(names: Names, model: ModelConfig, lora: LoraConfig) -> list[Pair]:
+def pairs(names: Names, model: ModelConfig, lora: LoraConfig) -> list[AdapterPair]:
     """All adapters of a run, in the model's order. Raises ValueError where the family has no tensor for a layer."""
     layers = adapted(lora, model)
     return [pair for number in range(model.num_layers) for pair in pairs_of_block(names, number, layers)]
@@ -143,7 +143,7 @@ def write_adapters(
         os.fsync(file.fileno())
 
 
-def _slots(pair: Pair, adapters: Source, wanted: torch.dtype | None) -> Iterator[TensorHeader]:
+def _slots(pair: AdapterPair, adapters: Source, wanted: torch.dtype | None) -> Iterator[TensorHeader]:
     a, b = (adapters.entries[f"{pair.layer}.{factor}"] for factor in FACTORS)
     rows = pair.parts(adapters.model, torch.empty(b.shape, device="meta"))
     for module, part in zip(pair.modules, rows, strict=True):

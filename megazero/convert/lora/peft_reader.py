@@ -25,7 +25,7 @@ from megazero.config.validate import out_of_range
 from megazero.convert.hf.config import read_json
 from megazero.convert.hf.files import LazyTensor, safetensors_of
 from megazero.convert.lora.merged import FACTORS, UnboundAdapters
-from megazero.convert.lora.peft import CONFIG, TENSORS, Pair, key_of, names_for, pairs_of_block
+from megazero.convert.lora.peft import CONFIG, TENSORS, AdapterPair, key_of, names_for, pairs_of_block
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.system.reading import shown
 
@@ -109,7 +109,7 @@ class BoundAdapters(Source):
         )
         super().__init__("peft", files.path, run, {}, closing=files.closing)
         names, left = names_for(base.model, base), set(files.stored)
-        self._layers: dict[str, tuple[Pair, list[_Part], bool]] = {}
+        self._layers: dict[str, tuple[AdapterPair, list[_Part], bool]] = {}
         entries: dict[str, TensorInfo] = {}
         for number in range(base.model.num_layers):
             for pair in pairs_of_block(names, number, layers_of(base.model)):
@@ -138,7 +138,7 @@ class BoundAdapters(Source):
         own = lora.lora_alpha / (math.sqrt(rank) if files.by_root else rank)
         return _Part(files.stored[a], files.stored[b], own / scale(lora))
 
-    def _entries(self, base: Source, pair: Pair, parts: list[_Part]) -> Iterator[tuple[str, TensorInfo]]:
+    def _entries(self, base: Source, pair: AdapterPair, parts: list[_Part]) -> Iterator[tuple[str, TensorInfo]]:
         weight = base.entries[f"{pair.layer}.weight"].shape
         theirs = pair.parts(base.model, torch.empty(weight, device="meta"))
         for module, part, whole in zip(pair.modules, parts, theirs, strict=True):
@@ -163,7 +163,9 @@ class BoundAdapters(Source):
         return pair.whole(self.model, list(_rows(self.model, pair, parts, shared, self.entries[name])))
 
 
-def _rows(model: ModelConfig, pair: Pair, parts: list[_Part], shared: bool, entry: TensorInfo) -> Iterator[Tensor]:
+def _rows(
+    model: ModelConfig, pair: AdapterPair, parts: list[_Part], shared: bool, entry: TensorInfo
+) -> Iterator[Tensor]:
     """The rows of B for each part. A part that shares no A has values only in its own columns."""
     start = 0
     for part, whole in zip(parts, pair.parts(model, torch.empty(entry.shape, device="meta")), strict=True):

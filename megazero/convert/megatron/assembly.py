@@ -12,7 +12,7 @@ from megazero.config.inventory import TABLES, WORDS, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.convert.megatron.names import TIED_COPIES, MegatronTensor, theirs, why_ignored
 from megazero.convert.report import ConversionReport
-from megazero.convert.shards import agree, join
+from megazero.convert.shards import join_shards, reconcile_replicas
 from megazero.convert.source import ConversionError, parameter_specs
 
 Ranks = Sequence[Mapping[str, Tensor]]
@@ -69,7 +69,7 @@ class Assembly:
         found = self.found[name]
         pieces = [self._piece(rank, found, str(index)) for index, rank in enumerate(values)]
         rows = self.specs[name].shape[0] if name in TABLES else None
-        return join(found.key, pieces, tp_axis(name), self.report, rows)
+        return join_shards(found.key, pieces, tp_axis(name), self.report, rows)
 
     def dtype(self, name: str, ranks: Ranks | None = None) -> torch.dtype:
         """The dtype in which the tensor is stored."""
@@ -82,7 +82,9 @@ class Assembly:
             piece = piece.chunk(2)[found.half]
         if found.copy is None or found.copy not in rank:
             return piece
-        return agree(f"{found.key} and {found.copy} (tp rank {index})", [piece, rank[found.copy]], self.report)
+        return reconcile_replicas(
+            f"{found.key} and {found.copy} (tp rank {index})", [piece, rank[found.copy]], self.report
+        )
 
     def _find(self, name: str, named: MegatronTensor) -> TensorKey | None:
         key = next((key for key in named.names if all(key in rank for rank in self.ranks)), None)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megazero.convert.source import ConversionError
-from megazero.convert.tracker import word_in
+from megazero.convert.tracker import read_word
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -32,7 +32,7 @@ def checkpoint_folder(path: Path) -> Path:
     if not (path / TRACKER).is_file():
         newest = [inside for inside in path.glob("iter_*") if inside.name[5:].isdecimal() and _is_one(inside)]
         return path if _is_one(path) else max(newest, key=lambda inside: int(inside.name[5:]), default=path)
-    word = word_in(path / TRACKER)
+    word = read_word(path / TRACKER)
     if word != "release" and not (word.isdecimal() and len(word) < 20):
         raise ConversionError(f"{path / TRACKER} holds {word!r}, neither a number nor 'release'")
     return path / iteration_folder(word)

@@ -23,7 +23,7 @@ from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron.folders import FILES, TRACKER, iteration_folder, rank_folder
 from megazero.convert.megatron.names import core_name
 from megazero.convert.megatron_args import args_of
-from megazero.convert.shards import cut
+from megazero.convert.shards import cut_shards
 from megazero.convert.source import ConversionError, Source
 
 KeyedNames = tuple[str, tuple[str, ...]]
@@ -135,7 +135,7 @@ def _feed(file: TorchFileWriter, whole: Tensor, name: str, rows: int, rank: int,
     converted at a time.
     """
     if rows == whole.shape[0]:
-        part, missing = cut(name, whole, tp)[rank], 0
+        part, missing = cut_shards(name, whole, tp)[rank], 0
     else:
         own = rows // tp
         part = whole[rank * own : (rank + 1) * own]

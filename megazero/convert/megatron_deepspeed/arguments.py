@@ -18,7 +18,7 @@ from megazero.config.derive import (
 from megazero.config.inventory import TABLES, tp_axis
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.formats import TargetOptions
-from megazero.convert.megatron_deepspeed.stages import WritePlan, Written
+from megazero.convert.megatron_deepspeed.stages import WritePlan, WrittenTensor
 from megazero.convert.source import ConversionError, SourcePosition
 
 _POSITIONS = {"learned": "learned_absolute", "rotary": "rotary", "alibi": "alibi"}
@@ -106,7 +106,7 @@ def universal_info(planned: WritePlan) -> dict[str, Any]:
     each parameter.
     """
 
-    def patterns(chosen: list[Written]) -> list[str]:
+    def patterns(chosen: list[WrittenTensor]) -> list[str]:
         return sorted({_pattern(planned.parameter(written)) for written in chosen})
 
     tensors = planned.tensors

@@ -13,9 +13,9 @@ from megazero.config.inventory import WORDS, tp_axis
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.megatron_deepspeed.names import PipelineTensor
 from megazero.convert.megatron_deepspeed.weights import Weights, halved, label
-from megazero.convert.megatron_deepspeed.zero import PartitionSlice, Zero, pieces_of
+from megazero.convert.megatron_deepspeed.zero import PartitionSlice, ZeroContents, pieces_of
 from megazero.convert.report import ConversionReport
-from megazero.convert.shards import agree, join
+from megazero.convert.shards import join_shards, reconcile_replicas
 from megazero.convert.source import ConversionError
 
 Held = Mapping[tuple[int, str], tuple[int, list[PartitionSlice]]]
@@ -27,7 +27,9 @@ class Columns:
     files do not hold completely.
     """
 
-    def __init__(self, files: Files, listing: Listing, weights: Weights, zero: Zero, report: ConversionReport) -> None:
+    def __init__(
+        self, files: Files, listing: Listing, weights: Weights, zero: ZeroContents, report: ConversionReport
+    ) -> None:
         self.files, self.listing, self.weights, self.zero, self.report = files, listing, weights, zero, report
         self.tp = listing.tp
         self.stages = len(zero.slices) // self.tp
@@ -62,7 +64,7 @@ class Columns:
             rows = self.weights.rows(name)
             return whole if rows is None else whole[:rows]
         pieces = [halved(self._of_rank(t, where, column), where) for t in range(self.tp)]
-        return join(key, pieces, axis, self.report, self.weights.rows(name))
+        return join_shards(key, pieces, axis, self.report, self.weights.rows(name))
 
     def _slices(self, rank: int, parts: Sequence[PartitionSlice], column: str) -> list[Tensor]:
         return pieces_of(self.files, self.listing, rank, parts, column)
@@ -83,7 +85,9 @@ class Columns:
             ):
                 others.append(torch.cat(slices).view_as(whole))
         return (
-            agree(f"{label(where)} {column} (first and last stage)", [whole, *others], self.report) if others else whole
+            reconcile_replicas(f"{label(where)} {column} (first and last stage)", [whole, *others], self.report)
+            if others
+            else whole
         )
 
     def _held(self, t: int) -> Held:

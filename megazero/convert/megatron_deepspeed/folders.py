@@ -15,7 +15,7 @@ from typing import Any
 
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.source import ConversionError
-from megazero.convert.tracker import named_folder, word_in
+from megazero.convert.tracker import named_folder, read_word
 
 LATEST = "latest"
 KNOWN = ("deepspeed.*", "megatron.*", "apex.*", "transformers.*", "enum.*", "signal.*", "torch.nn.*", "torch.optim.*")
@@ -102,7 +102,7 @@ def recognises(path: Path) -> bool:
     if _has_layers(path) or any(_has_layers(inside) for inside in path.glob("global_step*")):
         return True
     latest = path / LATEST
-    return latest.is_file() and STEP.fullmatch(word_in(latest)) is not None
+    return latest.is_file() and STEP.fullmatch(read_word(latest)) is not None
 
 
 def _has_layers(folder: Path) -> bool:

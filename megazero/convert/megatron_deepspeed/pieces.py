@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from megazero.config.inventory import TABLES
-from megazero.convert.shards import cut
+from megazero.convert.shards import cut_shards
 
 
 def rank_pieces(name: str, whole: Tensor, tp: int, rows: int) -> list[list[Tensor]]:
     """Each tp rank's part of a global tensor, as pieces one after the other. Vocabulary padding is zeros."""
     if name not in TABLES:
-        return [[piece] for piece in cut(name, whole, tp)]
+        return [[piece] for piece in cut_shards(name, whole, tp)]
     size = rows // tp
     return [list(_table_rows(whole, t * size, (t + 1) * size)) for t in range(tp)]
 

@@ -26,7 +26,7 @@ from megazero.convert.megatron_deepspeed.names import found_layers
 from megazero.convert.megatron_deepspeed.schedule import with_schedule
 from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import Weights, label, stored_layers
-from megazero.convert.megatron_deepspeed.zero import Zero, read_zero
+from megazero.convert.megatron_deepspeed.zero import ZeroContents, read_zero
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition
 
@@ -69,7 +69,7 @@ class MegatronDeepSpeedSource(Source):
         """
         parts = [
             list(zip(whole.split(_ROWS), kept.split(_ROWS), strict=True))
-            for whole, kept in self.weights.beside(name, master)
+            for whole, kept in self.weights.pair_with_weights(name, master)
         ]
         counts = [sum(_unequal(mine, theirs) for mine, theirs in pairs) for pairs in parts]
         off, shown = sum(counts), label(self.weights.theirs[name])
@@ -209,7 +209,7 @@ def _refuse_other_grid(folder: Path, args: Mapping[str, Any], there: Listing) ->
         raise ConversionError(f"{folder} is not whole: " + "; ".join(wrong))
 
 
-def _with_hyper(args: Mapping[str, Any], zero: Zero | None) -> Mapping[str, Any]:
+def _with_hyper(args: Mapping[str, Any], zero: ZeroContents | None) -> Mapping[str, Any]:
     """The arguments. Values that they lack come from the optimizer's files."""
     if zero is None:
         return args
@@ -228,7 +228,7 @@ def _with_hyper(args: Mapping[str, Any], zero: Zero | None) -> Mapping[str, Any]
     }
 
 
-def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Listing) -> SourcePosition:
+def _position(state: Any, args: Mapping[str, Any], zero: ZeroContents | None, there: Listing) -> SourcePosition:
     held: Mapping[str, Any] = state if isinstance(state, dict) else {}
     iteration = int(held.get("iteration") or args.get("iteration") or held.get("global_steps") or there.iteration)
     samples = int(args.get("consumed_train_samples") or held.get("global_samples") or 0)
@@ -244,7 +244,7 @@ def _position(state: Any, args: Mapping[str, Any], zero: Zero | None, there: Lis
 
 
 def _note(
-    report: ConversionReport, zero: Zero | None, there: Listing, args: Mapping[str, Any], vocabulary: int | None
+    report: ConversionReport, zero: ZeroContents | None, there: Listing, args: Mapping[str, Any], vocabulary: int | None
 ) -> None:
     padded, true = args.get("padded_vocab_size"), args.get("vocab_size")
     if true and padded and true < padded:

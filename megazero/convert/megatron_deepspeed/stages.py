@@ -15,7 +15,7 @@ from megazero.mpu.parameter import ParameterSpec
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenTensor:
     """A tensor of a layer file. names: our tensors in it, in the order of its rows (two for a gated layer). shape: on
     one tp rank.
     """
@@ -32,14 +32,14 @@ class WritePlan:
 
     model: ModelConfig
     layers: Layers
-    tensors: tuple[Written, ...]
+    tensors: tuple[WrittenTensor, ...]
     stages: tuple[range, ...]
     rows: int
 
-    def of_layer(self, layer: int) -> list[Written]:
+    def of_layer(self, layer: int) -> list[WrittenTensor]:
         return [written for written in self.tensors if written.where.layer == layer]
 
-    def of_stage(self, stage: int) -> list[Written]:
+    def of_stage(self, stage: int) -> list[WrittenTensor]:
         """The parameters of a stage in the order of DeepSpeed's pipeline module. Those of the tied embedding come
         first; the last stage has them too.
         """
@@ -49,12 +49,12 @@ class WritePlan:
             written for written in self.tensors if written.where.layer in self.stages[stage] and written not in front
         ]
 
-    def groups(self, stage: int) -> tuple[list[Written], list[Written]]:
+    def groups(self, stage: int) -> tuple[list[WrittenTensor], list[WrittenTensor]]:
         """The two parameter groups of a stage: parameters with weight decay, and norms and biases without."""
         parameters = self.of_stage(stage)
         return [p for p in parameters if p.decays], [p for p in parameters if not p.decays]
 
-    def parameter(self, written: Written) -> str:
+    def parameter(self, written: WrittenTensor) -> str:
         """The name of a tensor in the optimizer's files."""
         return self.layers.parameter(written.where.layer, written.where.key)
 
@@ -80,7 +80,7 @@ def plan(model: ModelConfig, options: TargetOptions) -> WritePlan:
         by_key.setdefault((where.layer, where.key), []).append(name)
     rows = padded_vocab(model, options.tp)
     tensors = tuple(
-        Written(
+        WrittenTensor(
             PipelineTensor(*key),
             tuple(names),
             _local(names, everything, options.tp, rows),

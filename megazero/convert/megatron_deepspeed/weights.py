@@ -15,7 +15,7 @@ from megazero.config.schema import ModelConfig
 from megazero.convert.megatron_deepspeed.folders import Files, Listing
 from megazero.convert.megatron_deepspeed.names import Layers, PipelineTensor, theirs, why_ignored
 from megazero.convert.report import ConversionReport
-from megazero.convert.shards import join
+from megazero.convert.shards import join_shards
 from megazero.convert.source import ConversionError, parameter_specs
 
 """Tables whose last rows pad the vocabulary."""
@@ -93,9 +93,9 @@ class Weights:
         """One of our global tensors, without vocabulary padding."""
         where = self.theirs[name]
         pieces = [halved(self.files[path][where.key], where) for path in self.listing.layers[where.layer]]
-        return join(label(where), pieces, tp_axis(name), self.report, self.rows(name))
+        return join_shards(label(where), pieces, tp_axis(name), self.report, self.rows(name))
 
-    def beside(self, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def pair_with_weights(self, name: str, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Parts of a global tensor of another column, each with the part of the layer files' tensor at the same place.
         They are views, unless replicas differ.
         """

@@ -52,7 +52,7 @@ class PartitionSlice:
 
 
 @dataclass
-class Zero:
+class ZeroContents:
     """The contents of the optimizer's files, before any value is read.
 
     slices  per model-parallel rank: parameter -> where its elements are, in order
@@ -70,14 +70,14 @@ class Zero:
     notes: list[str] = field(default_factory=list)
 
 
-def read_zero(files: Files, listing: Listing) -> Zero:
+def read_zero(files: Files, listing: Listing) -> ZeroContents:
     """The layout of a checkpoint's optimizer files.
 
     Raises ConversionError where files are missing or damaged, or do not say where a parameter is.
     """
     ranks = 1 + max(rank for rank, _ in listing.zero)
     partitions = _partitions(files, listing, ranks)
-    found = Zero([], {})
+    found = ZeroContents([], {})
     steps: set[float] = set()
     columns: list[dict[str, torch.dtype]] = []
     for rank in range(ranks):

@@ -22,7 +22,7 @@ from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.megatron_deepspeed.folders import zero_file
 from megazero.convert.megatron_deepspeed.loss_scale import scaler_state
 from megazero.convert.megatron_deepspeed.pieces import rank_pieces
-from megazero.convert.megatron_deepspeed.stages import WritePlan, Written
+from megazero.convert.megatron_deepspeed.stages import WritePlan, WrittenTensor
 from megazero.convert.source import EXP_AVG, EXP_AVG_SQ, MOMENTS, WEIGHT, Source
 
 VERSION = "0.10.0"
@@ -34,7 +34,7 @@ _ADDRESS = record_type("deepspeed.utils.tensor_fragment.fragment_address")
 class FlatGroup:
     """A parameter group as one vector per model-parallel rank. size: elements of a partition."""
 
-    parameters: list[Written]
+    parameters: list[WrittenTensor]
     decays: bool
     size: int
     padding: int
@@ -86,7 +86,7 @@ def _tell(source: Source, planned: WritePlan, stage: int, advance: Advance, whol
                 advance(sum(source.entries[name].nbytes(column) for column in MOMENTS))
 
 
-def _cut(parameters: list[Written], dp: int) -> FlatGroup:
+def _cut(parameters: list[WrittenTensor], dp: int) -> FlatGroup:
     numel = sum(math.prod(written.shape) for written in parameters)
     padding = -numel % (2 * dp)
     return FlatGroup(parameters, parameters[0].decays, (numel + padding) // dp, padding)

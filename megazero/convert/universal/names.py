@@ -24,7 +24,7 @@ _PIPELINE_EMBEDDING, _FIRST_BLOCK, _FAR = 1, 3, 1 << 20
 
 
 @dataclass(frozen=True)
-class Named:
+class TensorNames:
     """names: (layer, key) -> the checkpoint's name. layers: which layer is what. theirs: ours by global name -> layer,
     key, half.
     """
@@ -37,7 +37,7 @@ class Named:
         return theirs(model, self.layers)
 
 
-def named(found: Iterable[str], where: str) -> tuple[Named, list[str]]:
+def classify_names(found: Iterable[str], where: str) -> tuple[TensorNames, list[str]]:
     """Names told apart, and those that are none of a GPT's.
 
     Raises ConversionError where they are no whole GPT or BLOOM.
@@ -48,7 +48,7 @@ def named(found: Iterable[str], where: str) -> tuple[Named, list[str]]:
     for layer, key in names:
         keys.setdefault(layer, []).append(key)
     layers = found_layers({layer: tuple(inside) for layer, inside in keys.items()}, where)
-    return Named(names, layers), [name for name, place in places.items() if place is None]
+    return TensorNames(names, layers), [name for name, place in places.items() if place is None]
 
 
 def _place(name: str) -> tuple[int, str] | None:

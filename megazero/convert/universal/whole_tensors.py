@@ -21,7 +21,7 @@ from megazero.convert.megatron_deepspeed.shapes import args_from_shapes
 from megazero.convert.megatron_deepspeed.weights import LayerTensor
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
-from megazero.convert.universal.names import named
+from megazero.convert.universal.names import classify_names
 
 PARTS, SUBSHAPE, VOCABULARY = "param_n_sub_params", "sub_param_shape", "vocab_tensor"
 WORD_KEY = "word_embeddings.weight"
@@ -46,7 +46,7 @@ class WholeTensors:
 
     def __init__(self, where: str, parameters: Mapping[str, WholeTensor], report: ConversionReport) -> None:
         self.where, self.report = where, report
-        self.named, others = named(parameters, where)
+        self.named, others = classify_names(parameters, where)
         report.unused |= {
             name: why_ignored(name) or "no parameter of a GPT or BLOOM goes by this name" for name in others
         }

@@ -50,7 +50,7 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
     Rank 0 prints a mistake, for all ranks.
     """
     from megazero.config.source import ConfigError
-    from megazero.launch import Environment, exit_status, leave
+    from megazero.launch import Environment, exit_now, exit_status
 
     here = Environment.read()
     _open_what_is_closed()
@@ -61,17 +61,17 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
             sys.stdout.flush()
         except BrokenPipeError:
             _lost_output()
-            leave(READER_LEFT)
+            exit_now(READER_LEFT)
         except OSError:
             lost = _lost_output()
             if lost is None:
                 raise
             print(f"error: {lost}", file=sys.stderr)
-            leave(FAILED)
+            exit_now(FAILED)
         except mistakes as error:
             raise ConfigError([str(error)]) from error
 
-    leave(exit_status(told, here))
+    exit_now(exit_status(told, here))
 
 
 def say(text: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megazero.checkpoint.api import Checkpoint
 from megazero.checkpoint.format import CheckpointError
-from megazero.checkpoint.opened import Checkpoint
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from tests.convert.sources import made

@@ -35,7 +35,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """What is to be computed, and where.
 
     kind        of device: cpu or cuda
@@ -91,14 +91,14 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 NOTHING_TRIED = AttentionSupport()
 
 
-class Choice(NamedTuple):
+class AttentionChoice(NamedTuple):
     """A body and the reason for it, in words."""
 
     body: Body
     reason: str
 
 
-_Obstacle = tuple[Callable[[Case, AttentionSupport], bool], str]
+_Obstacle = tuple[Callable[[AttentionCase, AttentionSupport], bool], str]
 
 _PLAIN_CAUSAL: tuple[_Obstacle, ...] = (
     (lambda c, o: c.alibi, "it has no place for ALiBi's slopes"),
@@ -108,7 +108,7 @@ _PLAIN_CAUSAL: tuple[_Obstacle, ...] = (
 """What torch's attention kernels cannot compute."""
 
 
-def _before_ampere(case: Case) -> bool:
+def _before_ampere(case: AttentionCase) -> bool:
     return case.capability is not None and case.capability < (8, 0)
 
 
@@ -167,26 +167,26 @@ PASSED_OVER: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
 """Body -> cases that it can compute, but for which auto does not choose it."""
 
 
-def obstacle(body: Body, case: Case, support: AttentionSupport, *, asked: bool = False) -> str | None:
+def obstacle(body: Body, case: AttentionCase, support: AttentionSupport, *, asked: bool = False) -> str | None:
     """The first obstacle of a body; None if there is none. asked: only count what it cannot compute."""
     against = OBSTACLES[body] + (() if asked else PASSED_OVER.get(body, ()))
     return next((words.format(support=support) for applies, words in against if applies(case, support)), None)
 
 
 @lru_cache(maxsize=256)
-def choose(case: Case, support: AttentionSupport) -> Choice:
+def choose(case: AttentionCase, support: AttentionSupport) -> AttentionChoice:
     """The body for this case. Raises ValueError where autograd records and --attention's body cannot compute it."""
     wanted = ASKED.get(support.asked)
     if wanted is not None:
         against = obstacle(wanted, case, support, asked=True)
         if against is None:
-            return Choice(wanted, f"as --attention {support.asked} asks")
+            return AttentionChoice(wanted, f"as --attention {support.asked} asks")
         if case.recorded:
             raise ValueError(f"--attention {support.asked} cannot run: {against}")
     refused: list[str] = []
     for body in ORDER:
         against = obstacle(body, case, support)
         if against is None:
-            return Choice(body, "; ".join(refused) or "the first choice")
+            return AttentionChoice(body, "; ".join(refused) or "the first choice")
         refused.append(f"no {body.value}: {against}")
     raise AssertionError("nothing speaks against the last body")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megazero.config.vocabulary_values import CHOICES
+from megazero.config.foreign_values import CHOICES
 
 SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -261,16 +261,16 @@ FLAGS: Mapping[str, str] = MappingProxyType(
 """Flag of another program, without leading dashes -> its name here, which begins with a flag if there is one."""
 
 
-def spelled(word: str) -> str:
+def normalise_flag(word: str) -> str:
     """A word in the form in which words are compared: without leading dashes, underscores as dashes, in lower case."""
     return word.lstrip("-").replace("_", "-").lower()
 
 
-def flag_elsewhere(word: str) -> str | None:
+def our_flag_for(word: str) -> str | None:
     """The name here of another program's flag or key; None for an unknown one."""
-    return FLAGS.get(spelled(word))
+    return FLAGS.get(normalise_flag(word))
 
 
-def choice_elsewhere(field: str, word: str) -> str | None:
+def our_value_for(field: str, word: str) -> str | None:
     """The value here that corresponds to another program's value of this field; None for an unknown one."""
-    return CHOICES.get(field, {}).get(spelled(word))
+    return CHOICES.get(field, {}).get(normalise_flag(word))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megazero.config.flags import read_command_line
+from megazero.config.foreign_flags import CHOICES, FLAGS, normalise_flag
 from megazero.config.options import run_options
 from megazero.config.parse import ConfigError, parse_run
-from megazero.config.vocabulary import CHOICES, FLAGS, spelled
 
 ASKED = {
     # what people type, and what they are told
@@ -82,7 +82,7 @@ def test_every_suggestion_can_be_followed() -> None:
     """A flag that is named exists, and takes the words behind it; a word that is ours already is in no list."""
     for word, ours in FLAGS.items():
         assert read_command_line([f"--{word}"]).source.problems, f"--{word} is a flag here"
-        assert spelled(word) == word
+        assert normalise_flag(word) == word
         if ours.startswith("--"):
             words = ours.split(",")[0].split()
             problems = read_command_line(words).source.problems
@@ -94,4 +94,4 @@ def test_every_suggestion_can_be_followed() -> None:
         choices = run_options()[name].choices
         assert choices is not None
         for word, ours in table.items():
-            assert ours in choices and word not in choices and spelled(word) == word, (name, word)
+            assert ours in choices and word not in choices and normalise_flag(word) == word, (name, word)
