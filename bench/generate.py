@@ -1,12 +1,12 @@
-"""Tokens per second of greedy generation beside transformers.generate: same model, dtype, threads and prompts, in
-turns.
+"""Tokens per second of greedy generation, compared with transformers.generate: same model, dtype, threads and prompts,
+in alternating turns.
 
     python -m bench.generate                 # GPT-2's smallest shape and one of a few million parameters, fp32 and bf16
     python -m bench.generate --quick         # tiny: does everything run?
 
-Each side has its own cache of keys and values. A turn is one call for `--new` tokens behind prompts of `--prompt`
-tokens, prompts included; the ratio is the median over the rounds of theirs over ours, neighbours in time. The tokens of
-both are compared in the first round.
+Each side has its own key-value cache. A turn is one call for `--new` tokens after prompts of `--prompt` tokens. Its
+time includes the prompts. The ratio is the median over the rounds of their time over ours. The first round compares
+the tokens of both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADINGS = ("model", "parameters", "dtype", "batch", "tokens/s", "transformers",
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: transformers' configuration by its own names."""
+    """A model, as transformers' configuration under transformers' names."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class Shape:
 
 
 def shapes(quick: bool) -> list[Shape]:
-    """GPT-2 124M, and LLaMA's and BLOOM's kinds of blocks in a size that Python decides."""
+    """GPT-2 124M, and small models of LLaMA and BLOOM, whose time is mostly Python's."""
     if quick:
         return [Shape("tiny", "bloom", {"vocab_size": 503, "hidden_size": 48, "n_layer": 2, "n_head": 4})]
     llama = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1024}
@@ -63,7 +63,7 @@ def shapes(quick: bool) -> list[Shape]:
 
 @dataclass(frozen=True)
 class Result:
-    """Tokens per second by round. same: rows whose tokens were all the same, of `batch`."""
+    """Tokens per second of both sides by round. same: rows of `batch` in which both generated the same tokens."""
 
     model: str
     parameters: int
@@ -89,7 +89,7 @@ def timed(run: Callable[[], list[list[int]]]) -> tuple[list[list[int]], float]:
 
 
 def compare(shape: Shape, dtype: str, args: argparse.Namespace) -> Iterator[Result]:
-    """Both sides hold the same weights: ours reads the folder that theirs has written."""
+    """Compare both sides with the same weights: ours reads the folder that theirs has written."""
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     theirs = shape.build().to(kind).eval()
     with tempfile.TemporaryDirectory() as folder:

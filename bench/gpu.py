@@ -1,13 +1,13 @@
-"""Ops and training steps on an NVIDIA GPU, beside torch, torch.compile and transformers: `make gpu-bench`.
+"""Ops and training steps on an NVIDIA GPU, compared with torch, torch.compile and transformers: `make gpu-bench`.
 
     python -m bench.gpu                       # everything, in less than eight minutes
     python -m bench.gpu --parts ops           # ops or training alone
     python -m bench.gpu --only GPT            # contestants and ops whose name contains this
     python -m bench.gpu --rehearse            # tiny sizes on the CPU: does everything run? Its numbers mean nothing
 
-Nothing is installed or fetched. Whatever is measured is measured in another process, which may fail or hang without
-harm to the rest, and the results are written after each part: DATE-gpu.json with every repetition, and a table with a
-verdict for each target.
+Nothing is installed or downloaded. Each measurement runs in another process, which may fail or hang without harm to the
+rest. The results are written after each part: DATE-gpu.json with every repetition, and a table with a verdict for each
+target.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from bench import card
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS, OPS_SECONDS = 460.0, 130.0
-"""For everything, and for the ops of it; what is left of eight minutes goes to start and end."""
+"""Time limits of everything, and of the ops. The rest of eight minutes is for the start and the end."""
 ITEM_SECONDS = 45.0
-"""Of one op and contestant, with its compilation, before its process is ended."""
+"""Time limit of one op and contestant, with its compilation. After it the process is ended."""
 
 
 def say(text: str) -> None:
@@ -41,7 +41,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Report:
-    """What has been found so far, and where it is written. folder None: nowhere."""
+    """The results so far, and the folder that they are written to; None: they are not written."""
 
     folder: Path | None
     settings: dict[str, Any]
@@ -57,7 +57,7 @@ class Report:
             self.path.with_suffix(".md").write_text(gpu_report.as_text(self.found) + "\n")
 
     def finish(self) -> None:
-        """The tables for the reader, and the picture."""
+        """Write the tables and the plot."""
         from bench import gpu_report, results
 
         self.write()
@@ -70,9 +70,7 @@ class Report:
 
 
 def lines_of(command: Sequence[str], patience: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Objects that a program prints, as they come, until it ends or says nothing for `patience()` seconds; then it is
-    ended.
-    """
+    """Yield the JSON objects that a program prints, until it ends. After `patience()` silent seconds it is ended."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -102,18 +100,18 @@ KERNELS = "import json, sys; from fused_ops import registry; print(json.dumps(re
 
 
 def card_of(program: str) -> dict[str, Any]:
-    """What the card is, asked in another process: this one would hold some of its memory to the end."""
+    """Facts about the GPU, from another process, because this one would keep some of the GPU's memory."""
     return next(lines_of([sys.executable, "-c", program], lambda: 60.0), {"card": "unknown"})
 
 
 def kernels(rehearse: bool) -> str:
-    """Compile the kernels where that has not been done; what runs then. It belongs to no op's time."""
+    """Compile the kernels if that has not been done, outside of any timing; return the bodies that run."""
     found = lines_of([sys.executable, "-c", KERNELS, "cpu" if rehearse else "cuda"], lambda: 150.0)
     return ", ".join(sorted(set(next(found, {"": "unknown"}).values())))
 
 
 def measure_ops(report: Report, only: str, rehearse: bool, deadline: float) -> None:
-    """Every op in one process after the other's end: an item that ends its process is left out of the next one."""
+    """Measure all ops in one process. If an item ends the process, start another one without it."""
     from bench.gpu_ops import items
 
     waiting = [item for item in items() if only in item[0] or item[0] == "facts"]
@@ -129,7 +127,7 @@ def measure_ops(report: Report, only: str, rehearse: bool, deadline: float) -> N
             begun = None
             keep_op(report, line)
         if begun is None and waiting:
-            begun = waiting[0]  # it ended before its first word
+            begun = waiting[0]  # it ended before it printed anything
         if begun is not None:
             waiting.remove(begun)
             keep_op(report, {"item": list(begun), "skipped": "its process ended or hung"})

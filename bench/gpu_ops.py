@@ -1,14 +1,14 @@
-"""Ops on a card, forward and backward apart: a program that prints one line of JSON for each thing it has measured.
+"""Ops on a GPU, forward and backward apart: a program that prints one line of JSON for each measurement.
 
     python -m bench.gpu_ops ITEMS [--device cuda] [--tiny] [--seconds 130]
 
 ITEMS: a list of [case, dtype, contestant] as JSON, in the order in which they are measured; contestants are ours, torch
-and compiled, and ["facts", "", ""] measures what the card can do. The caller (`bench/gpu.py`) starts the program again
-without an item that ended it.
+and compiled, and ["facts", "", ""] measures the GPU's bandwidth and FLOP/s. If an item ends the program, the caller
+(`bench/gpu.py`) starts it again without that item.
 
-Each repetition has fresh inputs, and a large tensor is read before each timed part, so that nothing of them lies in the
-cache. Nothing waits between repetitions: while the large tensor is read the host queues what is timed, whose launches
-therefore cost nothing.
+Each repetition has fresh inputs, and a large tensor is read before each timed part, so that the inputs are not in the
+cache. The host does not wait between repetitions: it queues the timed kernels while the large tensor is read, so the
+times contain no launch latency.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLUSHED = 1 << 30
 run ahead.
 """
 REPETITIONS, WARM_UP = 25, 3
-# Of a step of GPT 1.3B: 8 x 2048 tokens, 16 heads of 128, and a fifth of its parameters, so that rivals fit beside.
+# Sizes of a step of GPT 1.3B: 8 x 2048 tokens, 16 heads of 128, and a fifth of its parameters, so that rivals fit too.
 LARGE = Sizes(b=8, s=2048, n=16, d=128, f=8192, v=50304, parameters=1 << 28)
 TIMED = (
     "softmax",
@@ -56,11 +56,11 @@ TIMED = (
 IN_FP32 = ("softmax", "layernorm", "bias + tanh gelu")
 
 Item = tuple[str, str, str]
-"""Case, dtype, contestant."""
+"""(case, dtype, contestant)."""
 
 
 def items() -> list[Item]:
-    """Everything: what compiles comes last, for it takes longest."""
+    """All items. Those that compile come last, because they take longest."""
     cases = [(name, "bfloat16") for name in TIMED] + [(name, "float32") for name in IN_FP32]
     first = [(*case, who) for case in cases for who in ("ours", "torch")]
     last = [(*case, "compiled") for case in cases if case[0] != "adam against apex"]
@@ -81,7 +81,7 @@ class Bench:
         return cls(device, 2 if tiny else REPETITIONS, large)
 
     def lap(self, run: Callable[[], Any]) -> tuple[Stopwatch, Any]:
-        """Time one run from a cold cache; what it returns."""
+        """Time one run from a cold cache, and return its result."""
         self.large.sum()
         watch = Stopwatch(self.device)
         watch.start()
@@ -90,7 +90,7 @@ class Bench:
         return watch, result
 
     def once(self, prepare: Callable[[], tuple[Tensor, ...]], run: Callable[..., object]) -> dict[str, Stopwatch]:
-        """One repetition: forward and backward of what has both, else the whole."""
+        """One repetition: forward and backward apart, if the op has both."""
         tensors = prepare()
         if not isinstance(run, BothWays):
             return {"whole": self.lap(lambda: run(*tensors))[0]}
@@ -115,9 +115,7 @@ class Bench:
 
 
 def facts(bench: Bench, tiny: bool) -> dict[str, Any]:
-    """Bytes per second of a copy within the device, read and written ones counted, and FLOP/s of a square product in
-    bf16.
-    """
+    """Bytes per second of a copy within the device, reads and writes counted, and FLOP/s of a square bf16 product."""
     elements, width = (1 << 16, 64) if tiny else (1 << 29, 8192)
     source = torch.randn(elements, device=bench.device)
     target = torch.empty_like(source)
@@ -134,7 +132,7 @@ def facts(bench: Bench, tiny: bool) -> dict[str, Any]:
 
 
 def contestant(case: Case, who: str) -> Callable[..., object]:
-    """What is timed."""
+    """The function that is timed."""
     if who == "ours":
         return case.ours
     if who == "torch":
@@ -159,7 +157,7 @@ def measured(bench: Bench, item: Item, sizes: Sizes) -> dict[str, Any]:
 
 
 def result_of(bench: Bench, item: Item, tiny: bool, late: bool) -> dict[str, Any]:
-    """What was found out, or {"skipped": why}. An error of CUDA's goes on up: nothing after it can be trusted."""
+    """The result of an item, or {"skipped": why}. A CUDA error is raised, since no later result could be trusted."""
     if late:
         return {"skipped": "no time was left"}
     try:

@@ -1,8 +1,7 @@
-"""What a run of `bench/gpu.py` found, for a reader: tables, and for each target whether it was reached or by how much
-not.
+"""The report of a run of `bench/gpu.py`: tables, and for each target whether it was reached, or by how much not.
 
-`found` is what the file of results holds: "facts", "ops" (a list of items) and "training" (a list of runners with their
-results).
+`found` is the content of the file of results: "facts", "ops" (a list of items) and "training" (a list of runners with
+their results).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megazero.system.device import card_peak_flops
 
 BANDWIDTH, MFU, EAGER, COMPILED, FP8 = 0.85, 0.50, 1.5, 1.15, 1.25
 H100 = 989e12
-"""Dense bf16 FLOP/s, of which the targets speak; other cards that are known have their own."""
+"""Dense bf16 FLOP/s of an H100, for which the targets are defined. Other known GPUs have their own peak."""
 BANDWIDTH_OPS = ("softmax", "layernorm", "residual + layernorm", "rmsnorm", "adam", "bias + tanh gelu", "cross-entropy")
 
 OP_HEADINGS = (
@@ -38,9 +37,7 @@ TRAIN_HEADINGS = ("model", "contestant", "micro-batch", "s a step", "tokens/s", 
 
 
 def op_rows(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One for each part of each op that was measured: medians in seconds, ours and those of the
-    others that there are.
-    """
+    """One comparison for each part of each measured op: medians in seconds, of ours and of the other contestants."""
     by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for item in found["ops"]:
         name, dtype, who = item["item"]
@@ -61,13 +58,13 @@ def op_rows(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def share(row: dict[str, Any], found: dict[str, Any]) -> float | None:
-    """Of the copy's rate, that the op reaches with the bytes it has to move."""
+    """The rate at which the op moves its bytes, as a fraction of a copy's rate."""
     rate = found.get("facts", {}).get("copy_bytes_per_second")
     return row["bytes"] / row["ours"] / rate if rate else None
 
 
 def mfu(run: dict[str, Any], found: dict[str, Any]) -> float:
-    """Share of the card's peak that the model's FLOPs are."""
+    """Model FLOPs utilisation: the model's FLOP/s as a fraction of the GPU's peak."""
     return float(
         run["flops_per_second"] / (card_peak_flops(str(found["card"].get("card", "")), torch.bfloat16) or H100)
     )
@@ -104,7 +101,7 @@ def train_cells(run: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def judged(what: str, value: float, target: float, unit: str = "") -> str:
-    """One line. A target is a least value."""
+    """One line of the report. A target is a minimum."""
     shown = (f"{value:.1%}", f"{target:.0%}") if unit == "%" else (f"{value:.2f}", f"{target:g}")
     verdict = "reached" if value >= target else f"not reached, {value / target:.2f} of it"
     return f"{what}: {shown[0]} (target {shown[1]}): {verdict}"
@@ -122,7 +119,7 @@ def op_verdicts(found: dict[str, Any]) -> Iterator[str]:
 
 
 def fastest(runs: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    """Of one model's runs."""
+    """The lines about one model's runs."""
     there = [run for run in runs if run["kind"] == kind and "skipped" not in run]
     return max(there, key=lambda run: float(run["tokens_per_second"]), default=None)
 
@@ -150,7 +147,7 @@ def training_verdicts(found: dict[str, Any]) -> Iterator[str]:
 
 
 def memory_verdict(model: str, ours: dict[str, Any], rival: dict[str, Any]) -> str:
-    """A larger micro-batch needs more: of unequal ones only the one that needs less with more says something."""
+    """Compare memory. A larger micro-batch needs more, so unequal ones are comparable only if the larger needs less."""
     title, more = f"{model}: peak memory of {rival['name']} over ours", rival["peak_gib"] / ours["peak_gib"]
     sizes = ours["micro_batch"], rival["micro_batch"]
     if sizes[0] == sizes[1] or (more >= 1) == (sizes[0] > sizes[1]):
@@ -168,7 +165,7 @@ def skipped(found: dict[str, Any]) -> Iterator[str]:
 
 
 def heading(found: dict[str, Any]) -> str:
-    """What was measured on, with what the card can do."""
+    """The GPU and its measured bandwidth and FLOP/s."""
     facts = found.get("facts", {})
     card = ", ".join(f"{name} {value}" for name, value in found["card"].items())
     lines = [found["note"]] if found["note"] else []
@@ -184,7 +181,7 @@ def heading(found: dict[str, Any]) -> str:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Markdown."""
+    """The report as Markdown."""
     parts = [heading(found)]
     if found["ops"]:
         parts.append(results.table(OP_HEADINGS, [op_cells(row, found) for row in op_rows(found)]))

@@ -1,10 +1,10 @@
-"""Training steps on a card: who trains what, and how a contestant is timed. `bench/gpu.py` runs it.
+"""Training steps on a GPU: the contestants, and how they are timed. `bench/gpu.py` runs it.
 
 Every contestant trains the same model on global batches of the same size, in bf16 with fp32 Adam, fp32 master weights
-and gradients added up in fp32, each with the largest micro-batch that fits well; one that runs out of memory is started
-again with half of it. transformers has its weights in fp32 under autocast, as its Trainer does: with bf16 weights its
-gradients would be added up in bf16. Only one contestant holds the card: two would not fit. The next one imports its
-libraries meanwhile, which needs no card.
+and gradients accumulated in fp32. Each has the largest micro-batch that fits; one that runs out of memory is started
+again with half of it. transformers has fp32 weights under autocast, as in its Trainer: with bf16 weights its gradients
+would be accumulated in bf16. Only one contestant uses the GPU, because two would not fit. The next one imports its
+libraries meanwhile, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOOM = Workload(
 GLOBAL_BATCH = 32
 
 ALLOCATORS = {allocator.VARIABLE: allocator.settings(), allocator.CUDA_VARIABLES[0]: allocator.CUDA_SETTINGS}
-"""For everybody."""
+"""The allocator's settings of all contestants."""
 FLAGS = {GPT.name: ["--position-embedding", "learned", "--no-embedding-layernorm"], BLOOM.name: []}
 QUIET = ["--log-interval", "1000"]
 
@@ -38,9 +38,9 @@ QUIET = ["--log-interval", "1000"]
 class Runner:
     """A contestant of one model.
 
-    kind         ours, fp8, eager or compiled: what the targets speak of
-    micro_batch  the first to be tried
-    need         seconds that it takes, about: it is not begun where less is left
+    kind         ours, fp8, eager or compiled; the targets compare kinds
+    micro_batch  the first size that is tried
+    need         about the seconds that it takes; it is not started if less time is left
     """
 
     work: Workload
@@ -56,7 +56,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps before any is timed (the first is timed by itself), turns, steps of a turn, samples of a step."""
+    """Steps before the timed ones (the first is timed by itself), turns, steps of a turn, samples of a step."""
 
     warm_up: int = 3
     turns: int = 3
@@ -78,7 +78,7 @@ def theirs(work: Workload, name: str, note: str, micro_batch: int, need: int = 3
 
 
 BLOCKS = "one graph of a block, one of the loss"
-# In this order, so that what the targets ask for is there first if time runs short.
+# The contestants of the targets come first, in case time runs short.
 RUNNERS = (
     ours(GPT, "megazero", micro_batch=8),
     theirs(GPT, "transformers, sdpa", "fp32 weights under autocast, fused AdamW", 8, 40, precision="autocast"),
@@ -103,7 +103,7 @@ RUNNERS = (
 
 
 def rehearsed(runner: Runner) -> Runner:
-    """On the CPU, with a model that takes no time."""
+    """The contestants on the CPU, with a tiny model."""
     work = replace(runner.work, layers=2, hidden=32, heads=2, sequence=16, vocabulary=128, threads=1, device="cpu")
     return replace(runner, work=work, micro_batch=2)
 
@@ -121,7 +121,7 @@ def flops_of(work: Workload, samples: int) -> int:
 
 
 class Started:
-    """A contestant whose process imports already."""
+    """A contestant whose process has been started, and is importing."""
 
     def __init__(self, runner: Runner, plan: Plan, micro_batch: int, deadline: float) -> None:
         work = replace(runner.work, micro_batch=micro_batch, micro_batches=plan.global_batch // micro_batch)
@@ -129,12 +129,12 @@ class Started:
         self.contestant.tell("load")
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The reply, which is waited for until the deadline and no longer."""
+        """The reply to a command; waits until the deadline at most."""
         self.contestant.patience = max(1.0, self.deadline - time.monotonic())
         return self.contestant.ask(do, **arguments)[0]
 
     def measure(self, plan: Plan) -> dict[str, Any]:
-        """Its first step by itself, its turns, and its memory. Raises Unavailable."""
+        """Time its first step by itself, then its turns, and read its memory. Raises Unavailable."""
         work = self.contestant.work
         self.contestant.patience = max(1.0, self.deadline - time.monotonic())
         versions, began = self.contestant.hear("load")[0]["versions"], time.monotonic()
@@ -157,14 +157,14 @@ class Started:
 
 
 def card_state(work: Workload) -> str:
-    """Clock in MHz, power in W, temperature in degrees: a card that is throttled shows it here."""
+    """Clock in MHz, power in W, temperature in degrees Celsius, which show whether the GPU is throttled."""
     return smi("clocks.sm,power.draw,temperature.gpu") if work.device == "cuda" else ""
 
 
 def measured(
     runner: Runner, started: Started, plan: Plan, deadline: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """With the largest micro-batch that fits, from the runner's own downwards; {"skipped": why} where none does."""
+    """The result with the largest micro-batch that fits, at most the runner's own; {"skipped": why} if none does."""
     while True:
         micro_batch = started.contestant.work.micro_batch
         try:
@@ -185,7 +185,7 @@ def measured(
 
 
 def derived(work: Workload, plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
-    """Of the median turn: tokens and the model's FLOPs per second."""
+    """Tokens per second and model FLOPs per second of the median turn."""
     seconds = statistics.median(found["step_seconds"])
     flops = flops_of(work, plan.global_batch)
     tokens = plan.global_batch * work.sequence / seconds
@@ -200,7 +200,7 @@ def derived(work: Workload, plan: Plan, found: dict[str, Any]) -> dict[str, Any]
 def trained(
     runners: Sequence[Runner], plan: Plan, deadline: float, say: Callable[[str], None]
 ) -> Iterator[tuple[Runner, dict[str, Any]]]:
-    """Each runner with its result, as they come. While one is timed the next one imports."""
+    """Yield each runner with its result. While one is timed, the next one imports."""
     waiting: list[tuple[Runner, Started]] = []
     coming = list(runners)
     try:
@@ -222,5 +222,5 @@ def trained(
 
 
 def as_settings(plan: Plan, runners: Sequence[Runner]) -> dict[str, Any]:
-    """For the file of results."""
+    """The entry in the file of results."""
     return asdict(plan) | {"runners": [asdict(runner) for runner in runners]}

@@ -1,7 +1,7 @@
 """Contestants as child processes that take turns: A runs k steps while B sleeps, then B while A sleeps.
 
-What drifts on a shared machine (clock, neighbours, page cache) then meets both alike, and the ratio of neighbouring
-turns says more than two separate runs. A contestant's processes stay alive, so a turn costs no imports.
+Drifts of a shared machine (clock, other programs, page cache) then affect both equally, so the ratio of consecutive
+turns is more reliable than that of two separate runs. A contestant's processes stay alive, so a turn costs no imports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.workload import Entry, Workload, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 240
-"""Seconds until a contestant that does not answer is given up; compiling takes one or two minutes."""
+"""Seconds to wait for a contestant's answer. Compiling takes one or two minutes."""
 
 
 class Unavailable(Exception):
@@ -41,7 +41,7 @@ def free_port() -> int:
 class Contestant:
     """The processes of one entry, one per rank, from the checkout at `root`.
 
-    Raises Unavailable wherever they cannot go on.
+    Raises Unavailable if a process fails or does not answer.
     """
 
     def __init__(self, work: Workload, entry: Entry, patience: float = PATIENCE, root: Path = ROOT) -> None:
@@ -72,7 +72,7 @@ class Contestant:
         arguments = [str(commands_in), str(replies_out), to_json(self.work), to_json(self.entry)]
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.child", *arguments],
-            cwd=self.root,  # first on the path of such a module, before what is installed
+            cwd=self.root,  # comes first on the import path, before the installed packages
             env=environment,
             pass_fds=(commands_in, replies_out),
             stdin=subprocess.DEVNULL,
@@ -124,12 +124,12 @@ class Contestant:
         return self.steps(max(1, round(seconds / self.pace)))
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each step, of the slowest rank."""
+        """Seconds of each step on the slowest rank."""
         replies = self.ask("steps", count=count)
         return [max(times) for times in zip(*(reply["seconds"] for reply in replies), strict=True)]
 
     def memory(self) -> float:
-        """Peak resident MiB of a rank above its imports since the warm-up, of the largest rank."""
+        """The peak of the resident set above the imports since the warm-up, in MiB, of the rank with the largest."""
         return max(float(reply["peak"]) for reply in self.ask("memory"))
 
     def last_words(self, lines: int = 1) -> str:
@@ -186,9 +186,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long is measured: rounds of one turn each, the seconds that a turn's steps fill, steps
-    before any is timed.
-    """
+    """How long to measure: rounds of one turn each, seconds of a turn, and steps before the timed ones."""
 
     rounds: int = 4
     seconds: float = 1.5
@@ -196,7 +194,7 @@ class Plan:
 
 
 def play(ours: Contestant, theirs: Contestant, plan: Plan, say: Callable[[str], None]) -> Match:
-    """A B A B ... between two prepared contestants."""
+    """Time two prepared contestants in alternating turns."""
     match = Match(
         Samples(),
         Samples(),

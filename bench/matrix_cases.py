@@ -1,4 +1,4 @@
-"""Ops that rest on matrix products, as cases: attention, and the three products of a linear layer."""
+"""Cases of ops that consist of matrix products: attention, and the three products of a linear layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.case import BothWays, Case, Sizes, with_gradient
 
 
 def attention(z: Sizes, written_out: bool = False) -> Case:
-    """Causal with ALiBi, from the projection to the context; torch gets the bias as an additive mask."""
+    """Causal attention with ALiBi, from the projection to the context; torch gets the bias as an additive mask."""
     from fused_ops.attention import causal_attention
     from fused_ops.softmax import alibi_slopes
 
@@ -51,7 +51,7 @@ def attention_written_out(z: Sizes) -> Case:
 
 
 def linear(z: Sizes, part: str, of_head: bool) -> Case:
-    """x [N, h] by weight [f, h], or the head's [v, h]."""
+    """The product of x [N, h] with a weight [f, h], or with the head's [v, h]."""
     from fused_ops.linear import add_weight_gradient, input_gradient
     from fused_ops.linear import linear as op
 

@@ -1,12 +1,11 @@
-"""What holds the memory of a training step of megazero: every MiB of the peak that `bench/peers.py` compares, by its
-owner.
+"""An account of the memory of a training step of megazero: every MiB of the peak that `bench/peers.py` compares.
 
     python -m bench.memory                     # W1 and W2
     python -m bench.memory --layouts ZeRO-1,tp # other tables of peers.py; the rank that holds most
     python -m bench.memory --quick             # a tiny model: does it start?
 
-Memory is resident and above the imports. What a step allocates is listed by the function that asked for it, as it stood
-when that was most. Needs Linux and glibc.
+Memory is the resident set above that after the imports. The allocations of a step are listed by function, at the moment
+of their peak. Needs Linux and glibc.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from bench.field import TABLES, Table
 from bench.harness import Contestant
 
 STEPS = 5
-"""Before the account; the first ones find their places in the heap."""
+"""Steps before the account, since the layout of the heap changes in the first steps."""
 
 
 def account(table: Table) -> dict[str, Any]:
-    """Of the rank that holds most: its peak above the imports, and the account of `megazero_memory`, in MiB."""
+    """The peak above the imports and the account of `megazero_memory`, in MiB, of the rank with the largest peak."""
     contestant = Contestant(table.work, replace(table.ours, module="megazero_memory"))
     try:
         contestant.prepare(STEPS)
@@ -40,7 +39,7 @@ def account(table: Table) -> dict[str, Any]:
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    """The parts with what the step's tensors are made of; then the peak that was measured from outside."""
+    """Rows: the parts, the tensors of the step by function, and the peak that was measured from outside."""
     peak, listed = found["peak_mib_above_imports"], []
     for part, size in found["parts"].items():
         listed.append([part, f"{size:,.1f}", f"{size / peak:.1%}"])

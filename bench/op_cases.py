@@ -1,8 +1,8 @@
 """The ops that are timed, each a function from sizes to a `Case`: a new row is a new function in the table below.
 
 b micro-batch, s sequence, n heads, d head dim, h hidden, f ffn width, v vocabulary, N = b*s tokens, e bytes of an
-element. Both sides get the same fresh tensors each time and run forward and backward; imports stand inside, so that an
-op that is not there skips its row only. Tensors are made on torch's default device.
+element. Both sides get the same fresh tensors each time and run forward and backward. Imports are inside the functions,
+so that a missing op skips its own row only. Tensors are made on torch's default device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def passes(
 
 
 def softmax(z: Sizes) -> Case:
-    """Scaled, causal, with ALiBi, in place; torch adds the bias as a mask."""
+    """Scaled causal softmax with ALiBi, in place; torch adds the bias as a mask."""
     from fused_ops.softmax import alibi_slopes, scaled_causal_alibi_softmax
 
     slopes = torch.tensor(alibi_slopes(z.n))
@@ -88,8 +88,8 @@ def swiglu(z: Sizes) -> Case:
 
 
 def cross_entropy(z: Sizes, widened: bool = False) -> Case:
-    """Mean loss and the gradient of the logits. widened: torch's in fp32, as transformers computes it; else on the
-    logits as they are.
+    """Mean loss and the gradient of the logits. widened: torch computes it in fp32, as transformers does; else in the
+    dtype of the logits.
     """
     from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
     from megazero.mpu.grid import Group
@@ -131,7 +131,7 @@ def rms_norm(z: Sizes) -> Case:
 
 
 def add_layer_norm(z: Sizes) -> Case:
-    """The residual is added before. Of sum and norm one tensor is made, so that both have a gradient: [2, N, h]."""
+    """A norm after adding the residual. Sum and norm are stacked to [2, N, h], so that both have a gradient."""
     from fused_ops.layernorm import add_layer_norm as op
 
     def theirs(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def add_layer_norm(z: Sizes) -> Case:
 
 
 class _Both(torch.autograd.Function):
-    """The second of two results, whose gradient is the first's as well: no pass is added that an op would lack."""
+    """The second of two results. Its gradient is used for the first as well, which adds no pass over memory."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, normalised: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def rotary(z: Sizes) -> Case:
 
 
 def sum_of_squares(z: Sizes) -> Case:
-    """In fp64 inside, of a flat fp32 gradient; torch's norm sums in fp32."""
+    """The norm of a flat fp32 gradient, summed in fp64; torch's norm sums in fp32."""
     from fused_ops.norm import sum_of_squares as op
 
     x = torch.randn(z.parameters)
@@ -224,13 +224,13 @@ def sum_of_squares(z: Sizes) -> Case:
 
 
 def adam_state(z: Sizes) -> tuple[Tensor, ...]:
-    """Parameter, master, gradient, two moments: flat, so that the passes and not their number are measured."""
+    """Parameter, master, gradient and two moments, each one flat tensor, so that launches do not dominate the time."""
     master, gradient = torch.randn(z.parameters), torch.randn(z.parameters) * 1e-3
     return master.to(BF16), master, gradient, torch.zeros(z.parameters), torch.zeros(z.parameters)
 
 
 def written_out_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
-    """AdamW in torch's words, for a compiler to make one pass of."""
+    """AdamW in torch ops, which a compiler can fuse into one pass."""
     m.lerp_(g, 0.1)
     v.mul_(0.95).addcmul_(g, g, value=0.05)
     root = (v / (1 - 0.95**step)).sqrt() + 1e-8
@@ -238,9 +238,8 @@ def written_out_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -
 
 
 def adam(z: Sizes, rival: str = "torch") -> Case:
-    """Ours also multiplies by the clip coefficient and writes the 16-bit parameters; the rival's step does neither,
-    unless it is "torch, equal work", which does both in passes of their own, or apex, of which ours makes use as it
-    would of its own.
+    """Ours also multiplies by the clip coefficient and writes the 16-bit parameters. The rival's step does neither,
+    except "torch, equal work", which does both in separate passes, and apex, which ours calls in its own step.
     """
     from fused_ops.adam import adam_step
 
@@ -297,7 +296,7 @@ def adam(z: Sizes, rival: str = "torch") -> Case:
 def rivals_step(
     rival: str, parameter: Tensor, state: tuple[Tensor, ...], numbers: dict[str, Any]
 ) -> Callable[[], object]:
-    """The step of an optimizer over `parameter`, whose gradient is there; of apex over the state itself.
+    """The step of an optimizer over `parameter`, whose gradient is set; for apex, over the state itself.
 
     ImportError where it is missing.
     """

@@ -1,12 +1,12 @@
-"""Every op of fused_ops against torch's and against what this machine allows.
+"""Every op of fused_ops compared with torch's and with the limits of this machine.
 
     python -m bench.ops                      # every op
     python -m bench.ops --only attention     # some
     python -m bench.ops --quick              # tiny tensors: does everything run?
 
-Forward and backward together where an op has both; ours and torch's in turns. The limit of an op is the larger of two
-times: the bytes it has to read and write at the rate of memory, and its products at the rate of the best large matrix
-product, both measured in the same run. Tensors of a few MiB live in the cache and may beat a limit of bytes.
+Forward and backward are timed together if an op has both; ours and torch's take turns. The limit of an op is the larger
+of two times: its bytes to read and write at the rate of memory, and its products at the rate of the best large matrix
+product. Both rates are measured in the same run. Tensors of a few MiB fit in the cache and may beat a limit of bytes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megazero.system.allocator import restart_with_settings
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per second, reads and writes counted; FLOP/s of the best large product by dtype.
+    """copy, memory: bytes per second, reads and writes counted. matmul: FLOP/s of the best large product by dtype.
 
-    memory is the better of copy, and of a large tensor changed in place: a copy also fetches the lines that it
-    overwrites.
+    memory is the better rate of a copy and of changing a large tensor in place, because a copy also reads the cache
+    lines that it overwrites.
     """
 
     copy: float
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of every repetition; `error` where ours or theirs does not exist here."""
+    """Seconds of every repetition; `error` if ours or theirs does not exist here."""
 
     ours: list[float]
     theirs: list[float]
@@ -61,7 +61,7 @@ class Timing:
 def seconds_of(
     prepare: Callable[[], tuple[Tensor, ...]], run: Callable[..., object], least: float, fewest: int = 3
 ) -> list[float]:
-    """Repetitions until they add up to `least` seconds; what `prepare` makes for each is not timed."""
+    """Seconds of repetitions that together take `least` seconds; `prepare` is not timed."""
     taken: list[float] = []
     while len(taken) < fewest or sum(taken) < least:
         tensors = prepare()
@@ -72,7 +72,7 @@ def seconds_of(
 
 
 def best_rate(amount: float, run: Callable[[], object], least: float) -> float:
-    """Amount per second of the fastest repetition."""
+    """The amount per second of the fastest repetition."""
     run()
     return amount / min(seconds_of(tuple, lambda: run(), least))
 
@@ -94,7 +94,7 @@ def measure_limits(quick: bool) -> Limits:
 def measure(
     make: Callable[[Sizes], Case], sizes: Sizes, limits: Limits, rounds: int, least: float
 ) -> tuple[Case | None, Timing]:
-    """Ours and theirs in turns, `least` seconds each."""
+    """Time ours and theirs in alternating turns, `least` seconds each."""
     try:
         case = make(sizes)
         for run in (case.ours, case.theirs):

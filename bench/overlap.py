@@ -1,11 +1,11 @@
-"""How much of a backend's communication in a step runs under computation, read from a trace of the profiler.
+"""How much of a backend's communication in a step overlaps with computation, from a trace of the profiler.
 
     torchrun --nproc-per-node 2 -m bench.overlap                        # ZeRO-1 at W1
     torchrun --nproc-per-node 2 -m bench.overlap --tp 2                 # any layout of megazero's own flags
     torchrun --nproc-per-node 2 -m bench.overlap --no-overlap           # for comparison
 
-Prints, for each kind of message, the milliseconds it was under way on rank 0 and the share of them in which that rank
-computed. The trace goes to --trace, to be looked at in chrome://tracing or Perfetto.
+Prints, for each kind of message, its milliseconds under way on rank 0 and the fraction of them in which that rank
+computed. The trace goes to --trace, for chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bench.workload import Workload
 STEPS = 2
 
 Span = tuple[float, float]
-"""Begin and end, microseconds."""
+"""(begin, end) in microseconds."""
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Their union, in order."""
+    """The union of spans, as disjoint spans in order."""
     result: list[Span] = []
     for begin, end in sorted(spans):
         if result and begin <= result[-1][1]:
@@ -41,18 +41,18 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def shared(one: list[Span], other: list[Span]) -> float:
-    """Microseconds in both of two unions."""
+    """The microseconds that lie in both of two unions."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
 def measure(layout: list[str], trace: Path | None) -> dict[str, tuple[float, float]]:
-    """Kind of message -> (milliseconds under way, share of them under computation) of a step."""
+    """Kind of message -> (milliseconds under way, fraction of them that overlaps with computation) in a step."""
     replicas = int(os.environ["WORLD_SIZE"]) if "--tp" not in layout and "--pp" not in layout else 1
     trainer = build_megazero(Workload("W1"), layout, replicas).trainer
     for _ in range(3):
         trainer.train_step(stop=False)
     with profile(activities=[ProfilerActivity.CPU]) as run:
-        for _ in range(STEPS):  # parameters are gathered under the forward of the next step
+        for _ in range(STEPS):  # several, because parameters are gathered during the forward of the next step
             trainer.train_step(stop=False)
     if trace is not None and trainer.grid.rank == 0:
         run.export_chrome_trace(str(trace))
@@ -76,14 +76,14 @@ def measure(layout: list[str], trace: Path | None) -> dict[str, tuple[float, flo
 
 
 def main() -> None:
-    """One table."""
+    """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="file for the trace (.json)")
     options, layout = parser.parse_known_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("BENCH_FOLDER", folder)
-        # Through shared memory nothing is under way by itself: ranks carry their tensors between computations.
+        # Shared memory does not overlap: a rank copies its tensors itself, between computations.
         found = measure(["--no-shared-memory", *(layout or ["--zero-stage", "1"])], options.trace)
     if os.environ["RANK"] == "0":
         for name, (milliseconds, share) in sorted(found.items()):

@@ -1,4 +1,4 @@
-"""megazero beside its peers: same model, batch, precision and threads, in turns on the same machine.
+"""megazero compared with its peers: same model, batch, precision and threads, in alternating turns on one machine.
 
     python -m bench.peers                       # every table
     python -m bench.peers --tables W1,ZeRO-1    # some
@@ -36,7 +36,7 @@ def say(text: str) -> None:
 
 
 def run_table(table: Table, plan: Plan) -> list[Row]:
-    """Ours against every rival of the table, one rival at a time, so that two contestants at most hold memory."""
+    """Compare ours with every rival of the table, one at a time, so that at most two contestants take memory."""
     say(f"\n{table.name}: {table.title}")
     ours = Contestant(table.work, table.ours)
     rows = []
@@ -82,7 +82,7 @@ HEADINGS = (
 
 
 def cells(row: Row) -> list[str]:
-    """The row as the printed table has it; memory is that of the largest rank above its imports."""
+    """The row of the printed table; memory is that above the imports, of the rank with the largest."""
     match = row.match
     if match is None:
         return [row.rival.name, "skipped", *[""] * (len(HEADINGS) - 2)]
@@ -107,7 +107,7 @@ def as_text(found: dict[Table, list[Row]]) -> str:
 
 
 def as_json(found: dict[Table, list[Row]]) -> dict[str, Any]:
-    """Every sample in seconds, by turn, and what is derived from them."""
+    """Every sample in seconds, by turn, and the figures derived from them."""
     tables = {}
     for table, rows in found.items():
         entries = []

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a JSON file with machine and versions, a table for the reader, a plot."""
+"""The output of a benchmark: a JSON file with machine and versions, a table, a plot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> set[int]:
-    """That this process may run on."""
+    """The cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -56,7 +56,7 @@ def _total_memory() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that take part; a missing one is left out."""
+    """The versions of Python and of the packages that take part; a missing one is left out."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(folder: Path) -> str:
-    """That a checkout stands at."""
+    """The commit of a checkout."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
     )
@@ -75,7 +75,7 @@ def commit(folder: Path) -> str:
 
 
 def write(kind: str, settings: dict[str, Any], found: dict[str, Any], folder: Path, path: Path | None = None) -> Path:
-    """DATE-KIND.json under `folder`, or `path`, which an earlier call gave, written anew; the path."""
+    """Write DATE-KIND.json under `folder`, or overwrite `path`, which an earlier call returned; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(timezone.utc)
     path = path or folder / f"{now:%Y-%m-%d-%H%M%S}-{kind}.json"
@@ -91,7 +91,7 @@ def write(kind: str, settings: dict[str, Any], found: dict[str, Any], folder: Pa
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns as Markdown: the first to the left, the others to the right."""
+    """A Markdown table with aligned columns: the first is left-aligned, the others right-aligned."""
     widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
 
     def show(cells: Sequence[str]) -> str:
@@ -105,9 +105,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def plot(
     path: Path, title: str, unit: str, groups: dict[str, list[tuple[str, float]]], *, first: str = "tab:gray"
 ) -> bool:
-    """Horizontal bars, one panel per group of (name, value), its first bar in a colour of its own.
+    """Draw horizontal bars, one panel for each group of (name, value); the first bar has a colour of its own.
 
-    False without matplotlib.
+    Returns False without matplotlib.
     """
     try:
         import matplotlib

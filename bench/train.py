@@ -1,12 +1,12 @@
-"""Where a training step of megazero spends its time, in one process and on every two-rank layout.
+"""The time of the parts of a training step of megazero, in one process and on every two-rank layout.
 
     python -m bench.train                     # every layout
     python -m bench.train --layouts W1,tp     # some
     python -m bench.train --before ../old     # in turns with another checkout: the gain of a change, by layout
     python -m bench.train --quick             # a tiny model: does everything start?
 
-Time is the median over turns of a rank's mean step; with several ranks, of the rank that spends most outside
-communication.
+Time is the median over turns of a rank's mean step. Of several ranks it is that of the rank that spends most time
+outside communication.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def say(text: str) -> None:
 
 @dataclass
 class Turns:
-    """What one checkout's turns took: seconds of each step by turn, and its own report after each."""
+    """The turns of one checkout: seconds of each step by turn, and its own report after each turn."""
 
     contestant: Contestant
     seconds: list[list[float]] = field(default_factory=list)
     reports: list[list[dict[str, Any]]] = field(default_factory=list)
 
     def one(self, plan: Plan) -> float:
-        """Take a turn; its median step in seconds."""
-        self.contestant.ask("report")  # what a rank waited for since its last turn is nobody's time
+        """Take a turn; return its median step in seconds."""
+        self.contestant.ask("report")  # discards the time that a rank waited since its last turn
         self.seconds.append(self.contestant.turn(plan.seconds))
         self.reports.append(self.contestant.ask("report"))
         return statistics.median(self.seconds[-1])
@@ -61,8 +61,8 @@ class Turns:
 
 
 def split(table: Table, plan: Plan, before: Path | None) -> dict[str, Any]:
-    """What was found; with `before` also under that name, and the ratio of its time to ours. {"skipped": why} where it
-    does not run.
+    """The result; with `before` also that of the other checkout, and the ratio of its time to ours. {"skipped": why} if
+    it does not run.
     """
     entry = replace(table.ours, module="megazero_split")
     roots = [ROOT, *([before] if before else [])]
@@ -91,7 +91,7 @@ def split(table: Table, plan: Plan, before: Path | None) -> dict[str, Any]:
 
 
 def busiest(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Of the rank that computes most."""
+    """The parts of the rank that computes most."""
     return max(parts, key=lambda rank: sum(rank.values()) - rank["communication"])
 
 

@@ -1,4 +1,4 @@
-"""What is trained in a comparison, and by whom: plain values that travel to a child process as JSON."""
+"""The model and the contestants of a comparison, as plain values that are sent to a child process as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What a user who reads glibc's manual sets for a training job: huge pages, and memory that is kept instead of faulted
-# in anew.
+# Settings that glibc's manual suggests for a training job: huge pages, and freed memory that is kept for reuse.
 TUNED = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296"
     ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
@@ -20,7 +19,7 @@ TUNED = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batch. Everybody trains it with AdamW, clipping, bf16 products and fp32 master weights.
+    """A model and its batch. All contestants use AdamW, clipping, bf16 products and fp32 master weights.
 
     micro_batch    samples of one forward pass
     micro_batches  forward passes of one optimizer step on one data-parallel rank
@@ -53,13 +52,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant at given settings.
+    """A contestant with its settings.
 
     module       file in `bench/contestants`
     settings     keyword arguments of its `build`
-    environment  variables of its processes, above those of this one
-    replicas     data-parallel ranks; the others share one model
-    note         what its settings are, in words
+    environment  environment variables of its processes, besides those of this one
+    replicas     number of data-parallel replicas
+    note         a description of its settings
     """
 
     name: str
@@ -70,7 +69,7 @@ class Entry:
     note: str = ""
 
     def tokens(self, work: Workload) -> int:
-        """Of one optimizer step, all ranks together."""
+        """The tokens of one optimizer step, of all ranks together."""
         return work.samples * work.sequence * self.replicas
 
 
