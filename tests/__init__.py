@@ -1,9 +1,8 @@
-"""What holds for every process of the tests, set before any of them imports torch.
+"""Settings of every process of the tests, made before any of them imports torch.
 
-Threads of OpenMP that have nothing to do sleep: they turn in a busy loop otherwise, on cores that other tests and ranks
-need. One test took 83 seconds of processor time and 250 by the clock, where it takes 7 and 10. And what Python has
-compiled is kept, even where the user keeps nothing: hundreds of ranks and programs import the same modules, which takes
-each 0.35 s longer from source.
+Idle OpenMP threads sleep. By default they spin on cores that other tests and ranks need: one test then took 83 seconds
+of processor time and 250 of wall time, instead of 7 and 10. Python's compiled files are kept, even if the user's
+environment forbids it: hundreds of ranks and programs import the same modules, which takes 0.35 s longer from source.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Data that every room's tests may use, and how much of everything runs: docs/testing.md."""
+"""Fixtures for all tests, and how much of everything runs. docs/testing.md explains it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ LONGEST = (
     "tests/pipeline",
     "tests/zero",
 )
-"""Rooms whose files come first: where processes of pytest share the files, none is to begin a long one when the others
-have ended.
-"""
+"""Folders whose files run first. Processes of pytest share the files, so a long file must not be the last to start."""
 BYTES_PER_WORKER = 4 * 2**30
 
-# On a busy machine an example takes as long as it takes.
+# Hypothesis must not fail an example because a busy machine makes it slow.
 settings.register_profile("megazero", deadline=None)
 settings.load_profile("megazero")
 
 
-# A shell that starts the tests in the background has them ignore what some of them send, and so would all that they
-# start.
+# A shell that starts the tests in the background makes them ignore signals that some tests send. Child processes would
+# inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(number, handler)
@@ -80,10 +78,10 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a process of pytest per core, each of which may have eight ranks and a compiler in memory.
+    """The number of processes for `-n auto`: one for each core, if each has memory for eight ranks and a compiler.
 
-    With one more, so that none waits for a program, ranks took 1.4 times the processor time that they take with two,
-    and nothing was gained.
+    One process more was tried, so that no core waits for a program. Ranks then took 1.4 times the processor time, and
+    the run was not faster.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
@@ -100,11 +98,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
-    """The run's own, for tests that draw samples themselves."""
+    """The run's seed, for tests that draw samples themselves."""
     return int(pytestconfig.option.seed)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of 200 documents with ids below 1003, each ended by id 0."""
+    """The prefix of a dataset of 200 documents with ids below 1003, each ended by id 0."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "words")

@@ -1,4 +1,4 @@
-"""A small .bin/.idx pair of random documents that a model can still learn something from."""
+"""A small .bin/.idx pair of random documents with enough structure for a model to learn."""
 
 from __future__ import annotations
 

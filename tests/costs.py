@@ -1,8 +1,8 @@
-"""What each test costs, in seconds of processor time: `pytest --cpu 30` lists the dearest tests, files and rooms.
+"""The cost of each test in seconds of processor time: `pytest --cpu 30` lists the most expensive tests, files and
+folders.
 
-Time by the clock says little where other programs run, or where two processes of pytest share the cores. What is
-counted is the time of this process and of everything below it: the pool's workers, programs that a test starts,
-compilers.
+Wall time says little if other programs run, or if two processes of pytest share the cores. The processor time is that
+of this process and of all its descendants: the pool's workers, programs that a test starts, compilers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PROPERTY = "cpu_seconds"
 
 
 def _tree_seconds(pid: int) -> float:
-    """Processor seconds of a process, of children that it has waited for, and of all that live below it."""
+    """Processor seconds of a process, of children that it has waited for, and of all living descendants."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         children = [
             child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
         ]
-    except OSError:  # it ended meanwhile: its parent has its time once it has waited
+    except OSError:  # it has ended; its time counts for its parent, once that has waited for it
         return 0.0
     fields = stat.rpartition(")")[2].split()
     return sum(int(ticks) for ticks in fields[11:15]) / TICKS + sum(_tree_seconds(int(child)) for child in children)
@@ -45,7 +45,7 @@ class Costs:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Look once for each test, when it is over: a look asks the system about every process below this one."""
+        """Measure once for each test, at its end, because a measurement reads /proc for every descendant."""
         outcome = yield
         if call.when == "teardown" and self.before is not None:
             now = _tree_seconds(os.getpid())

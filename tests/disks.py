@@ -1,4 +1,4 @@
-"""A disk that is really full: a small file system in memory, which root may mount."""
+"""A disk that can really be full: a small file system in memory, which root may mount."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """A file system of `size` bytes at `folder`, for the length of the block.
-
-    The test is skipped where none may be mounted.
-    """
+    """A context with a file system of `size` bytes at `folder`. Skips the test if this user may not mount one."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         mounted = subprocess.run(
@@ -40,7 +37,7 @@ def remount(folder: Path, how: str) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Take every byte that is free on the file system of `folder`; the file that does, to be removed."""
+    """Fill the file system of `folder` with one file, and return its path. Remove it to free the space."""
     ballast = folder / "ballast"
     with suppress(OSError), ballast.open("ab", buffering=0) as file:
         while True:

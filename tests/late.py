@@ -1,8 +1,7 @@
-"""Collectives whose results come as late as they may: until `wait` a result is NaN, and what travels must not be
-touched.
+"""Collectives whose results come as late as possible: until `wait` a result is NaN, and neither input nor output may be
+changed.
 
-A race between a collective and whoever forgets to wait for it shows by chance, on tiny tensors hardly ever. Here it
-shows always.
+With real collectives, a missing `wait` shows only by chance, and hardly ever on tiny tensors. Here it always shows.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megazero.mpu.grid import Group
 
 
 def _until_wait(output: Tensor, result: Tensor, sent: Tensor) -> CommunicationHandle:
-    """Give `result` to `output` at `wait`, and see that neither was touched before."""
+    """Copy `result` to `output` at `wait`, and assert that neither `sent` nor `output` was changed before."""
     result = result.clone()
     if output.is_floating_point():
         output.fill_(math.nan)
@@ -37,7 +36,10 @@ def _until_wait(output: Tensor, result: Tensor, sent: Tensor) -> CommunicationHa
 
 @contextmanager
 def late_collectives() -> Iterator[list[int]]:
-    """In this process, for those who call them as `collectives.NAME`. The list gets an element for each."""
+    """Replace the collectives in this process, for code that calls them as `collectives.NAME`.
+
+    The list gets an element for each call.
+    """
     reduce, scatter, gather = collectives.all_reduce, collectives.reduce_scatter, collectives.all_gather
     count: list[int] = []
 

@@ -1,12 +1,12 @@
-"""Processes that have imported torch and are forked on demand: a rank costs a tenth of a second, and not two seconds of
-imports.
+"""Processes that have imported torch and are forked on demand: a rank starts in a tenth of a second, instead of two
+seconds of imports.
 
     nursery = Nursery("1")            # a process that imports, with this hash seed, and then waits
     pid = nursery.fork(pipe)          # a child of it that serves this pipe with tests.ranks.serve
 
-A nursery starts no threads, so that its children may do as they like. Sets of strings have one order in all children of
-a nursery; the ranks of a world are children of two nurseries with two orders, since a program that sends in such an
-order must not pass.
+A nursery starts no threads, so that forking it is safe. Sets of strings have the same order in all children of a
+nursery. The ranks of a world are children of two nurseries with different orders, so that a program that sends messages
+in the order of a set fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Nothing of the program: its modules may look at their process when they are impo
 
 
 class Nursery:
-    """The end in the process of the tests. Its children have the environment of the moment in which it was made."""
+    """The nursery's handle in the process of the tests. Children inherit the environment at its creation."""
 
     def __init__(self, hash_seed: str) -> None:
         self.socket, theirs = socket.socketpair()
@@ -48,7 +48,7 @@ class Nursery:
         theirs.close()
 
     def fork(self, pipe: Connection) -> int:
-        """Process id of a new child that serves the pipe, whose end here is closed."""
+        """Fork a child that serves the pipe, close the pipe's end here, and return the child's process id."""
         socket.send_fds(self.socket, [os.fsencode(os.getcwd())], [pipe.fileno()])
         pipe.close()
         told = self.socket.recv(16)
@@ -56,18 +56,18 @@ class Nursery:
         return int(told)
 
     def close(self) -> None:
-        """End it; its children end with their pipes."""
+        """End the nursery. Its children end when their pipes close."""
         self.socket.close()
         self.process.wait()
 
 
 def wait_and_fork(orders: socket.socket) -> None:
-    """Fork a child for every order, until there is nobody to give one."""
+    """Fork a child for every request, until the connection closes."""
     from tests.ranks import serve
 
     for module in IMPORTED:
         importlib.import_module(module)
-    gc.freeze()  # no collection looks at it again, or touches memory that the children share
+    gc.freeze()  # garbage collections then do not touch memory that the children share
     signal.signal(signal.SIGCHLD, lambda *_: _bury())
     while True:
         folder, fds, _, _ = socket.recv_fds(orders, 4096, 1)
@@ -85,7 +85,7 @@ def wait_and_fork(orders: socket.socket) -> None:
 
 
 def _bury() -> None:
-    """Wait for children that have ended, so that their processor time is known to whoever asks."""
+    """Wait for children that have ended, so that their processor time is added to this process's."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:

@@ -1,10 +1,10 @@
-"""Global tensors from the pieces that ranks hold, by the places of parameters.
+"""Global tensors from the pieces that ranks hold, by the parameters' specs.
 
     mine = values_of(stage)                       # or gradients_of(stage); plain tensors, so a rank can return them
     whole = assemble(run_ranks(...))              # {name: global tensor}, replicas checked equal
 
-Gradients as one backward leaves them, before any reduction over tp or over the tied stages:
-`assemble(ranks, unreduced=True)` adds the partial ones (tp_partial, tied) up.
+For gradients before any reduction over tp or over the tied stages, `assemble(ranks, unreduced=True)` adds the partial
+ones (tp_partial, tied).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tests.convert.transformers_tensors import from_transformers
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of one parameter: the elements of its box, padding cut off."""
+    """One rank's part of one parameter: the elements of its box, without padding."""
 
     spec: ParameterSpec
     values: Tensor
 
 
 def cut(spec: ParameterSpec, local: Tensor) -> Piece:
-    """The piece in a local tensor (shape `place.local_shape`, or flat): padding rows are left out."""
+    """The piece in a local tensor (shape `spec.local_shape`, or flat), without padding rows."""
     box_shape = tuple(stop - start for start, stop in spec.box)
     flat = local.detach().reshape(-1)[: spec.stored_numel]
     return Piece(spec, flat.reshape(box_shape).cpu().clone())
 
 
 def load_transformers_state(stage: Stage, family: str, state: Mapping[str, Tensor]) -> None:
-    """Fill a stage with what it holds of a `transformers` model's weights."""
+    """Fill a stage with its part of a `transformers` model's weights."""
     with torch.no_grad():
         for parameter in parameters_of(stage):
             spec = spec_of(parameter)
@@ -60,7 +60,7 @@ def values_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
 
 
 def gradients_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
-    """The gradients of all parameters; every one must have one."""
+    """The gradients of all parameters. Every parameter must have one."""
     pieces = []
     for parameter in parameters_of(modules):
         assert parameter.grad is not None, f"{parameter.spec.name} has no gradient"
@@ -72,8 +72,8 @@ def assemble(ranks: Iterable[Iterable[Piece]], *, unreduced: bool = False, toler
     """The global tensors that the pieces of all ranks make up.
 
     Replicas must agree to `tolerance` (largest difference over largest value; 0: bitwise). With `unreduced`, pieces
-    whose place says tp_partial or tied are partial sums and are added up instead (the ranks then have to be of one dp
-    index). Fails where elements are covered by no piece, or shapes, kinds or standard deviations of a name differ.
+    whose spec is tp_partial or tied are partial sums and are added instead; the ranks must then have the same dp index.
+    Fails if no piece covers an element, or if shapes, kinds or standard deviations of a name differ.
     """
     whole: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}

@@ -7,8 +7,8 @@ Each call gets a fresh gloo world over its own store; it is torn down after the 
 raised here with that rank's traceback, and the pool is discarded (its peers may hang in a collective). The workers are
 forks (`tests.nursery`), so another one is there in a moment.
 
-Results travel as plain pickles: torch's own way of sending tensors between processes shakes hands twice for each of
-them.
+Results are sent as plain pickles, because torch's own way of sending tensors between processes takes two handshakes for
+each tensor.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tests.nursery import Nursery
 
 SECONDS = 300
 KEPT = 16
-"""Workers that stay alive between calls; a call may have more."""
+"""The most workers that stay alive between calls; a call may have more."""
 
 
 def serve(pipe: Connection) -> None:
-    """Run what comes through the pipe, until it is closed."""
+    """Run the jobs that come through the pipe, until it is closed."""
     import torch
     import torch.distributed as dist
 
@@ -52,8 +52,8 @@ def serve(pipe: Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
             result = function(rank, *args)
             dist.barrier()
-            # What the function leaves in reference cycles would keep its process groups, whose threads turn in a busy
-            # loop once the other end of their connections is closed.
+            # Reference cycles of the function would keep its process groups alive. Their threads spin once the other
+            # end of their connections is closed.
             gc.collect()
             dist.destroy_process_group()
             pipe.send_bytes(pickle.dumps((True, result)))
@@ -62,8 +62,8 @@ def serve(pipe: Connection) -> None:
 
 
 def be_deterministic(strict: bool) -> None:
-    """`torch.use_deterministic_algorithms`, where that changes something: each call imports all of torch.compile, 0.9 s
-    in a new process.
+    """`torch.use_deterministic_algorithms`, called only if it changes the setting: a call imports all of torch.compile,
+    which takes 0.9 s in a new process.
     """
     import torch
 
@@ -84,7 +84,7 @@ class _Pool:
             self.workers.append((self.nurseries[len(self.workers) % 2].fork(there), here))
 
     def discard(self, first: int = 0) -> None:
-        """End all workers, or those from the number `first` on."""
+        """End all workers, or those from index `first` on."""
         for pid, pipe in self.workers[first:]:
             with contextlib.suppress(ProcessLookupError):  # it has died
                 os.kill(pid, signal.SIGKILL)
@@ -128,5 +128,8 @@ atexit.register(_POOL.close)
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Results of function(rank, *args) on `size` ranks of a gloo world, in order of rank."""
+    """The results of function(rank, *args) on `size` ranks of a gloo world, in order of rank.
+
+    Raises RuntimeError with the traceback of the first failing rank, TimeoutError after `SECONDS` without a result.
+    """
     return _POOL.run(size, function, args)

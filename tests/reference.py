@@ -1,4 +1,4 @@
-"""Where other people's reference data lies: `MEGAZERO_REFERENCE`, else `../shared/reference` beside the checkout."""
+"""The folder of reference data from other programs: `MEGAZERO_REFERENCE`, else `../shared/reference`."""
 
 import os
 from pathlib import Path

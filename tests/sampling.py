@@ -1,10 +1,9 @@
-"""Which cases of an exhaustive grid run: all of them in `make test-all`, elsewhere a sample that another seed draws
-anew.
+"""Which cases of an exhaustive grid run: all of them in `make test-all`, elsewhere a sample that depends on the seed.
 
-A test with the mark `sampled` has a grid of parameters. A sample of strength 2 has every pair of values of every two
-parameters in some case, one of strength 1, as `sampled(strength=1)` asks for, every value of each. What a fault depends
-on is nearly always one value or two; a third is left to other seeds and to `make test-all`, which also has the tests
-with the mark `exhaustive`. `sampled(cases=3)` is for dear cases that are much alike: so many of them run.
+A test with the mark `sampled` has a grid of parameters. A sample of strength 2 contains every pair of values of every
+two parameters; a sample of strength 1, by `sampled(strength=1)`, contains every value of each parameter. A fault nearly
+always depends on one or two values. Faults of three are left to other seeds and to `make test-all`, which also runs the
+tests with the mark `exhaustive`. `sampled(cases=3)` is for expensive cases that are similar: this many of them run.
 """
 
 from __future__ import annotations
@@ -20,39 +19,38 @@ from fused_ops.native.compile import LEVELS
 from fused_ops.native.library import EMULATED, level
 
 STRENGTHS = {"check": (1, 0), "test": (2, 1)}
-"""Of a sampled test, and of the cases on emulated CUDA kernels of any test, which are slow.
-
-Beyond these depths is `all`.
+"""By depth: the strength for a sampled test, and for the slow cases of any test on emulated CUDA kernels. At depth
+`all` everything runs.
 """
 
 OF_LEVELS = ("level", "cpu_level")
-"""Parameters that choose an instruction set of the CPU's kernels."""
+"""Names of parameters that choose an instruction set of the CPU's kernels."""
 
 Case = dict[str, str]
-"""Values by the names of parameters, as text."""
+"""A case: the values of its parameters by name, as text."""
 
 
 class Share(NamedTuple):
-    """What runs of a grid: a sample of this strength, or so many cases."""
+    """How much of a grid runs: a sample of this strength, or this number of cases."""
 
     strength: int
     cases: int | None = None
 
 
 def covered(case: Case, strength: int) -> set[tuple[tuple[str, str], ...]]:
-    """The combinations of `strength` values that a case has; of all its values where it has fewer parameters."""
+    """The combinations of `strength` values of a case; of all its values if it has fewer parameters."""
     return set(combinations(sorted(case.items()), min(strength, len(case))))
 
 
 def sample(cases: Sequence[Case], strength: int, random_: random.Random) -> list[int]:
-    """Numbers of cases that together have every combination of `strength` values that any case has, drawn greedily."""
+    """Indices of cases that together have every combination of `strength` values of all cases, chosen greedily."""
     order = random_.sample(range(len(cases)), len(cases))
     offers = {number: covered(cases[number], strength) for number in order}
     missing = set().union(*offers.values())
     chosen = []
     while missing:
-        # What a case can still add only shrinks, so that the first whose new count is at least the next one's old is
-        # the best.
+        # The number of new combinations of a case only shrinks. So the best case is the first whose new count is at
+        # least the next one's old count.
         ranked = sorted(order, key=lambda number: -len(offers[number]))
         best, most = ranked[0], 0
         for number in ranked:
@@ -85,10 +83,10 @@ def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytes
 
 
 def levels_left_out(depth: str, seed: int, levels: Sequence[str], own: str) -> set[str]:
-    """Instruction sets whose kernels do not run: of those below the processor's own all but one in `make test`, and all
-    in `make check`.
+    """Instruction sets whose kernels do not run: of those below the processor's best, all but one in `make test`, and
+    all in `make check`.
 
-    levels: all there are, the best first. A library on torch's headers takes half a minute to compile for each.
+    levels: all instruction sets, the best first. Each needs half a minute to compile a library on torch's headers.
     """
     lower = list(levels)[list(levels).index(own) + 1 :]
     if depth == "all" or not lower:
@@ -97,7 +95,7 @@ def levels_left_out(depth: str, seed: int, levels: Sequence[str], own: str) -> s
 
 
 def _belongs(item: pytest.Item, depth: str, left_out: set[str]) -> bool:
-    """Whether the test itself, whatever its other parameters, is for this depth."""
+    """Whether the test, apart from its parameters, runs at this depth."""
     if (
         isinstance(item, pytest.Function)
         and hasattr(item, "callspec")
@@ -110,15 +108,15 @@ def _belongs(item: pytest.Item, depth: str, left_out: set[str]) -> bool:
 
 
 def _drawn(share: Share, cases: Sequence[Case], random_: random.Random) -> Sequence[int]:
-    """Numbers of the cases that run."""
+    """The indices of the cases that run."""
     if share.cases is not None:
         return random_.sample(range(len(cases)), min(share.cases, len(cases)))
     return sample(cases, share.strength, random_) if share.strength else ()
 
 
 def _share(item: pytest.Function, depth: str) -> Share | None:
-    """That of the grid which a test is in; None: it runs."""
-    if item.get_closest_marker("gpu"):  # who has a card wants all of them
+    """The portion of a test's grid that runs; None: all of it."""
+    if item.get_closest_marker("gpu"):  # a run on a GPU runs all of them
         return None
     of_sampled, of_emulated = STRENGTHS[depth]
     mark = item.get_closest_marker("sampled")

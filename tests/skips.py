@@ -1,8 +1,7 @@
-"""What a continuous integration run may skip: what its machine lacks, and nothing that its own installation should
-have.
+"""Which tests a run of continuous integration may skip: those that need something that its machine lacks.
 
-Where the variable CI is set, as its services do, a skip for any other reason is a failure: of an extra that `make test`
-installs, or of a program that its machine has, the tests must not go without a word.
+If the variable CI is set, a skip for any other reason is a failure. So a missing extra of `make test`, or a missing
+program that the machine should have, cannot silently disable tests.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MAY_BE_MISSING = {
     r"this processor has no": "instructions of another processor",
     r"Ray Train is not installed": "a scheduler of clusters, 80 MB for one test",
 }
-"""Reasons, as a regular expression that is searched for in what a skip says -> what the machine has not."""
+"""Allowed reasons: a regular expression that is searched for in the reason of a skip -> what the machine lacks."""
 
 
 def allowed(reason: str) -> bool:
@@ -28,7 +27,7 @@ def allowed(reason: str) -> bool:
 
 
 def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Make a failure of a skip that is not in the table."""
+    """Turn a skip whose reason is not in the table into a failure."""
     if report.outcome != "skipped" or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -40,7 +39,7 @@ def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 class SkipsAreFailures:
-    """The plugin that is registered where CI is set."""
+    """The plugin that is registered if CI is set."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -1,4 +1,4 @@
-"""A training run in this process's rank, and everything about it that another layout must reproduce."""
+"""A training run on ranks of the pool, and its results that another layout must reproduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 def small_model(layers: int, *, heads: int) -> list[str]:
-    """Flags of a model of width 24 for samples of 12 tokens, with a vocabulary that no tp divides."""
+    """The flags of a model of hidden size 24 for samples of 12 tokens, with a vocabulary that no tp divides."""
     shape = {"num-layers": layers, "hidden-size": 24, "num-attention-heads": heads, "seq-length": 12}
     return [word for name, value in (shape | {"vocab-size": 1003}).items() for word in (f"--{name}", str(value))]
 
@@ -46,7 +46,7 @@ class Recorder:
 
 @dataclass
 class Outcome:
-    """Of one run: records of rank 0, validation losses, final weights as global tensors."""
+    """The results of one run: records of rank 0, validation losses by name, final weights as global tensors."""
 
     records: list[StepRecord]
     losses: dict[str, float]
@@ -54,10 +54,10 @@ class Outcome:
 
 
 def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = False) -> tuple[Job, Recorder]:
-    """The job of this rank, as the program builds it, with a recorder instead of its log.
+    """The job of this rank, as the program builds it, with a recorder instead of the sinks of its log.
 
-    keep_log: rank 0 has the recorder beside its log, the others have nothing, as in a run. What rank 0 alone would do
-    shows only so.
+    keep_log: rank 0 keeps its sinks besides the recorder, and the other ranks have none, as in a run. Only this shows
+    an effect of rank 0's sinks.
     """
     run = parse_run(flags, size, model_source)
     prepared = prepare(run, size, silent)
@@ -73,7 +73,7 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
 def train_on_rank(
     rank: int, size: int, flags: list[str], fused: str
 ) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
-    """Train to the end."""
+    """Train to the end; return records, validation losses and this rank's pieces of the final weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGAZERO_FUSED", fused)
         job, recorder = job_on_rank(rank, size, flags)
@@ -83,9 +83,9 @@ def train_on_rank(
 
 
 def train(size: int, flags: list[str], fused: str | None = None) -> Outcome:
-    """The run on `size` ranks, with these bodies of the ops, else those that MEGAZERO_FUSED names.
+    """The results of a run on `size` ranks. fused: the value of MEGAZERO_FUSED; None: that of the environment.
 
-    Replicas of a parameter must be equal to the bit.
+    Fails if replicas of a parameter are not equal to the bit.
     """
     results = run_ranks(size, train_on_rank, size, flags, fused or os.environ.get("MEGAZERO_FUSED", "auto"))
     records, losses, _ = results[0]
@@ -93,7 +93,7 @@ def train(size: int, flags: list[str], fused: str | None = None) -> Outcome:
 
 
 def worst(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    """Largest relative difference of losses, norms, validation losses and weights."""
+    """The largest relative difference of losses, gradient norms, validation losses and weights."""
 
     def series(key: str) -> float:
         pairs = [(getattr(a, key), getattr(b, key)) for a, b in zip(ours.records, theirs.records, strict=True)]
@@ -106,5 +106,5 @@ def worst(ours: Outcome, theirs: Outcome) -> dict[str, float]:
 
 
 def data_flags(corpus: Path, cache: Path) -> list[str]:
-    """Where the words are."""
+    """The flags of the data."""
     return ["--data-path", str(corpus), "--data-cache-path", str(cache), "--split", "90,10,0", "--eval-iters", "1"]
