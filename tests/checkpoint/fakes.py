@@ -1,6 +1,4 @@
-"""A model state without a model: places as the layers make them, fragments as ZeRO cuts them, values from global
-tensors.
-"""
+"""A model state without a model: specs as the layers make them, fragments as ZeRO cuts them, random global tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides where the elements lie."""
+    """The layout that determines which rank holds which elements."""
 
     tp: int = 1
     dp: int = 1
@@ -42,7 +40,7 @@ class Layout:
         return Axes(self.pp, self.dp, 1, self.tp)
 
     def chunks(self, at: Coordinates) -> list[list[list[ParameterSpec]]]:
-        """Places of a rank: an embedding, blocks with split and replicated tensors, a head that is tied or not."""
+        """The specs of a rank: an embedding, blocks with split and replicated tensors, a head that is tied or not."""
         padded = -(-VOCAB // (self.divisor * self.tp)) * self.divisor * self.tp
 
         def split(
@@ -90,7 +88,7 @@ Values = dict[tuple[str, str], Tensor]
 
 
 def global_values(layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS, seed: int = 0) -> Values:
-    """Distinct random numbers everywhere."""
+    """Global tensors with random numbers."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {piece.spec.name: piece.spec.shape for every in layout.all_fragments() for piece in every}
     return {
@@ -107,7 +105,7 @@ def box_of(values: Tensor, spec: ParameterSpec) -> Tensor:
 def fragments_of(
     layout: Layout, rank: int, values: Values | None, dtype: torch.dtype, columns: Sequence[str] = COLUMNS
 ) -> list[Fragment]:
-    """A rank's fragments with these values; without: NaN everywhere, to be filled."""
+    """A rank's fragments with these values; None: all NaN, to be filled."""
 
     def column(piece: BucketFragment, name: str) -> Tensor | None:
         if name not in columns:
@@ -131,7 +129,7 @@ def save(
     block_bytes: int = 64,
     progress: Mapping[str, object] | None = None,
 ) -> None:
-    """All ranks' parts of a save, one after the other, straight into `folder`."""
+    """Write the files of all ranks, one after the other, directly into `folder`."""
     folder.mkdir(parents=True)
     world = layout.axes.world_size
     for rank in range(world):
@@ -150,7 +148,7 @@ def save(
 def load(
     folder: Path, layout: Layout, dtype: torch.dtype, columns: Sequence[str] = COLUMNS
 ) -> Iterator[list[Fragment]]:
-    """What each rank of the layout reads, one after the other."""
+    """Yield the fragments that each rank of the layout reads, one rank after the other."""
     manifest: Manifest = read_manifest(folder)
     check_files(folder, manifest)
     check_inventory(manifest, [piece for pieces in layout.all_fragments() for piece in pieces], columns)
@@ -161,7 +159,7 @@ def load(
 
 
 def expect(folder: Path, layout: Layout, values: Values, dtype: torch.dtype, columns: Sequence[str] = COLUMNS) -> None:
-    """Every rank of the layout reads exactly these values, converted to its dtype."""
+    """Assert that every rank of the layout reads exactly these values, converted to its dtype."""
     for rank, found in enumerate(load(folder, layout, dtype, columns)):
         for got, wanted in zip(found, fragments_of(layout, rank, values, dtype, COLUMNS), strict=True):
             for column in columns:

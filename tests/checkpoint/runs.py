@@ -16,7 +16,7 @@ from tests.checkpoint.fakes import Layout, Values, fragments_of, global_values
 
 
 class FakeState:
-    """Fragments with the values that a run has at some iteration."""
+    """A model state whose fragments have the values of a run at some iteration."""
 
     def __init__(self, layout: Layout, rank: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.layout, self.rank, self.dtype = layout, rank, dtype
@@ -59,8 +59,8 @@ def open_run(
     background: Group | None = None,
     **config: object,
 ) -> tuple[Checkpoints, FakeState]:
-    """A run that saves and loads in `folder`; `claim` is left to the caller. background: the group of saves in the
-    background (default: of one process).
+    """A run that saves and loads in `folder`; the caller calls `claim`. background: the group for background saves
+    (default: a group of one process).
     """
     layout, grid = layout or Layout(), grid or single_process_grid()
     state = FakeState(layout, grid.rank, dtype)
@@ -77,7 +77,7 @@ def save_at(checkpoints: Checkpoints, state: FakeState, *iterations: int) -> Non
 
 
 def resumed_at(folder: Path, layout: Layout | None = None) -> int | None:
-    """The iteration that a new run finds and loads, its values checked; None when it starts from scratch."""
+    """The iteration that a new run finds and loads, after checking its values; None if it starts from scratch."""
     checkpoints, state = open_run(folder, "reader", layout)
     found = checkpoints.find()
     if found is None:

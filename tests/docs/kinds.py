@@ -1,7 +1,7 @@
-"""How each command of the pages is run here.
+"""How the tests run each command of the pages.
 
-A command is a training, which runs shrunk on ranks of the pool; a program of `megazero`, which runs as it is in this
-process; a goal of make; or one that another test runs.
+A command is of one of four kinds: a training, which runs with a smaller model on ranks of the pool; a subcommand of
+`megazero`, which runs unchanged in this process; a goal of make; or a command that another test runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHRUNK: Mapping[str, str] = {
 """Trainings -> the flags that make them small; they win over those before them."""
 
 OTHER_NUMBERS: Mapping[str, str] = {"--vocab-size 32000": "--vocab-size 300", "iter_0000100": "iter_0000002"}
-"""What a page writes -> what is run: as large as twenty little texts allow, and as long as a shrunk run is."""
+"""Words of a page -> words that are run instead, because the data are twenty small texts and the runs are short."""
 
 
 def elsewhere(line: str) -> str | None:

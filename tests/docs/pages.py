@@ -1,4 +1,4 @@
-"""The pages: README and all that the site is built of, with the commands and programs in them."""
+"""The pages: README and the sources of the site, with the commands and programs in them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prose(page: str) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A line that a reader is told to type."""
+    """A command line that a page gives to the reader."""
 
     page: str
     line: str
@@ -44,7 +44,7 @@ class Command:
 
 
 def commands(page: str) -> list[Command]:
-    """Those of the page's shell blocks, in order; a line that ends with a backslash goes on in the next."""
+    """The commands of the page's shell blocks, in order. A line that ends with a backslash continues on the next."""
     lines = (line for block in fences(page, "sh") for line in block.replace("\\\n", " ").splitlines())
     return [Command(page, " ".join(line.split())) for line in lines if line.strip() and not line.startswith("#")]
 

@@ -1,4 +1,4 @@
-"""A folder with what the pages' commands name: models, data, conversations."""
+"""A folder with the files that the pages' commands name: models, data, conversations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _tokenizer():
 
 
 def write_texts(folder: Path) -> None:
-    """texts/: twenty of text, and a picture that no pattern takes."""
+    """texts/: twenty text files, and a picture that no pattern matches."""
     (folder / "texts").mkdir()
     for number in range(20):
         (folder / "texts" / f"{number}.txt").write_text(f"Text {number} is about the {number} times table. " * 20)

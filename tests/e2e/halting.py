@@ -1,9 +1,9 @@
-"""The program with named points at which one rank stands still, to be killed there from outside, or to go on with
-something changed.
+"""The program with named points at which one rank stops, so that a test can kill it there, or let it continue after a
+change.
 
-A test says where (`Halt`): the rank that comes there writes its process id into a pipe and does nothing more; all
-others go on until they need it. The points are put around the program's own functions, in the process of the rank: the
-program knows nothing of them.
+A test chooses the point (`Halt`). The rank that reaches it writes its process id into a pipe and does nothing more; the
+others continue until they need it. The points wrap the program's own functions in the process of the rank, so the
+program contains no code for them.
 
     torchrun ... tests/e2e/halting.py HALT FLAGS...     # a run as users start it
     forked(ranks, flags, output, [halt])                # without Python's and torch's start, most of a tiny run
@@ -38,7 +38,7 @@ from megazero.zero.optimizer import ShardedOptimizer
 
 @dataclass(frozen=True)
 class Halt:
-    """Where a rank stands still, in which iteration; the named pipe gets its process id."""
+    """The point and the iteration at which a rank stops. The named pipe gets its process id."""
 
     point: str
     iteration: int
@@ -54,14 +54,14 @@ class Halt:
         return cls(point, int(iteration), int(rank), pipe)
 
     def stand(self) -> None:
-        """Tell, and stay here. Of two threads that come, the first tells."""
+        """Write the process id, and stop. If two threads come, the first one writes."""
         Path(self.pipe).write_text(f"{os.getpid()}\n")
         threading.Event().wait()
 
 
 @dataclass(frozen=True)
 class Pause(Halt):
-    """The rank goes on once it can read a byte from the named pipe `answer`."""
+    """A halt after which the rank continues once it can read a byte from the named pipe `answer`."""
 
     @property
     def answer(self) -> str:
@@ -75,7 +75,7 @@ class Pause(Halt):
 
 @dataclass(frozen=True)
 class Jump(Halt):
-    """The rank does not stand still: from here on the time of day that it is told is wrong by so many hours."""
+    """A point at which the rank does not stop. From here on the time of day that it reads is wrong by some hours."""
 
     hours: int = 0
 
@@ -189,7 +189,7 @@ def forked(ranks: int, flags: Sequence[object], output: Path, halts: Sequence[Ha
 
 
 def launcher(ranks: int, flags: list[str], output: str, halts: Sequence[Halt]) -> None:
-    """What torchrun does: start the ranks, serve their store, and end them all when one has failed."""
+    """A replacement of torchrun: start the ranks, serve their store, and end them all when one has failed."""
     sink = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(sink, 1)
     os.dup2(sink, 2)

@@ -1,8 +1,7 @@
-"""What a command line makes the program build and do, as facets that two command lines are compared by.
+"""What a command line makes the program build and do, as facets. Two command lines are compared by their facets.
 
-Nothing here is a field of the configuration or a word of the command line: a flag that is read and then forgotten
-changes no facet. They stand in the order of causes, so that the first that differs says where a flag acts, and that it
-acts nowhere before.
+A facet is never a field of the configuration or a word of the command line, so a flag that is parsed and then ignored
+changes no facet. The facets are in the order of causes: the first one that differs shows where a flag has its effect.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ Seen = dict[str, Any]
 
 
 class Recorder:
-    """A sink that keeps all that comes."""
+    """A sink that keeps all records and losses."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -92,7 +91,7 @@ class Recorder:
 
 
 def first_difference(one: Seen, other: Seen) -> str | None:
-    """The first facet that two command lines do not share; None where they do the same."""
+    """The first facet in which two command lines differ; None if there is none."""
     return next((facet for facet in FACETS if one.get(facet) != other.get(facet)), None)
 
 
@@ -123,7 +122,7 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """What a run sets for its whole process."""
+    """The settings that a run makes for its whole process."""
     settings: Any = torch.utils.deterministic
     number, strict, filled = (
         torch.get_num_threads(),
@@ -155,7 +154,7 @@ def _on_a_machine_without_card(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
 
 def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -> None:
-    """Run the job to its end, and write down what it is and does."""
+    """Run the job to its end, and record its facets."""
     before = set(threading.enumerate())
     seen |= _built(job, grid)
     recorder = Recorder()

@@ -1,10 +1,10 @@
-"""Every flag of a run: two command lines that differ in it alone, and the facet (tests/effects/look.py) where the runs
-part.
+"""Every flag of a run: two command lines that differ in it alone, and the first facet (tests/effects/look.py) in which
+the runs differ.
 
-The first command line is the base with `given`, the second has `words` behind it. Several rows of a flag try several of
-its values. What a card or a backend alone can show (--device cuda, --cuda-graphs, --optimizer-impl apex, --backend nccl
-and mpi) is compared as far as a machine without goes: it is refused by name. The rest is in tests/gpu and
-tests/zero/test_apex.py. FP8 has its state here; what it computes is in tests/parity/test_fp8.py.
+The first command line is the base with `given`; the second adds `words`. Several rows of a flag try several values.
+Flags that need a GPU or another backend (--device cuda, --cuda-graphs, --optimizer-impl apex, --backend nccl and mpi)
+are refused by name on a machine without it, and only this is compared here. The rest is in tests/gpu and
+tests/zero/test_apex.py. For FP8 the state is compared here, and its results in tests/parity/test_fp8.py.
 """
 
 from __future__ import annotations

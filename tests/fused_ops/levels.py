@@ -1,6 +1,6 @@
-"""What the tests of the kernels share: every instruction set level of the machine, drawn numbers, and bounds.
+"""Shared parts of the kernels' tests: the levels (instruction sets) of the machine, random numbers, and error bounds.
 
-The CUDA kernels are two of the levels: on the CPU emulated, which runs all of their code but no card's, and on a card.
+The CUDA kernels are two of the levels: emulated on the CPU, which runs all of their code, and on a GPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=[*CPU_LEVELS, library.EMULATED, CARD])
 def level(request, monkeypatch) -> Iterator[str]:
-    """The kernels of one level; skipped where there is no compiler.
-
-    Tensors that say nothing else lie where its kernels take them.
-    """
+    """The kernels of one level; the test is skipped without a compiler. The default device is the level's."""
     yield from _of_level(request, monkeypatch)
 
 
@@ -40,13 +37,13 @@ def cpu_level(request, monkeypatch) -> Iterator[str]:
 
 @pytest.fixture(params=[library.EMULATED, CARD])
 def cuda_level(request, monkeypatch) -> Iterator[str]:
-    """As `level`, for what is so of CUDA kernels only."""
+    """As `level`, for properties of CUDA kernels only."""
     yield from _of_level(request, monkeypatch)
 
 
 def _of_level(request, monkeypatch) -> Iterator[str]:
-    """One thread: what a kernel does with more is a test of its own, and threads that wait for each other on a busy
-    machine take long.
+    """Use one thread. More threads have a test of their own, and are slow when they wait for each other on a busy
+    machine.
     """
     if request.param == "CUDA":
         found = library.cuda_library("auto", torch.cuda.current_device())
@@ -78,17 +75,16 @@ def integers(first: int, stop: int, shape: tuple[int, ...], seed: int = 1) -> Te
 
 
 SHORT = 1 / 16
-"""What functions computed for 16 bits may be off before they are rounded, in units of that rounding."""
+"""The allowed error, before rounding, of functions that are computed for 16 bits, in units of that rounding."""
 
 
 def assert_close(
     found: Tensor, exact: Tensor, slack: float = 1.0, size: float = 0.0, terms: Tensor | None = None
 ) -> None:
-    """Within one rounding of the dtype plus `slack` times fp32's error of a short computation, relative to the largest
-    value.
+    """Assert that `found` is within one rounding of the dtype plus `slack` times fp32's error of a short computation,
+    relative to the largest value.
 
-    size: that of the terms, where they cancel. terms: where functions of SHORT precision enter, how large each of them
-    is.
+    size: the size of terms that cancel. terms: the size of each term that comes from functions of SHORT precision.
     """
     assert found.shape == exact.shape
     size = max(size, exact.abs().max().item() if exact.numel() else 0.0)
@@ -101,7 +97,7 @@ def assert_close(
 
 
 def the_same_for_any_threads(run: Callable[[], Iterable[Tensor]], counts: tuple[int, ...] = (1, 2, 3, 5)) -> None:
-    """The bits of what `run` returns do not depend on the number of threads."""
+    """Assert that the bits of the result of `run` do not depend on the number of threads."""
     before, first = torch.get_num_threads(), None
     try:
         for count in counts:
@@ -114,5 +110,5 @@ def the_same_for_any_threads(run: Callable[[], Iterable[Tensor]], counts: tuple[
 
 
 def same_kind(found: Tensor, reference: Tensor) -> bool:
-    """Whether NaN, inf and -inf stand in the same places."""
+    """Whether NaN, inf and -inf are at the same indices."""
     return all(torch.equal(kind(found), kind(reference)) for kind in (torch.isnan, torch.isposinf, torch.isneginf))

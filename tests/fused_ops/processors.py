@@ -1,5 +1,5 @@
-"""Kernels on the block products of processors that this machine is not: compiled once, with a stand-in for torch's
-product (stand_in.h).
+"""Kernels on the block products of other processors than this machine's. They are compiled once, with a replacement of
+torch's product (stand_in.h).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PROCESSORS: Mapping[str, dict[str, str]] = MappingProxyType(
         "AVX-512": {"BF16": "none", "FP16": "none"},
     }
 )
-"""Name -> how its product of a type wants the right operand, as oneDNN has it behind torch 2.11 to 2.13."""
+"""Name -> the layout of the right operand that its product of each type takes, as in oneDNN of torch 2.11 to 2.13."""
 _numbers = itertools.count()
 
 
 def kernels_of(folder: Path, habits: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The kernels on torch's products over a product of these habits (type -> habit), with statics of their own."""
+    """The library of kernels over a product with these layouts (type -> layout), with static variables of its own."""
     base = library.cpu_library("auto")
     if base is None:
         pytest.skip("no compiler, no kernels")
@@ -51,7 +51,7 @@ def kernels_of(folder: Path, habits: Mapping[str, str], monkeypatch: pytest.Monk
 
 
 def on_processor(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The ops' kernels from here on: those over the products of a processor of `PROCESSORS`."""
+    """Make the ops use the kernels over the products of a processor of `PROCESSORS`."""
     made = kernels_of(folder, PROCESSORS[name], monkeypatch)
     replacement: Callable[[str], Library | None] = lambda asked: None if asked == "reference" else made  # noqa: E731
     monkeypatch.setattr(library, "torch_library", replacement)

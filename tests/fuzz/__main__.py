@@ -1,5 +1,5 @@
-"""`python -m tests.fuzz`: the corpus of every reader and so many drawn files, once or for some minutes; status 1 where
-something is found.
+"""`python -m tests.fuzz`: every reader gets its corpus and random files, once or for some minutes; status 1 if a fault
+is found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Damaged files out of whole ones, as hypothesis draws them: so it can draw less of what fails, down to the little that
-matters.
-"""
+"""Damaged files made of whole ones, as strategies of hypothesis, which can therefore shrink a failing file."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ ODD: tuple[Any, ...] = (
     ),
     *([], {}, [0], [[]], {"": None}, [None, None], [1, "a", {}], float("inf"), float("-inf"), float("nan")),
 )
-"""Values that a reader may not expect where they stand."""
+"""Values that a reader may not expect."""
 WORDS = (
     *(
         b"\x00",
@@ -133,7 +131,7 @@ def changed_values(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
 
 
 def _elsewhere(draw: st.DrawFn, value: Any) -> Any:
-    """With a change at a place that is drawn level by level, so that what is rare among many entries is met as well."""
+    """A copy with one change. The place is drawn level by level, so that rare kinds of entries are changed as well."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     if not keys or draw(st.integers(0, 5)) == 0:
         kind = draw(st.sampled_from(("odd", "odd", "odd", "deep", "listed")))

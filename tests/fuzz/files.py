@@ -1,4 +1,4 @@
-"""The files of checkpoints that are damaged, as a table."""
+"""The table of checkpoint files that the fuzzer damages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _itself(path: Path) -> Callable[[bytes], bytes]:
 
 @dataclass(frozen=True)
 class File:
-    """format: of the checkpoint. pattern: of the file in it. part: what of it is changed; whole: what makes a file of
+    """format: the checkpoint's format. pattern: the file in it. part: extracts what is changed; whole: makes a file of
     that again.
     """
 

@@ -1,4 +1,4 @@
-"""Small whole files of every kind, made by the program itself: what the damaged ones are made of."""
+"""Small whole files of every kind, written by the program itself. The fuzzer damages copies of them."""
 
 from __future__ import annotations
 

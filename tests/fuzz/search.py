@@ -1,8 +1,8 @@
-"""A search for files that a reader does not cope with; a process of its own, for a reader may end it.
+"""A search for files that break a reader, in a process of its own, because a reader may end it.
 
 Anything but the reader's own error is a finding: another exception, a crash, more than `MEGABYTES` of memory or
-`SECONDS` of processor time. Found files are made as small as hypothesis can and put into the folder `found`; once the
-reader is mended, they belong into the corpus.
+`SECONDS` of processor time. hypothesis shrinks such a file, and it is written into the folder `found`. Once the reader
+is mended, the file belongs into the corpus.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is fuzzed: a reader each, what it is given, and the errors by which it may refuse."""
+"""The targets of the fuzzer: readers, their inputs, and the errors with which they may refuse."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _chats(path: Path, tokenizer: Path) -> None:
 
 
 def _cached(root: Path) -> None:
-    """A cache has no errors: what is damaged is made again."""
+    """A damaged cache is never an error: it is made again."""
     arrays = cached_arrays(root, *CACHED, lambda _: ARRAYS, silent)
     assert all(
         np.array_equal(arrays[name][:], value) and arrays[name].dtype == value.dtype for name, value in ARRAYS.items()
@@ -327,7 +327,7 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
 
 
 def all_targets(folder: Path) -> dict[str, Target]:
-    """By name. folder: an empty one that they may fill."""
+    """The targets by name. folder: an empty folder that they may fill."""
     makers = {
         "settings": settings_targets,
         "data": data_targets,

@@ -1,4 +1,4 @@
-"""A job on the card, in this process, and what two of them must have in common."""
+"""A job on the GPU, in this process, and the comparison of two of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megazero.train.prepare import prepare
 from tests.parameters import values_of
 from tests.parity.training import Recorder, data_flags
 
-# torch looks at it once, before the first product: other tests of this process would have it refuse the deterministic
-# ones.
+# torch reads this variable once, before the first product. Without it torch would refuse the deterministic tests, if
+# other tests of this process run first.
 os.environ.setdefault(*devices.CUBLAS_WORKSPACE)
 
 MODEL = [
@@ -40,7 +40,7 @@ MODEL = [
 
 
 def flags_of(flags: list[str], corpus: Path, cache: Path) -> list[str]:
-    """The small model on the card, on the words."""
+    """The flags of the small model on the GPU and of its data."""
     return [*MODEL, *flags, "--device", "cuda", *data_flags(corpus, cache)]
 
 
@@ -58,7 +58,7 @@ def job_on_card(flags: list[str], grid: ProcessGrid | None = None) -> tuple[Job,
 
 @dataclass
 class Outcome:
-    """Of one run: records and final weights."""
+    """The results of one run: records and final weights."""
 
     records: list[StepRecord]
     weights: dict[str, Tensor]
@@ -87,7 +87,7 @@ def assert_equal(ours: Outcome, theirs: Outcome) -> None:
 
 @contextmanager
 def deterministic_again() -> Iterator[None]:
-    """--deterministic is the process's; afterwards it is as it was."""
+    """Restore torch's setting of deterministic algorithms, which --deterministic changes for the process."""
     before = torch.are_deterministic_algorithms_enabled()
     try:
         yield

@@ -1,10 +1,10 @@
-"""Every CUDA kernel once or twice on odd shapes, without a look at the results: a short program for compute-sanitizer.
+"""A short program for compute-sanitizer: it runs every CUDA kernel on odd shapes, without checking the results.
 
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitize
     python -m tests.gpu.sanitize --emulated            # the same kernels on the CPU
 
-Inputs are made on the host, so that hardly any kernel is not ours. Rows are of one warp, of several and of a whole
-block; some lengths are no multiple of a pack, and some tensors begin beside an aligned place.
+Inputs are made on the host, so that nearly all kernels are ours. Rows take one warp, several warps or a whole block.
+Some lengths are not a multiple of a pack, and some tensors begin at an address that is not aligned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waits of the host for a card, made an error."""
+"""Waits of the host for a GPU, turned into errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def raise_on_synchronisation(device: torch.device) -> Iterator[None]:
-    """Within the block, what makes the host wait for the device is an error, as far as torch knows of it."""
+    """A context in which a wait of the host for the device is an error, if torch detects it."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Small models of every shape, with weights and batches that hide nothing: no zero biases, unequal masks, several
+"""Small models of every shape. Their weights and batches cannot hide a fault: no zero biases, unequal masks, several
 documents.
 """
 

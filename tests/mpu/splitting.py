@@ -1,4 +1,4 @@
-"""What a model never does and tests need: a replicated tensor cut over tp, with gradients that come back whole."""
+"""A differentiable split that only tests need: a replicated tensor is cut over tp, and its gradient is whole again."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class _Split(torch.autograd.Function):
 
 
 def split_sequence(x: Tensor, group: Group) -> Tensor:
-    """Replicated [s, ...] -> own part [s/t, ...]. Forward: nothing travels. Backward: all-gather."""
+    """Replicated [s, ...] -> this rank's part [s/t, ...]. Forward communicates nothing; backward is an all-gather."""
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     return _Split.apply(x, group)

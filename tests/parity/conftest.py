@@ -1,4 +1,4 @@
-"""The generated layouts that a run tries, and what one process makes of their models."""
+"""The generated layouts that a run tries, and the results of their models on one process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="session")
 def reference(flags_of: Callable[[Model, str, list[str]], list[str]]) -> Reference:
-    """The run of one process in float64, micro-batches of one sample; each is made once for all the layouts of its
-    model.
-    """
+    """The run on one process in float64 with micro-batches of one sample, made once for all layouts of a model."""
     kept: dict[tuple[str, ...], Outcome] = {}
 
     def run(model: Model, more: list[str]) -> Outcome:

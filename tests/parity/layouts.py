@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 MAX_RANKS = 8
 SEQUENCE = 12
 BATCH = 12
-"""Samples of a step: dp, the micro-batches and their size multiply to it."""
+"""Samples of a step: the product of dp, the number of micro-batches and their size."""
 ACCUMULATIONS = (1, 2, 3, 4, 6, 12)
 VOCABULARY = 1003
-"""Divides by no tp."""
+"""A vocabulary that no tp divides."""
 CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-v": (2,)}
 """Model chunks per rank that the cases have under each schedule."""
 
@@ -42,7 +42,7 @@ class Model:
     document_mask: bool
 
     def flags(self, precision: str = "fp64") -> list[str]:
-        """The same on one process and on every layout."""
+        """The flags of the model, which are the same on one process and on every layout."""
         flags = {
             "--num-layers": self.layers,
             "--hidden-size": 24,
@@ -126,7 +126,7 @@ class Case:
         return "-".join([*parts, f"acc{self.accumulation}", f"b{self.bucket}"])
 
     def layout_flags(self) -> list[str]:
-        """How ranks share the work."""
+        """The flags of the layout."""
         flags = {
             "--tp": self.tp,
             "--pp": self.pp,

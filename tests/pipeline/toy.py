@@ -39,8 +39,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x [s, b, k] times a weight [n, k], whose gradient goes to the weight's `target`, if it has one: a callable that
-    is handed another one, which makes the gradient.
+    """x [s, b, k] times a weight [n, k]. If the weight has a `target`, it is called with a function that computes the
+    weight's gradient.
     """
 
     @staticmethod
@@ -108,7 +108,7 @@ class ToyStage(nn.Module):
 
 
 def micro_batch(number: int, size: int = 2) -> MicroBatch:
-    """Tokens, labels and mask that no other number has."""
+    """Tokens, labels and mask that differ from those of every other number."""
     generator = torch.Generator().manual_seed(1000 + number)
     tokens, labels = (torch.randint(VOCAB, (size, SEQUENCE), generator=generator) for _ in range(2))
     mask = torch.rand(size, SEQUENCE, generator=generator) < 0.7

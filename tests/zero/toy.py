@@ -1,8 +1,8 @@
 """A model whose gradients are known: every parameter w has the loss sum(a w + b w^2 / 2), a and b random by name and
 sample.
 
-Nothing passes between units, so a stage of a pipeline or a tp rank runs by itself, and the whole is a sum that one
-process can do: `reference` trains it with torch.optim. Parameters cover every kind of place: sharded along either
+Units do not depend on each other, so a pipeline stage or a tp rank runs by itself, and the whole loss is a sum that one
+process can compute: `reference` trains it with torch.optim. Parameters cover every kind of spec: sharded along either
 dimension, replicated, partial over tp, padded, decayed or not, and a word embedding used at both ends.
 """
 
@@ -327,7 +327,7 @@ def train_all(rank: int, cases: Sequence[Case], shared_memory: bool = True) -> l
 
 
 def train_late(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The same where every result comes as late as it may."""
+    """As `train`, with collectives whose results come as late as possible (`tests.late`)."""
     with late_collectives() as count:
         results = train_all(rank, cases)
     assert count
@@ -335,7 +335,7 @@ def train_late(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def poison(state: ModelState) -> None:
-    """NaN into all memory whose content must not matter between steps: gradients, spare buffers, unused tails of
+    """Fill memory whose content must not matter between steps with NaN: gradients, spare buffers, unused tails of
     weights.
     """
     for index, bucket in enumerate(state.buckets):
