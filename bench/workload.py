@@ -92,7 +92,7 @@ def random_tokens(work: Workload, count: int, seed: int) -> Tensor:
 
 
 class Batches:
-    """A few micro-batches in turn, held in the device's memory: tokens and labels, int64 [b, s]."""
+    """A few micro-batches in turn, in the device's memory: tokens and labels, int64 [b, s]."""
 
     def __init__(self, work: Workload, replica: int = 0, different: int = 8) -> None:
         samples = random_tokens(work, different * work.micro_batch, seed=17 + replica).to(work.device)

@@ -1,6 +1,5 @@
-"""Who takes part: each file builds one kind of trainer, `build(work, **settings)`, which returns a function that runs
-one step.
+"""The contestants. Each file has `build(work, **settings)`, which builds one kind of trainer and returns `step`.
 
-`step()` does one optimizer step over one global batch and returns its loss, so that nothing is left running. Peers have
-the settings that were fastest of those tried; what they are, their file says.
+`step()` makes one optimizer step over one global batch and returns its loss. Peers have the fastest settings of those
+that were tried; each file describes them.
 """

@@ -1,4 +1,4 @@
-"""What peers share: the loss, and AdamW with fp32 master weights around bf16 parameters."""
+"""Shared code of the peers: the loss, and AdamW with fp32 master weights for bf16 parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bench.workload import Batches, Workload
 
 Step = Callable[[], float | Tensor]
-"""One optimizer step; returns its loss, which on a card may not have been waited for."""
+"""One optimizer step; returns its loss. On a GPU it may be a tensor that is not computed yet."""
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -40,10 +40,10 @@ def adamw(parameters: Iterable[Tensor], work: Workload) -> torch.optim.AdamW:
 
 
 class MasterAdamW:
-    """bf16 parameters with fp32 masters: widen the gradients, clip, fused AdamW, round back. Every pass is a foreach of
-    torch.
+    """AdamW for bf16 parameters with fp32 masters: convert the gradients to fp32, clip, fused AdamW, round back. Every
+    pass is a foreach op of torch.
 
-    split: the model is shared out over the ranks, so the norm's squares are summed over them.
+    split: the model is sharded over the ranks, so the squares of the norm are summed over them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], work: Workload, *, split: bool = False) -> None:
@@ -71,7 +71,7 @@ class MasterAdamW:
 
 
 class AutocastAdamW:
-    """fp32 parameters, cast to bf16 by autocast where they are used."""
+    """AdamW for fp32 parameters, which autocast casts to bf16 where they are used."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], work: Workload) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -84,10 +84,10 @@ class AutocastAdamW:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """One graph for all blocks, which differ in their weights only: a tenth of the time that a graph of the whole model
-    takes.
+    """Compile one graph for all blocks, which differ in their weights only. This takes a tenth of the time that a graph
+    of the whole model takes.
     """
-    torch._dynamo.config.recompile_limit = 64  # where a block's number is in its graph after all
+    torch._dynamo.config.recompile_limit = 64  # for models whose graphs contain the block's number
     for block in model.get_submodule("transformer.h").children():
         block.compile(dynamic=False)
 
@@ -108,7 +108,7 @@ def steps_of(
 ) -> Step:
     """forward: (tokens, labels) -> loss.
 
-    Gradients of a step's micro-batches are added up where the parameters have them.
+    Gradients of a step's micro-batches are accumulated in the parameters' `grad`.
     """
 
     def step() -> Tensor:
@@ -130,8 +130,8 @@ def in_one_process(
     compile: bool | str,
     precision: str,
 ) -> Step:
-    """precision "master": bf16 parameters with fp32 masters, else autocast over fp32 ones. logits_of: (model, tokens)
-    -> logits.
+    """A step in one process. logits_of: (model, tokens) -> logits. precision "master": bf16 parameters with fp32
+    masters, else fp32 parameters with autocast.
 
     compile: True for model and loss as one graph, "blocks" for one of a block and one of the loss.
     """

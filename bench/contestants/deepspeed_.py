@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-1, 2 and 3 around transformers' BLOOM: its bf16 engine with fp32 masters, its own CPU Adam where that
-builds.
+"""DeepSpeed ZeRO-1, 2 and 3 with transformers' BLOOM: its bf16 engine with fp32 masters, and its own CPU Adam if that
+can be built.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def optimizer_of(kind: str, parameters: Any, work: Workload) -> Any:
 def build(
     work: Workload, stage: int, compile: bool = False, adam: str = "deepspeed", reduce: str = ""
 ) -> Callable[[], float]:
-    """reduce: dtype in which gradients travel, as its `communication_data_type`; "" is its default."""
+    """reduce: the dtype in which gradients are reduced, as DeepSpeed's `communication_data_type`; "": its default."""
     torch.manual_seed(1234)
     model, batches = model_of(work, "bloom", "eager"), Batches(work, rank())
     config = {

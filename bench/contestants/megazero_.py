@@ -21,7 +21,7 @@ from megazero.train.prepare import prepare
 
 
 def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
-    """The workload in the program's own words; flags that say nothing here have the value that BLOOM has."""
+    """The workload as flags of the program. Flags that the workload does not determine have BLOOM's values."""
     values = {
         "--num-layers": work.layers,
         "--hidden-size": work.hidden,
@@ -49,14 +49,14 @@ def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
 
 
 def write_words(work: Workload, folder: Path) -> None:
-    """64 documents of random ids, one sample long each."""
+    """Write 64 documents of random ids, each as long as a sample."""
     with PairWriter(folder / "words", dtype_for(work.vocabulary)) as writer:
         for sample in random_tokens(work, 64, seed=17).numpy():
             writer.write(sample.astype(writer.dtype), [len(sample)])
 
 
 def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
-    """The job of this rank. Its process groups live as long as the process."""
+    """The job of this rank. Its process groups exist until the process ends."""
     environment = Environment.read()
     folder = Path(os.environ["BENCH_FOLDER"]) / f"rank-{environment.rank}"
     folder.mkdir()

@@ -1,6 +1,4 @@
-"""megazero's step, with an account of its resident memory: what holds each byte above the imports when a step needs
-most.
-"""
+"""megazero's step, with an account of the resident memory above the imports at the peak of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def heap_in_use() -> int:
-    """Bytes that glibc's heaps have given out."""
+    """Bytes that are allocated from glibc's heaps."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _MallInfo
     found = libc.mallinfo2()
@@ -37,9 +35,7 @@ def heap_in_use() -> int:
 
 
 def resident() -> Counter[str]:
-    """Resident bytes of this process: "heap" that grows at the program's end, "files" mapped, "shared" memory, and
-    other "pages".
-    """
+    """Resident bytes of this process: the "heap" of brk, mapped "files", "shared" memory, and other "pages"."""
     found, kind = Counter(heap=0, files=0, shared=0, pages=0), "pages"
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -48,7 +44,7 @@ def resident() -> Counter[str]:
             shared = name.startswith(("/dev/shm", "/memfd"))
             kind = "heap" if name == "[heap]" else "shared" if shared else "files" if name.startswith("/") else "pages"
         elif first in ("Rss:", "Anonymous:"):
-            # What a process has written to of a private mapping of a file is its own.
+            # Pages of a private mapping that the process has written to are anonymous.
             size = int(rest[0]) * 1024
             if kind == "files" and first == "Anonymous:":
                 found["files"] -= size
@@ -59,7 +55,7 @@ def resident() -> Counter[str]:
 
 
 def kept_tensors() -> int:
-    """Bytes of all tensors that live now."""
+    """Bytes of all tensors that exist now."""
     storages = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor):
@@ -69,9 +65,7 @@ def kept_tensors() -> int:
 
 
 def largest(events: list[dict[str, Any]]) -> dict[str, int]:
-    """From a trace of torch's profiler: what was allocated in it and alive when that was most, in bytes by the function
-    that asked.
-    """
+    """From a trace of torch's profiler: bytes by allocating function, of allocations that were alive at the peak."""
     changes = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
     calls = [
         event
@@ -86,7 +80,7 @@ def largest(events: list[dict[str, Any]]) -> dict[str, int]:
         if size > 0:
             alive[address] = change
         elif alive.pop(address, None) is None:
-            continue  # made before the trace began
+            continue  # allocated before the trace began
         held += size
         if held > most:
             most, then = held, list(alive.values())
@@ -101,7 +95,7 @@ def largest(events: list[dict[str, Any]]) -> dict[str, int]:
 
 
 class Step:
-    """One optimizer step; `report` is the account of the steps so far, and runs one more."""
+    """One optimizer step. `report` runs one more, and returns the account."""
 
     def __init__(self, job: Job, imports: Counter[str], heap: int) -> None:
         self.trainer, self.imports, self.heap = job.trainer, imports, heap

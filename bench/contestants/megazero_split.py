@@ -1,8 +1,8 @@
-"""megazero's step, with a clock that always belongs to exactly one part of it.
+"""megazero's step, with a clock that assigns all time to exactly one part at a time.
 
-forward and backward are those of the layers; loss is the head: its norm, its product with the vocabulary, the
-cross-entropy, forward and backward; communication is the time a rank waits for a message (what overlaps with compute is
-not in it).
+forward and backward are those of the layers. loss is forward and backward of the head: its norm, its product with the
+vocabulary, the cross-entropy. communication is the time in which a rank waits for a message, without what overlaps with
+computation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ PARTS = ("forward", "backward", "loss", "optimizer", "communication", "other")
 
 
 class Clock:
-    """Seconds of each part. `switch` says what begins now and returns what was going on; only one thread's time is
-    taken.
-    """
+    """Seconds of each part, on one thread. `switch` starts a part and returns the one before."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -41,7 +39,7 @@ class Clock:
         return before
 
     def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, its time given to `part`."""
+        """`function`, wrapped so that its time counts for `part`."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = self.switch(part)
@@ -54,7 +52,7 @@ class Clock:
 
 
 def attach(clock: Clock, job: Job) -> None:
-    """Put the clock around the parts of this job. Inside the engine what is no layer's forward is backward."""
+    """Wrap the parts of this job with the clock. Within the engine, all that is not a layer's forward is backward."""
     spots: list[tuple[Any, str, str]] = [
         (job.trainer.engine, "train", "backward"),
         (job.state.optimizer, "step", "optimizer"),
@@ -71,7 +69,7 @@ def attach(clock: Clock, job: Job) -> None:
 
 
 def _with_backward(clock: Clock, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The head's forward, whose backward begins at its result and ends where its input's gradient is known."""
+    """The head's forward. Its backward is timed from its result to the gradient of its input."""
 
     def head(hidden: Tensor, *args: Any) -> Tensor:
         result = forward(hidden, *args)
@@ -87,7 +85,7 @@ def _with_backward(clock: Clock, forward: Callable[..., Tensor]) -> Callable[...
 
 
 class Step:
-    """One optimizer step; `report` is the time of each part since it was last asked."""
+    """One optimizer step. `report` returns the time of each part since the last report."""
 
     def __init__(self, job: Job, clock: Clock) -> None:
         self.trainer, self.clock = job.trainer, clock
@@ -98,7 +96,7 @@ class Step:
         return 0.0
 
     def report(self) -> dict[str, Any]:
-        """Seconds by part; bytes that each column of the model state holds on this rank."""
+        """Seconds by part, and bytes of each column of the model state on this rank."""
         self.clock.switch("other")
         seconds, self.clock.seconds = self.clock.seconds, dict.fromkeys(PARTS, 0.0)
         return {"parts": seconds, "state_bytes": self.trainer.state.model.bytes()}

@@ -1,8 +1,8 @@
-"""A GPT in a page of plain torch, as people write one for themselves: learned positions, pre-norm, tied head.
+"""A GPT in a page of plain torch, as a user would write it: learned positions, pre-norm, tied head.
 
-s sequence, b micro-batch, h hidden, n heads, d head dim, v vocabulary. Query, key and value rows lie head by head, so
-that a tensor-parallel shard of the projection is a range of heads. `Trunk` may hold a part of the layers (a pipeline
-stage).
+s sequence, b micro-batch, h hidden, n heads, d head dim, v vocabulary. Query, key and value rows are stored head by
+head, so that a tensor-parallel shard of the projection is a range of heads. `Trunk` may have a part of the layers (a
+pipeline stage).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""torch's own parallelism on two ranks: DDP and FSDP2 around transformers' BLOOM, DTensor's tensor parallelism and
-`pipelining` around the plain GPT. gloo carries all of them, as it does on a CPU unless one builds something else.
+"""torch's own parallelism on two ranks: DDP and FSDP2 with transformers' BLOOM, DTensor's tensor parallelism and
+`pipelining` with the plain GPT. The backend is gloo, torch's default on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build(work: Workload, kind: str, **settings: Any) -> Step:
 
 
 def _compile_blocks(blocks: Any, wanted: bool) -> None:
-    """One graph per block: what these libraries advise, because their hooks run between blocks."""
+    """Compile one graph for each block, as these libraries advise, because their hooks run between blocks."""
     for block in blocks if wanted else ():
         block.compile(dynamic=False)
 
@@ -71,8 +71,8 @@ def fsdp2(work: Workload, compile: bool = False, reduce: str = "float32") -> Ste
 
 
 class LocalAdamW:
-    """AdamW on what a rank holds of DTensors and plain tensors: torch's fused step takes no mixture, and this costs no
-    dispatch.
+    """AdamW on a rank's local parts of DTensors and plain tensors. torch's fused step accepts no mixture of them, and
+    this avoids DTensor's dispatch.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], work: Workload) -> None:
@@ -139,7 +139,7 @@ def tensor_parallel(work: Workload, compile: bool = False, attention: str = "sdp
 
 
 def pipeline(work: Workload, compile: bool = False, attention: str = "sdpa") -> Step:
-    """1F1B over two halves of the layers; the head is not tied, for nothing here sums a weight over two stages."""
+    """1F1B over two halves of the layers. The head is not tied, because torch does not sum a weight over two stages."""
     own, size = rank(), dist.get_world_size()
     layers = work.layers // size
     trunk = Trunk(work, attention, layers=layers, first=own == 0, last=own == size - 1, tied=False).to(torch.bfloat16)

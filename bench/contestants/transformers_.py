@@ -1,6 +1,6 @@
 """`transformers`: BLOOM and GPT-2 with the architecture of the workload, no dropout.
 
-precision "master" is bf16 parameters with fp32 masters beside them, "autocast" fp32 parameters cast by torch.
+precision "master" means bf16 parameters with fp32 masters, "autocast" fp32 parameters that torch casts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The files of a model that are not tensors: config.json, a tokenizer.
 
-A format that has no place for them keeps them in a folder beside the checkpoint. So they travel through any chain of
+A format that has no place for them keeps them in a folder next to the checkpoint. So they survive any chain of
 formats, and a model that came from Hugging Face goes back there with its tokenizer.
 
 They are copied, and copies may be published. A link that leads out of the model's folder is therefore not followed: it
@@ -18,7 +18,7 @@ FOLDER = "model_files"
 
 
 def is_copyable(path: Path) -> bool:
-    """Whether a file beside a model may be copied: it lies in the model's folder, and is not a link that leads out of
+    """Whether a file of a model may be copied: it is in the model's folder, and is not a link that leads out of
     it.
     """
     return stays_inside(path, path.parent.parent if path.parent.name == FOLDER else path.parent)

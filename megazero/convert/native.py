@@ -1,7 +1,7 @@
 """Reading and writing megazero's own checkpoints, one whole tensor at a time.
 
 `--load` and `--init-from` take the folder that is written: DIR/latest and DIR/iter_NNNNNNN. Files that are not tensors
-(config.json, a tokenizer) go into a folder beside the manifest.
+(config.json, a tokenizer) go into a subfolder of the checkpoint.
 """
 
 from __future__ import annotations

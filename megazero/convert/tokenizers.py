@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: from the files beside it, or the one that its run was trained with."""
+"""The tokenizer of a checkpoint: from its own files, or the one with which its run was trained."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def read_word(tracker: Path) -> str:
 
 
 def named_folder(tracker: Path) -> Path:
-    """The folder that the file names, beside the file. It need not exist.
+    """The folder that the file names, in the file's own folder. It need not exist.
 
     Raises ConversionError for a word that leads out of the file's folder.
     """

@@ -1,7 +1,7 @@
 """Checkpoints in the layout in which BLOOM was trained, built from the format's description without any code of the
 converters.
 
-Tensors are cut here, one by one, from global ones under our names; classes of DeepSpeed and Megatron are stood in for
+Tensors are cut here, one by one, from global ones under our names. Stub classes replace those of DeepSpeed and Megatron
 while torch.save writes their names.
 """
 
@@ -67,7 +67,7 @@ class Foreign:
 
 @contextmanager
 def foreign() -> Iterator[Foreign]:
-    """torch.save asks whether a class is where it says it is; so modules of these names are there for as long."""
+    """A context with modules of these names, because torch.save checks that a class can be imported by its name."""
     stages: Any = enum.IntEnum("stages", {"optimizer_states": 1, "gradients": 2})
     positions: Any = enum.Enum("positions", {"rotary": 1, "absolute": 2, "alibi": 3})
     stages.__module__, stages.__qualname__ = "deepspeed.runtime.zero.config", "ZeroStageEnum"

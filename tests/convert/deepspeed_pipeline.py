@@ -1,5 +1,4 @@
-"""What DeepSpeed's pipeline engine makes of a checkpoint in BLOOM's layout: one rank of it, run as a program of its
-own.
+"""DeepSpeed's pipeline engine reads a checkpoint in BLOOM's layout: one rank of it, run as a program of its own.
 
     RANK=0 WORLD_SIZE=4 python deepspeed_pipeline.py FOLDER
 

@@ -1,5 +1,4 @@
-"""What DeepSpeed's own code makes of a universal checkpoint and of consolidated weights: run as a program of its own,
-in one process.
+"""DeepSpeed's own code reads a universal checkpoint and consolidated weights, as a program of its own in one process.
 
     python deepspeed_universal.py FOLDER
 
@@ -35,7 +34,7 @@ def tree(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
 
 
 def deepspeed_as_it_comes() -> Any:
-    """The package; what it would compile for collectives, for nothing, is taken out."""
+    """The package, without the kernels for collectives that it would compile and that are not used here."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,4 +1,4 @@
-"""What a rank does with a Hugging Face folder: fill its stages, and answer."""
+"""The work of a rank with a Hugging Face folder: fill its stages, compute logits, generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source without files, whose values follow from names: what converters are tried with."""
+"""A source without files, whose values are random numbers keyed by name. The tests of converters use it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _bytes() -> tuple[Any, Any]:
 
 
 def _metaspace() -> tuple[Any, Any]:
-    """LLaMA-2's kind: blanks are symbols, bytes stand for characters without one."""
+    """LLaMA-2's kind: blanks are symbols, and a character without a token becomes bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))

@@ -135,7 +135,7 @@ class _Archive:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """A private mapping of a file. torch takes it for writable memory; no page is copied as long as nobody writes."""
+    """A private mapping of a file. torch treats it as writable memory; a page is copied only if it is written to."""
     with raised_as(ConversionError):
         file = open_file(path)
     with file:

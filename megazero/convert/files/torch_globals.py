@@ -1,7 +1,7 @@
 """The names that torch.save writes, and what each stands for when a file is read: tensors, numpy arrays, containers.
 
 No function of torch or numpy is called with arguments from a file: a crafted `numpy.dtype` takes bytes for pointers,
-and `bytearray` makes as many bytes as it is told. The functions here check their arguments first.
+and `bytearray` allocates any number of bytes. The functions here check their arguments first.
 """
 
 from __future__ import annotations

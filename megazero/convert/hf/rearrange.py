@@ -1,4 +1,4 @@
-"""How Hugging Face's tensors become ours, each way beside its inverse.
+"""How Hugging Face's tensors become ours, each function with its inverse.
 
 n heads, g key-value heads, r = n/g, d head dim. The result is a view of theirs where that is possible; only joining
 takes memory.

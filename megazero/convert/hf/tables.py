@@ -84,8 +84,8 @@ class Family:
     architecture  the class with the head, as config.json names it
     fixed         fields of ModelConfig that every model of the family has
     eos           end of text where config.json names none
-    further       other problems that a config.json can have, beside the demands
-    written       keys of a new config.json, beside those of the settings
+    further       other problems that a config.json can have, besides the demands
+    written       keys of a new config.json, besides those of the settings
     notes         keys of a config.json that are not carried over, and only matter to training
     unsaid        fields of ours without a key in config.json, which only matter to training
     """

@@ -90,7 +90,7 @@ def _write_byte_level(
 
 
 def _copy_hf(place: Path, folder: Path) -> None:
-    """Copy tokenizer.json and the files that transformers keeps beside it."""
+    """Copy tokenizer.json and the other tokenizer files of transformers."""
     file = place / "tokenizer.json" if place.is_dir() else place
     there = [file, *(file.parent / name for name in _BESIDE if (file.parent / name).is_file())]
     _refuse_links(*there)

@@ -46,7 +46,7 @@ def is_torch_dist(folder: Path) -> bool:
 def recognises(path: Path) -> bool:
     """Whether a folder is a checkpoint, or leads to one.
 
-    Megatron-DeepSpeed writes the same tracker, but a `latest` beside it.
+    Megatron-DeepSpeed writes the same tracker, but also a `latest`.
     """
     try:
         if _is_one(checkpoint_folder(path)):

@@ -183,7 +183,7 @@ def _account_for_the_rest(report: ConversionReport, state: Mapping[str, Any], op
 
 
 def unused_of_common(report: ConversionReport, state: Mapping[str, Any]) -> None:
-    """Report why the values beside the model are not used."""
+    """Report why values other than the model are not used."""
     for key in state:
         if key not in _TAKEN and not key.startswith("model"):
             report.unused[key] = _REST.get(key, "nothing in a checkpoint of ours")

@@ -1,4 +1,4 @@
-"""The arguments and facts that Megatron-DeepSpeed keeps beside a model, written for one of ours."""
+"""The arguments and other facts that Megatron-DeepSpeed stores with a model, for a model of megazero."""
 
 from __future__ import annotations
 

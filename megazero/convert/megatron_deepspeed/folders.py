@@ -19,7 +19,7 @@ from megazero.convert.tracker import named_folder, read_word
 
 LATEST = "latest"
 KNOWN = ("deepspeed.*", "megatron.*", "apex.*", "transformers.*", "enum.*", "signal.*", "torch.nn.*", "torch.optim.*")
-"""Classes whose objects stand in these files beside the tensors (arguments, slice addresses, loss scalers); they are
+"""Classes whose objects are in these files besides tensors (arguments, slice addresses, loss scalers); they are
 read as records.
 """
 STEP = re.compile(r"global_step(\d+)")

@@ -121,7 +121,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     """Open the checkpoint in a folder, or the one that its `latest` names. Raises ConversionError.
 
     What the arguments in the mp_rank files do not say is taken from the shapes of the tensors. What the shapes do not
-    show (the number of heads) is taken from a config.json beside the files, if there is one.
+    show (the number of heads) is taken from a config.json in the same folder, if there is one.
     """
     folder = checkpoint_folder(path)
     there = listing(folder)
@@ -131,7 +131,7 @@ def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     state = files[there.ranks[0]] if there.ranks else {}
     around = (
         folder.absolute().parent if STEP.fullmatch(folder.name) else path
-    )  # what is beside a step's folder is, whoever names that one
+    )  # files next to a step's folder belong to it, whether the path names the folder or its parent
     beside = {file.name: file for file in (folder / "config.json", around / "config.json") if file.is_file()}
     model_files = companions(folder, around) | beside
     said = _told(model_files) | _args(state)

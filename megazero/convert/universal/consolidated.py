@@ -1,8 +1,8 @@
 """Reading and writing consolidated weights: one state dictionary under Megatron-DeepSpeed's names, as DeepSpeed's
 zero_to_fp32 writes it.
 
-The facts about the model that tensors do not show come from megatron_args.json beside the file, or else from an mp_rank
-file of the checkpoint that was consolidated: zero_to_fp32 writes its file beside that.
+The facts about the model that tensors do not show come from megatron_args.json in the same folder, or else from an
+mp_rank file of the checkpoint that was consolidated: zero_to_fp32 writes its file into that checkpoint's folder.
 """
 
 from __future__ import annotations
