@@ -113,7 +113,7 @@ def test_the_curve_is_that_of_the_recorded_run() -> None:
     curves = [line.attrib["points"].split() for line in shapes(loss(), "polyline")]
     heights = [float(point.split(",")[1]) for point in curves[0]]
     assert [len(points) for points in curves] == [240, 240] and heights[-1] - heights[0] > 100
-    assert any("held out" in word for word in words_in(loss()))
+    assert any("held-out" in word for word in words_in(loss()))
 
 
 def test_every_style_of_learning_rate_has_a_curve() -> None:

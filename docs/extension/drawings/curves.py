@@ -57,11 +57,11 @@ def loss(mean_of: int = 10) -> str:
         x, y = axes.at(int(iteration), value)
         picture.box(x - 4, y - 4, 8, 8, COLOURS[1])
     legend = (
-        (COLOURS[7], "loss of each step, nats per token"),
+        (COLOURS[7], "loss of each step, in nats per token"),
         (COLOURS[0], f"mean of the last {mean_of} steps"),
-        (COLOURS[1], "loss on text that was held out"),
+        (COLOURS[1], "held-out text"),
     )
-    x = _LEFT + 110.0
+    x = _LEFT + 80.0
     for colour, words in legend:
         picture.box(x, _HEIGHT - 13, 14, 12, colour)
         picture.text(x + 20, _HEIGHT - 3, words, at="start", size=11)
