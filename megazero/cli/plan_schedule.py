@@ -108,4 +108,4 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         print(ConfigError(problems), file=sys.stderr)
         return 2
-    return status_of(lambda: show(schedule, iterations))
+    return status_of(lambda: show(schedule, iterations), (ValueError,))

@@ -5,11 +5,12 @@ A package names its addition in its pyproject.toml. So every rank finds it, and 
     [project.entry-points."megazero.lr_decay_styles"]
     sawtooth = "my_package.schedules:sawtooth"
 
-A built-in name has precedence over an added one. A package's code is imported only when a run uses it.
+A run that asks for a name which is built in and added is refused. A package's code is imported only when a run uses it.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -25,12 +26,46 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def load(group: str, name: str) -> Any:
-    """The object of that name. Raises ValueError if no package or several packages have it, or its import fails."""
+    """The function or class of that name, which takes one argument. Raises ValueError if no package or several packages
+    have it, its import fails, or it cannot be called so.
+    """
     found = list(entry_points(group=group, name=name))
     if len(found) != 1:
         values = ", ".join(point.value for point in found) or "no installed package"
         raise ValueError(f"{name} of {group} is given by {values}")
     try:
-        return found[0].load()
+        loaded = found[0].load()
     except Exception as error:  # whatever the other package does when it is imported
         raise ValueError(f"{name} of {group} ({found[0].value}): {type(error).__name__}: {error}") from error
+    against = why_not_called(loaded, "argument")
+    if against is not None:
+        raise ValueError(
+            f"{name} of {group} ({found[0].value}): a function or class of one argument is needed; {against}"
+        )
+    return loaded
+
+
+def refuse_twin(group: str, name: str) -> None:
+    """Raises ValueError where a package adds what megazero has itself: somebody expects the one or the other."""
+    twins = ", ".join(point.value for point in entry_points(group=group, name=name))
+    if twins:
+        raise ValueError(
+            f"megazero has its own {name}, and an installed package another ({twins}): rename the package's"
+        )
+
+
+def why_not_called(function: object, *words: str) -> str | None:
+    """Why something cannot be called with these arguments; None where it can, or does not say what it takes."""
+    if not callable(function):
+        return f"this is {type(function).__name__}"
+    if inspect.iscoroutinefunction(function):
+        return "this is a coroutine function, which nobody awaits"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # as some functions of C
+        return None
+    try:
+        signature.bind(*words)
+    except TypeError as error:
+        return f"this cannot be called so ({error})"
+    return None

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import SupportsFloat
 
-from megazero.config.extensions import LR_DECAY_STYLES, load
+from megazero.config.extensions import LR_DECAY_STYLES, load, refuse_twin
 from megazero.config.schema import ScheduleConfig
 from megazero.optim.batch_schedule import BatchSchedule
 
@@ -79,9 +80,10 @@ class LearningRate:
         assert self.decay is not None
         if count > self.decay:
             return lowest
-        rate = self.style(Decay(count, self.warmup, self.decay, self.fall, highest, lowest))
+        given = self.style(Decay(count, self.warmup, self.decay, self.fall, highest, lowest))
+        rate = float(given) if isinstance(given, SupportsFloat) else math.nan
         if not 0 <= rate < math.inf:
-            raise ValueError(f"--lr-decay-style {self.config.lr_decay_style} gives a rate of {rate} at {count}")
+            raise ValueError(f"--lr-decay-style {self.config.lr_decay_style} gives a rate of {given!r} at {count}")
         return rate
 
 
@@ -142,7 +144,8 @@ STYLES: Mapping[str, Callable[[Decay], float]] = MappingProxyType(
 
 def style_of(name: str) -> Callable[[Decay], float] | None:
     """The function of a style, ours or an installed package's; None for `constant`. Raises ValueError if unknown."""
-    if name == "constant":
-        return None
-    found: Callable[[Decay], float] = STYLES[name] if name in STYLES else load(LR_DECAY_STYLES, name)
+    if name == "constant" or name in STYLES:
+        refuse_twin(LR_DECAY_STYLES, name)
+        return STYLES.get(name)
+    found: Callable[[Decay], float] = load(LR_DECAY_STYLES, name)
     return found

@@ -12,6 +12,14 @@ from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Sink
 
 
+class NoSink(ValueError):
+    """What a package makes of its name is no sink."""
+
+
+METHODS = ("note", "step", "evaluation", "flush", "close")
+"""Of a `Sink`."""
+
+
 @dataclass(frozen=True)
 class SinkContext:
     """The arguments of a sink's constructor. Sinks are made on rank 0 before the first step.
@@ -52,6 +60,28 @@ def named_places(run: Run) -> dict[str, str]:
 
 
 def open_sinks(of: SinkContext) -> list[Sink]:
-    """The sinks of a run. Raises OSError where a file cannot be written, ValueError where a package is missing."""
+    """The sinks of a run. Raises OSError where a file cannot be written, ValueError where a package is missing or what
+    it makes is no sink.
+    """
     named = [make(of) for field, make in BY_FIELD.items() if getattr(of.run.trainer, field)]
-    return [*named, *(load(SINKS, name)(of) for name in dict.fromkeys(of.run.trainer.sinks))]
+    for name in dict.fromkeys(of.run.trainer.sinks):
+        made = sink_factory(name)(of)
+        refuse_half(name, made)
+        named.append(made)
+    return named
+
+
+def sink_factory(name: str) -> Callable[[SinkContext], Sink]:
+    """What makes the sink of a package. Raises ValueError where it is not there, or is a class that lacks a method."""
+    found: Callable[[SinkContext], Sink] = load(SINKS, name)
+    if isinstance(found, type):
+        refuse_half(name, found)
+    return found
+
+
+def refuse_half(name: str, sink: object) -> None:
+    """Raises ValueError for a sink, or a class of sinks, that lacks a method."""
+    lacking = [method for method in METHODS if not callable(getattr(sink, method, None))]
+    if lacking:
+        kind = sink.__name__ if isinstance(sink, type) else type(sink).__name__
+        raise NoSink(f"{name} of {SINKS} is {kind}, which lacks {', '.join(lacking)}: a sink has {', '.join(METHODS)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from megazero.config.extensions import why_not_called
 from megazero.data.own import OwnData
 from megazero.system.reading import shown
 from megazero.train.callbacks import Callbacks
@@ -119,21 +119,6 @@ def _tokenizer_problems(tokenizer: object) -> Iterator[str]:
 
 
 def _callback_problems(name: str, callback: Callable[..., object] | None) -> Iterator[str]:
-    if callback is None:
-        return
-    words = CALLBACKS[name]
-    needed = f"a function of {' and '.join(words)}"
-    if not callable(callback):
-        yield f"{name} is {_kind(callback)}: {needed} is needed"
-        return
-    if inspect.iscoroutinefunction(callback):
-        yield f"{name} is a coroutine function, which is not awaited: {needed} is needed"
-        return
-    try:
-        signature = inspect.signature(callback)
-    except (TypeError, ValueError):  # some functions of C say nothing of their arguments
-        return
-    try:
-        signature.bind(*words)
-    except TypeError as error:
-        yield f"{name}: {needed} is needed; this one cannot be called so ({error})"
+    against = None if callback is None else why_not_called(callback, *CALLBACKS[name])
+    if against is not None:
+        yield f"{name}: a function of {' and '.join(CALLBACKS[name])} is needed; {against}"

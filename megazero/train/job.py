@@ -95,8 +95,9 @@ def build_job(
     minutes = run.trainer.exit_duration_in_mins  # counted from here, when the kernels are compiled
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     start = resume(run, state, checkpoints, probe_engine, grid)
+    sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
     introduce(run, grid, prepared, start, checkpoints.fence, parsed)
-    log = step_log(run, grid, [*sinks_of(run, grid, start.position, checkpoints.fence), *program])
+    log = step_log(run, grid, [*sinks, *program])
     if run.checkpoint.async_save:
         held = size(checkpoints.reserve())
         log.note(f"--async-save: {held} of host memory on this rank hold the copy that is written")

@@ -20,20 +20,20 @@ from megazero.plan.flops import recompute_step_flops, step_flops
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.record import Rates, Sink
-from megazero.telemetry.sinks import SinkContext, named_places, open_sinks
+from megazero.telemetry.sinks import NoSink, SinkContext, named_places, open_sinks
 from megazero.telemetry.steplog import StepLog
 from megazero.train.state import TrainingPosition
 
 
 @contextmanager
 def as_config_error(flag: str) -> Iterator[None]:
-    """Raise an OSError or CheckpointError of the block as a ConfigError of this flag.
+    """Raise an OSError, CheckpointError or NoSink of the block as a ConfigError of this flag.
 
     For the first write to a folder or file: if it fails, the configuration is wrong.
     """
     try:
         yield
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, NoSink) as error:
         raise ConfigError([f"{flag}: {error}"]) from error
 
 

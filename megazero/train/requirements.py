@@ -13,11 +13,11 @@ from fused_ops import apex, fp8
 from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
-from megazero.config.extensions import SINKS, load
 from megazero.config.schema import Run
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
 from megazero.system import device as devices
+from megazero.telemetry.sinks import sink_factory
 
 
 class Package(NamedTuple):
@@ -92,8 +92,9 @@ def machine_problems(run: Run) -> list[str]:
 
 def _unusable_extensions(run: Run) -> Iterator[str]:
     """Schedules and sinks of other packages that cannot be loaded. This imports those packages, on every rank."""
+    wanted: list[tuple[str, Callable[[], object]]]
     wanted = [(f"--lr-decay-style {run.schedule.lr_decay_style}", lambda: style_of(run.schedule.lr_decay_style))]
-    wanted += [(f"--sinks {name}", partial(load, SINKS, name)) for name in run.trainer.sinks]
+    wanted += [(f"--sinks {name}", partial(sink_factory, name)) for name in run.trainer.sinks]
     for flag, find in wanted:
         try:
             find()

@@ -75,9 +75,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "callbacks": (
         {"on_step": 3, "on_evaluation": lambda losses: None, "on_checkpoint": awaited, "handle_signals": "no"},
         [
-            "on_step is int 3: a function of record is needed",
-            "on_evaluation: a function of iteration and losses is needed; this one cannot be called so (too many",
-            "on_checkpoint is a coroutine function, which is not awaited: a function of folder and iteration is needed",
+            "on_step: a function of record is needed; this is int",
+            "on_evaluation: a function of iteration and losses is needed; this cannot be called so (too many",
+            "on_checkpoint: a function of folder and iteration is needed; this is a coroutine function, which nobody",
             "handle_signals is str 'no': it is True or False",
         ],
     ),
@@ -102,7 +102,7 @@ def test_arguments_and_configuration_are_told_together() -> None:
     problems = refused(changed(schedule={"lr": -1.0}), train_data=5, on_step="x")
     assert [problem.split(":")[0] for problem in problems] == [
         "train_data is int 5",
-        "on_step is str 'x'",
+        "on_step",
         "schedule.lr -1.0",
     ]
 

@@ -9,6 +9,7 @@ import pytest
 
 from megazero.checkpoint.format import Damaged
 from megazero.checkpoint.resume_changes import record_of, run_from
+from megazero.cli.plan_schedule import main as plan
 from megazero.cli.training import train
 from megazero.config.dump import dump
 from megazero.config.extensions import LR_DECAY_STYLES, SINKS
@@ -32,6 +33,27 @@ def sawtooth(at):
 def below_zero(at):
     return -1.0
 
+def none(at):
+    return None
+
+def not_a_number(at):
+    return float("nan")
+
+def of_two(at, more):
+    return 0.1
+
+number = 7
+
+class Half:
+    def __init__(self, of):
+        pass
+    def step(self, record):
+        pass
+    note = "this is no method"
+
+def half(of):
+    return Half(of)
+
 class Told:
     def __init__(self, of):
         self.file = Path(of.run.data.data_cache_path) / "told"
@@ -53,9 +75,16 @@ sawtooth = added_by_a_test:sawtooth
 below-zero = added_by_a_test:below_zero
 broken = added_by_a_test:nothing_of_this_name
 linear = added_by_a_test:sawtooth
+none = added_by_a_test:none
+not-a-number = added_by_a_test:not_a_number
+of-two = added_by_a_test:of_two
+number = added_by_a_test:number
 
 [{SINKS}]
 told = added_by_a_test:Told
+half = added_by_a_test:Half
+made-half = added_by_a_test:half
+number = added_by_a_test:number
 """
 
 
@@ -92,14 +121,14 @@ def test_a_run_takes_both(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("package")
 def test_help_messages_and_files_know_what_is_added(tmp_path: Path) -> None:
     text = help_text(everything=True)
-    assert "inverse-square-root,wsd,below-zero,broken,sawtooth}" in text and "--sinks {told} ..." in text
+    assert (
+        "inverse-square-root,wsd,below-zero,broken,none," in text and "--sinks {half,made-half,number,told} ..." in text
+    )
     run = parse_run(["--lr-decay-style", "sawtooth"], 1)
     (tmp_path / "run.yaml").write_text(dump(run))
     assert parse_run(["--config", str(tmp_path / "run.yaml")], 1) == run
     with pytest.raises(ConfigError, match=r"'sawtoth' is not one of .*, sawtooth; did you mean sawtooth\?"):
         parse_run(["--lr-decay-style", "sawtoth"], 1)
-    linear = LearningRate(ScheduleConfig(lr_decay_style="linear", train_iters=4))
-    assert linear.at(2, 0) == 0.5e-3, "a name of ours cannot be taken"
 
 
 def test_without_the_package_a_run_is_refused_and_its_checkpoint_opens() -> None:
@@ -122,8 +151,44 @@ def test_without_the_package_a_run_is_refused_and_its_checkpoint_opens() -> None
 def test_what_cannot_be_loaded_is_a_mistake_in_the_configuration(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--lr-decay-style broken: broken of .* \(added_by_a_test:nothing_of"):
         train(words(corpus, tmp_path, "--lr-decay-style", "broken"), Environment(0, 0, 1, 1))
-    with pytest.raises(ValueError, match=r"--lr-decay-style below-zero gives a rate of -1\.0 at 0"):
-        LearningRate(ScheduleConfig(lr_decay_style="below-zero", train_iters=4)).at(0, 0)
+    for style, rate in (("below-zero", r"-1\.0"), ("none", "None"), ("not-a-number", "nan")):
+        with pytest.raises(ValueError, match=f"--lr-decay-style {style} gives a rate of {rate} at 0"):
+            LearningRate(ScheduleConfig(lr_decay_style=style, train_iters=4)).at(0, 0)
+
+
+LACKS = r"is Half, which lacks note, evaluation, flush, close: a sink has note, step, evaluation, flush, close"
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            "--lr-decay-style number",
+            "--lr-decay-style number: .*: a function or class of one argument is .*this is int",
+        ),
+        ("--lr-decay-style of-two", "--lr-decay-style of-two: .*cannot be called so .missing .*'more'"),
+        ("--sinks number", "--sinks number: .*this is int"),
+        ("--sinks half", f"--sinks half: half of megazero.sinks {LACKS}"),
+        ("--sinks made-half", f"--sinks made-half: made-half of megazero.sinks {LACKS}"),
+        (
+            "--lr-decay-style linear",
+            "linear: megazero has its own linear, and an installed package another .added_by_a_",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_told_before_the_banner(
+    flags: str, told: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        train(words(corpus, tmp_path, *flags.split()), Environment(0, 0, 1, 1))
+    assert len(caught.value.problems) == 1 and "tp 1 x pp 1" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("package")
+def test_a_plan_says_what_is_wrong_with_a_style(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(["--lr-decay-style", "linear", "--train-iters", "4"]) == 2
+    assert "error: megazero has its own linear" in capsys.readouterr().err
 
 
 def test_tables_and_flags_name_the_same() -> None:
