@@ -24,9 +24,11 @@ def test_it_goes_on_with_the_losses_that_it_had(tmp_path: Path, layout: tuple) -
     saved = shutil.copytree(BEFORE, tmp_path / "saved")
     run = ["--config", str(saved / "run.yaml"), "--load", str(saved), "--tp", "1", "--pp", "1", "--zero-stage", "0"]
     data = ["--data-path", str(tmp_path / "tokens"), "--data-cache-path", str(tmp_path / "cache"), "--override-data"]
-    outcome = train(ranks, [*run, *data, "--save", str(tmp_path / "new"), *flags])
+    output = ["--save", str(tmp_path / "new"), "--metrics-file", str(tmp_path / "metrics.jsonl")]
+    outcome = train(ranks, [*run, *data, *output, *flags])
     wanted = [json.loads(line) for line in (BEFORE / "metrics.jsonl").read_text().splitlines()][5:]
     assert [record.iteration for record in outcome.records] == [6, 7, 8, 9, 10] == [row["iteration"] for row in wanted]
     for record, row in zip(outcome.records, wanted, strict=True):
         for figure in FIGURES:
             assert float(getattr(record, figure)) == pytest.approx(row[figure], rel=1e-12), (record.iteration, figure)
+    assert not Path("written.jsonl").exists(), "the run.yaml's metrics file must not be written where the tests run"
