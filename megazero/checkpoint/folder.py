@@ -1,6 +1,6 @@
 """The folder of checkpoints: list, publish, prune and sweep. These are file operations of one rank.
 
-A folder named iter_NNNNNNN was complete when it got that name. What a crash leaves has a name that starts with a dot,
+A folder named iter_NNNNNNN was complete when it got that name. The remains of a crash have names that start with a dot,
 with one exception: when iteration N is saved again, the old folder is renamed to iter_N.replaced before the new one
 gets its name. Between the two renames it counts as iter_N. (An atomic exchange of two folders is a Linux call that
 network file systems refuse.)

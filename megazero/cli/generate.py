@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--prefix-id", type=int, metavar="ID", help="token in front of every prompt, as some models want one"
     )
     how = flags.add_argument_group(
-        "sampling", "What is not given is as the model's generation_config.json says, else as in brackets."
+        "sampling", "Defaults are those of the model's generation_config.json, else those in brackets."
     )
     how.add_argument("--max-new-tokens", type=int, metavar="N", help=f"of each continuation ({MOST_TOKENS})")
     how.add_argument(

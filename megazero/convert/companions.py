@@ -4,7 +4,7 @@ A format that has no place for them keeps them in a folder next to the checkpoin
 formats, and a model that came from Hugging Face goes back there with its tokenizer.
 
 They are copied, and copies may be published. A link that leads out of the model's folder is therefore not followed: it
-may lead to any file that the user can read, and whoever made the folder chose it.
+may lead to any file that the user can read, and the folder may come from somebody else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a format is: how its folders are recognised, read and written."""
+"""`Format`: how the folders of a format are recognised, read and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program hands to `megazero.pretrain` beside its configuration, and what can be wrong with it."""
+"""The arguments of `megazero.pretrain` other than the run, and checks of them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ TOKENIZER = {
     "encode": _Part("a method: text -> list of ids", callable),
     "decode": _Part("a method: list of ids -> text", callable),
 }
-"""What a tokenizer has."""
+"""The attributes that a tokenizer must have: what each must be, and a check of it."""
 CALLBACKS = {
     "on_step": ("record",),
     "on_evaluation": ("iteration", "losses"),
     "on_checkpoint": ("folder", "iteration"),
 }
-"""What callbacks are called with."""
+"""The arguments with which each callback is called."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """As they were handed in: of any type, until `problems` has found nothing."""
+    """The arguments as the caller gave them. They may have any type until `problems` has found nothing."""
 
     train_data: Any
     valid_data: Any
@@ -52,7 +52,7 @@ class Arguments:
     handle_signals: Any
 
     def problems(self) -> list[str]:
-        """One sentence for each that cannot be used: its name, what it is, and what is needed."""
+        """One sentence for each argument that cannot be used: its name, what it is, and what is needed."""
         found = list[str]() if self.train_data is None else [*_rows_problems("train_data", self.train_data)]
         if isinstance(self.valid_data, Mapping):
             for name, rows in self.valid_data.items():
@@ -72,7 +72,7 @@ class Arguments:
         return found
 
     def own_data(self) -> OwnData:
-        """Data and tokenizer, where there are no problems."""
+        """The data and the tokenizer. Call it only if `problems` is empty."""
         valid = self.valid_data
         if isinstance(valid, Mapping):
             by_metric = {f"valid_loss/{name}": rows for name, rows in valid.items()}
@@ -82,7 +82,7 @@ class Arguments:
 
 
 def _kind(value: object) -> str:
-    """What a value is, as a message calls it."""
+    """The name of a value's type in a message, with the value if it is short."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{type(value).__name__} {shown(value)}" if isinstance(value, str | int | float) else type(value).__name__

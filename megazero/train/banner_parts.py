@@ -152,7 +152,7 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
 
 
 def stage_contents(blocks: int, *, embedding: bool, head: bool, chunks: int = 1) -> str:
-    """What a stage holds in words: `embedding + 5 blocks`, `6 blocks in 2 chunks`."""
+    """The parts of a stage as text: `embedding + 5 blocks`, `6 blocks in 2 chunks`."""
     words = f"{blocks} block{'' if blocks == 1 else 's'}" + (f" in {chunks} chunks" if chunks > 1 else "")
     return " + ".join(["embedding"] * embedding + [words] + ["head"] * head)
 

@@ -26,7 +26,7 @@ CHUNKS = {"gpipe": (1, 2), "1f1b": (1,), "interleaved": (2,), "zb-h1": (1,), "zb
 
 @dataclass(frozen=True)
 class Model:
-    """What the model and the optimizer step compute."""
+    """The model and the optimizer of a case."""
 
     name: str
     heads: int

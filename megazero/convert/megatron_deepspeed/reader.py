@@ -120,7 +120,7 @@ def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def open_megatron_deepspeed(path: Path) -> MegatronDeepSpeedSource:
     """Open the checkpoint in a folder, or the one that its `latest` names. Raises ConversionError.
 
-    What the arguments in the mp_rank files do not say is taken from the shapes of the tensors. What the shapes do not
+    Arguments that the mp_rank files do not have follow from the shapes of the tensors. What the shapes do not
     show (the number of heads) is taken from a config.json in the same folder, if there is one.
     """
     folder = checkpoint_folder(path)

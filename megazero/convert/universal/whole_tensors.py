@@ -85,7 +85,7 @@ class WholeTensors:
             )
 
     def parameter(self, name: str) -> WholeTensor:
-        """What one of our tensors is made of."""
+        """The stored tensor that one of our tensors is made of."""
         where = self.theirs[name]
         return self.parameters[where.layer, where.key]
 
@@ -127,7 +127,7 @@ class WholeTensors:
 
 
 def precision_of(args: Mapping[str, Any]) -> str:
-    """What the model computed in, by its arguments."""
+    """The precision of the model's computation, by its arguments."""
     dtype = args.get("params_dtype")
     if isinstance(dtype, torch.dtype):
         return PRECISION_OF.get(dtype, "fp32")
