@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from bench import results
 from megazero.mpu import collectives
-from megazero.mpu.grid import Axes, Group, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, build_grid
 
 SIZES = (64, 16 << 10, 2 << 20, 64 << 20)
 TURNS, SECONDS = 7, 0.1

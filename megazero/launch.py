@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig
-from megazero.mpu.grid import Axes, ProcessGrid, axes_of, build_grid, stream_options
+from megazero.mpu.axes import Axes, axes_of
+from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
 from megazero.system import threads

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
+from megazero.pipeline.chunk_times import profiled_times, uniform_times
 from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, forward_only, make_schedule
-from megazero.pipeline.simulate import check_complete, profiled_times, simulate, uniform_times
+from megazero.pipeline.simulate import check_complete, simulate
 
 DESCRIPTION = """
 Draw a pipeline schedule in the terminal, with its bubble and the activations each stage holds.

@@ -14,12 +14,11 @@ from megazero.checkpoint.format import CheckpointError
 from megazero.cli.exit_status import status_of
 from megazero.cli.inspection_text import format_description, format_difference
 from megazero.config.options import did_you_mean
+from megazero.convert.comparison import compare, compared_bytes
 from megazero.convert.inspection import (
     Inspected,
     Record,
     checkpoints_in,
-    compare,
-    compared_bytes,
     contents,
     holds_adapters,
     is_ours,

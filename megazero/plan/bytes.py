@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import Run
-from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.parameter_specs import specs_of
 from megazero.zero.layout import UNSHARED, group_sizes, pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config.schema import Run
-from megazero.pipeline.simulate import ChunkTimes
+from megazero.pipeline.chunk_times import ChunkTimes
 from megazero.pipeline.stage_specs import chunk_layers, layer_costs
 
 

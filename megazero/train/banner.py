@@ -21,7 +21,8 @@ from megazero.config.dump import RUN_FILE, changed_settings
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
-from megazero.mpu.grid import Axes, Group, ProcessGrid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, ProcessGrid
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule

@@ -12,7 +12,8 @@ from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import Run
 from megazero.convert.model_files import model_files
-from megazero.mpu.grid import Coordinates, ProcessGrid, background_group
+from megazero.mpu.axes import Coordinates
+from megazero.mpu.grid import ProcessGrid, background_group
 from megazero.plan.parameter_specs import specs_of
 from megazero.train.adapters import peft_files
 from megazero.train.logs import as_config_error

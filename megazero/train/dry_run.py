@@ -9,7 +9,7 @@ from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.corpus import VOCAB_SIZE
-from megazero.mpu.grid import axes_of
+from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import stage_bytes
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts

@@ -24,7 +24,7 @@ from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
-from megazero.mpu.grid import axes_of
+from megazero.mpu.axes import axes_of
 from megazero.system.reading import path_error
 from megazero.telemetry.metrics import why_not_a_metrics_file
 

@@ -22,7 +22,7 @@ from megazero.data.instructions import build_instructions
 from megazero.data.own import OwnData, OwnSamples, own_datasets
 from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
-from megazero.mpu.grid import axes_of
+from megazero.mpu.axes import axes_of
 from megazero.optim.step_plan import StepPlan
 from megazero.system import device as devices
 from megazero.train.adapters import with_base

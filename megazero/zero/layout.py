@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
 

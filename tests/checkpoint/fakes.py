@@ -15,7 +15,7 @@ from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
 from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
-from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.zero.fragment import Fragment
 from megazero.zero.layout import BucketFragment, owned_fragments

@@ -12,7 +12,8 @@ from megazero.checkpoint.format import FragmentSpec, columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 from megazero.pipeline.build import build_stages
 from megazero.plan.parameter_specs import specs_of
 from megazero.zero.layout import owned_fragments

@@ -9,7 +9,8 @@ from megazero.convert.loading import open_model
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 
 Answer = tuple[Tensor | None, list[list[int]]]
 

@@ -58,7 +58,7 @@ def test_names_of_the_program_are_there(page: str) -> None:
 
 
 def test_names_that_are_not_there_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = "`mpu.grid` `mpu.grid.Axes` `ChunkMap.holder` `megazero.pretrain(run)`"
+    right = "`mpu.grid` `mpu.axes.Axes` `ChunkMap.holder` `megazero.pretrain(run)`"
     text = f"{right} `mpu.nowhere` `zero.layout.heap` `ChunkMopp`"
     monkeypatch.setattr("tests.docs.test_names.prose", lambda page: text)
     assert unknown_names("page") == ["ChunkMopp", "mpu.nowhere", "zero.layout.heap"]

@@ -10,7 +10,8 @@ from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig,
 from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import Window
 from megazero.model.stage import initialise
-from megazero.mpu.grid import Axes, ProcessGrid, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.pipeline.build import build_stages
 
 VOCABULARY = 101

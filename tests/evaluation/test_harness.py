@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from megazero.data.indexed import DataError
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 from tests.convert.hf_models import in_double
 from tests.evaluation.hf_folder import CASES, CONTEXT, VOCABULARY, folder_of, text
 from tests.parity.float64 import in_float64

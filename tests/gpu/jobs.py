@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import ProcessGrid, axes_of, build_grid
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
 from megazero.train.job import Job, build_job

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megazero.mpu import collectives
-from megazero.mpu.grid import Axes, Coordinates, Group, ProcessGrid, single_rank_group, stream_options
+from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.grid import Group, ProcessGrid, single_rank_group, stream_options
 from megazero.system import device as devices
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 from tests.gpu.synchronisation import raise_on_synchronisation

@@ -10,7 +10,8 @@ from torch import nn
 
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import axes_of, build_grid
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import build_grid
 from megazero.system import device as devices
 from megazero.telemetry.record import StepRecord
 from megazero.train.job import build_job

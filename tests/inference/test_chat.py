@@ -29,7 +29,8 @@ from megazero.inference.conversation import start_messages, user_message
 from megazero.inference.generation_config import applicable_defaults, generation_defaults
 from megazero.inference.terminal import Terminal
 from megazero.inference.text_generator import TextGenerator
-from megazero.mpu.grid import Axes, ProcessGrid, build_grid, single_process_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import ProcessGrid, build_grid, single_process_grid
 from tests.data.chats import CHATML, HEADERS, INSTRUCT, PLAIN, SPECIALS, write_tokenizer
 from tests.parity.float64 import in_float64
 from tests.ranks import run_ranks

@@ -21,8 +21,9 @@ from megazero.inference.sampling import Sampling
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec
+from megazero.mpu.axes import Axes
 from megazero.mpu.chunks import ChunkMap
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.grid import build_grid
 from tests.model.cases import BLOOM, GPT, LLAMA, MODELS, SWIGLU_BIASES, load, stage_of, weights_of
 from tests.ranks import run_ranks
 

@@ -23,7 +23,8 @@ from megazero.data.progress import silent
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 from tests.ranks import run_ranks
 
 VOCABULARY, NEW = 131, 12

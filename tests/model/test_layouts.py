@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megazero.config.schema import ModelConfig
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 from tests.model.cases import MODELS, batch_of, load, stage_of, weights_of
 from tests.parameters import Piece, assemble, gradients_of, worst_difference
 from tests.ranks import run_ranks

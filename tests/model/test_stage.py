@@ -12,7 +12,8 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec, initialise
-from megazero.mpu.grid import Axes, Group, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, build_grid
 from megazero.mpu.parameter import StateGroup, spec_of
 from tests.model.cases import BLOOM, GPT, LLAMA, MODELS, PLAIN, batch_of, load, stage_of, weights_of
 from tests.parameters import Piece, assemble, gradients_of, values_of, worst_difference

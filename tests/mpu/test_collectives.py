@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from megazero.mpu.grid import Axes, build_grid, single_rank_group
+from megazero.mpu.grid import build_grid, single_rank_group
 from tests.ranks import run_ranks
 
 

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fused_ops import cross_entropy as row_passes
+from megazero.mpu.axes import Axes
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megazero.mpu.grid import Axes, build_grid, single_rank_group
+from megazero.mpu.grid import build_grid, single_rank_group
 from tests.ranks import run_ranks
 
 

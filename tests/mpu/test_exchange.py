@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.mpu import shared_memory
+from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from megazero.mpu.grid import Axes, Group, build_grid
+from megazero.mpu.grid import Group, build_grid
 from megazero.mpu.shared_memory import SLOT, SLOTS, PeerError
 from tests.ranks import run_ranks
 

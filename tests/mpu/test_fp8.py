@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from fused_ops.fp8 import ROLES
 from fused_ops.swiglu import swiglu
 from megazero.mpu import fp8 as module
+from megazero.mpu.axes import Axes
 from megazero.mpu.fp8 import Fp8, Fp8Layer
-from megazero.mpu.grid import Axes, Group, build_grid, single_rank_group
+from megazero.mpu.grid import Group, build_grid, single_rank_group
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair
 from megazero.mpu.parameter import spec_of
 from megazero.mpu.random import initialise

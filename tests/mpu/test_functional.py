@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.functional import (
@@ -19,7 +20,7 @@ from megazero.mpu.functional import (
     reduce_from_tp,
     reduce_scatter_sequence,
 )
-from megazero.mpu.grid import Axes, Group, build_grid
+from megazero.mpu.grid import Group, build_grid
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair
 from tests.ranks import run_ranks
 

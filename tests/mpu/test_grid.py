@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.collectives import all_reduce
-from megazero.mpu.grid import Axes, Coordinates, build_grid, single_process_grid
+from megazero.mpu.grid import build_grid, single_process_grid
 from megazero.mpu.parameter import StateGroup
 from tests.ranks import run_ranks
 

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.mpu import head_loss as module
+from megazero.mpu.axes import Axes
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.functional import copy_to_tp
-from megazero.mpu.grid import Axes, build_grid, single_rank_group
+from megazero.mpu.grid import build_grid, single_rank_group
 from megazero.mpu.head_loss import head_loss
 from megazero.mpu.parameter import Parameter, ParameterKind, shard
 from tests.mpu.test_gradient import Kept

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.mpu.grid import Axes, Group, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, build_grid
 from megazero.mpu.p2p import Channels, PeerError, Tag
 from tests.ranks import run_ranks
 

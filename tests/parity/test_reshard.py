@@ -15,7 +15,8 @@ from megazero.convert.loading import open_model
 from megazero.evaluation.documents import indexed_documents
 from megazero.evaluation.perplexity import Windowing, score_documents
 from megazero.evaluation.scorer import Scorer
-from megazero.mpu.grid import axes_of, build_grid
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import build_grid
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 

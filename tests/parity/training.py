@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import axes_of, build_grid
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import build_grid
 from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job

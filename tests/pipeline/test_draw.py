@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megazero.pipeline.chunk_times import uniform_times
 from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, make_schedule
-from megazero.pipeline.simulate import simulate, uniform_times
+from megazero.pipeline.simulate import simulate
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_schedule.py"
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.model.batch import MicroBatch
-from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition

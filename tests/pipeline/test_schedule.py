@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.pipeline.chunk_times import uniform_times
 from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.schedule import CHUNKS, forward_only, is_breadth_first, make_schedule, stage_schedule
-from megazero.pipeline.simulate import ScheduleError, check_complete, peak_activations, simulate, uniform_times
+from megazero.pipeline.simulate import ScheduleError, check_complete, peak_activations, simulate
 
 STAGES, MICRO_BATCHES, VIRTUAL = range(1, 9), range(1, 21), range(1, 5)
 WHOLE = [name for name, chunks in CHUNKS.items() if chunks is None]

@@ -10,17 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.pipeline.chunk_times import profiled_times, uniform_times
 from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
-from megazero.pipeline.simulate import (
-    ScheduleError,
-    SimulationReport,
-    check_complete,
-    peak_activations,
-    profiled_times,
-    simulate,
-    uniform_times,
-)
+from megazero.pipeline.simulate import ScheduleError, SimulationReport, check_complete, peak_activations, simulate
 from tests.reference import REFERENCE, needs_reference
 
 NAMES = [name for name, chunks in CHUNKS.items() if chunks is not None]

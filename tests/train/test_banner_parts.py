@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.bytes import StageBytes
 from megazero.train.banner_parts import (
     changes_table,

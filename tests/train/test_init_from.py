@@ -22,7 +22,8 @@ from megazero.config.source import ConfigError
 from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 from megazero.train.init_from import model_source, open_on_all_ranks
 from tests.convert.sources import entries_of
 from tests.e2e import command

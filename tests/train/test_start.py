@@ -11,7 +11,8 @@ from megazero.cli.training import train
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.progress import silent
 from megazero.launch import Environment
-from megazero.mpu.grid import axes_of, build_grid
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import build_grid
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
 from tests.ranks import run_ranks

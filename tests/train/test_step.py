@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_ops.linear import add_weight_gradient
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
-from megazero.mpu.grid import axes_of, build_grid
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import build_grid
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from tests.parity.training import data_flags, small_model

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 from megazero.zero.placement import Column
 from tests.ranks import run_ranks
 from tests.zero.toy import Case, build

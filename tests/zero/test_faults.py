@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megazero.config.schema import OptimizerConfig
-from megazero.mpu.grid import Axes, build_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
 from megazero.mpu.parameter import StateGroup
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler

@@ -9,7 +9,8 @@ import torch
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
-from megazero.mpu.grid import Axes, Group, build_grid, single_rank_group
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, build_grid, single_rank_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard, spec_of
 from megazero.zero.layout import UNSHARED, owned_fragments, pack
 from megazero.zero.placement import placements

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.mpu.grid import Axes
+from megazero.mpu.axes import Axes
 from tests.parameters import assemble, worst_difference
 from tests.ranks import run_ranks
 from tests.zero.toy import Case, joined, reference, train_all, train_late

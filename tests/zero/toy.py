@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu import collectives
-from megazero.mpu.grid import Axes, Group, ProcessGrid, build_grid, single_rank_group
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, ProcessGrid, build_grid, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.mpu.random import initialise
 from megazero.optim.clip import clip_coefficient

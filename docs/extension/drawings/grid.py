@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.extension.svg import COLOURS, Picture, shade
-from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.axes import Axes, Coordinates
 
 _BOX, _GAP, _MARGIN, _TOP = 56, 10, 84, 44
 

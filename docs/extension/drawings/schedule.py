@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from docs.extension.svg import Picture, shade
+from megazero.pipeline.chunk_times import uniform_times
 from megazero.pipeline.instruction import Op
 from megazero.pipeline.schedule import CHUNKS, make_schedule
-from megazero.pipeline.simulate import SimulationReport, simulate, uniform_times
+from megazero.pipeline.simulate import SimulationReport, simulate
 
 COLOURS = {
     Op.FORWARD: "#4878a8",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from docs.extension.svg import COLOURS, Picture, shade
 from megazero.checkpoint.save_plan import fragments_to_write
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
-from megazero.mpu.grid import Axes, Coordinates
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterSpec
 from megazero.plan.parameter_specs import specs_of
 from megazero.zero.fragment import FragmentSpec

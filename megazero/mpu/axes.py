@@ -1,0 +1,79 @@
+"""The arithmetic of the grid, without processes: rank = ((pp_i*DP + dp_i)*CP + cp_i)*TP + tp_i, so that tensor-parallel
+ranks are adjacent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from megazero.config.schema import ParallelConfig
+from megazero.mpu.parameter import StateGroup
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's index on each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of the axes of the grid."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def rank(self, at: Coordinates) -> int:
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def tensor_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold shards of the same layers."""
+        return tuple(self.rank(Coordinates(at.pp, at.dp, at.cp, i)) for i in range(self.tp))
+
+    def pipeline_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that a micro-batch passes, in order of stages."""
+        return tuple(self.rank(Coordinates(i, at.dp, at.cp, at.tp)) for i in range(self.pp))
+
+    def data_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that split the samples of a batch: dp. They hold the same part of their sequences."""
+        return tuple(self.rank(Coordinates(at.pp, i, at.cp, at.tp)) for i in range(self.dp))
+
+    def context_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that split the tokens of the same samples: cp."""
+        return tuple(self.rank(Coordinates(at.pp, at.dp, i, at.tp)) for i in range(self.cp))
+
+    def replica_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold the same parameters and shard their state: dp x cp."""
+        return tuple(self.rank(Coordinates(at.pp, d, c, at.tp)) for d, c in product(range(self.dp), range(self.cp)))
+
+    def tied_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold the tied embedding of one tp index: {first, last stage} x replicas."""
+        ends = sorted({0, self.pp - 1})
+        return tuple(rank for end in ends for rank in self.replica_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
+
+    def state_ranks(self, group: StateGroup, at: Coordinates) -> tuple[int, ...]:
+        """Ranks that hold the same parameters of this group, in the order of their shards."""
+        ranks = {StateGroup.REPLICAS: self.replica_ranks, StateGroup.TIED: self.tied_ranks}
+        return ranks[group](at)
+
+
+def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
+    """The grid's sizes: dp = world_size / (tp * pp), cp = 1."""
+    return Axes(parallel.pp, world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
