@@ -1,4 +1,4 @@
-"""Which body of each op runs on a device."""
+"""The body of each op that runs on a device, for the banner."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ OPS = (
 MATRIX_OPS: Mapping[str, Callable[[Library, torch.dtype], str]] = MappingProxyType(
     {"attention": kernel.refusal, "weight_gradient": linear.refusal}
 )
-"""Those that rest on torch's block products, which are compiled at first use; and why a dtype's kernel is refused on
-this machine.
+"""Ops whose kernels use torch's block products (compiled at first use) -> a function that tells why a dtype's kernel is
+refused on this machine.
 """
 _DTYPES = MappingProxyType({"attention": tuple(SUFFIXES), "weight_gradient": (torch.bfloat16, torch.float16)})
 _LAYOUTS = ("as float", "in pairs of rows", "in rows")
-"""How a block product's right operand lies, by the number that the kernels have for it."""
+"""Layouts of a block product's right operand, by the number that the kernels use."""
 
 FP8_OPS = ("fp8_cast",)
 
 COMPILABLE = ("softmax", "swiglu", "rotary", "layernorm", "rmsnorm")
-"""Those whose reference body torch.compile makes fewer passes of. An activation is one pass in torch; the others run
-outside the blocks, or in loops over blocks of rows (dropout).
+"""Ops whose reference bodies --compile compiles, into fewer passes. An activation is one pass already. The other ops
+run outside the blocks, or in loops over blocks of rows (dropout).
 """
 
 
 def describe(
     device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None, fp8: bool = False
 ) -> dict[str, str]:
-    """Op -> the body that runs on the device, for the banner: "avx512 kernel" or "torch reference" (which fp64 always
-    takes).
+    """Op -> the body that runs on the device, in words: "avx512 kernel" or "torch reference". fp64 always uses the
+    latter.
 
-    dtype: of the numbers; kernels that are refused for it are none. fp8: with the casts of --fp8, for which only GPUs
-    have a kernel.
+    dtype  of the tensors; a kernel that is refused for it does not count
+    fp8    include the casts of --fp8, for which only GPUs have a kernel
     """
     kind, _, index = str(device).partition(":")
     if kind == "auto":
@@ -72,23 +72,19 @@ def describe(
 
 
 def refusal(op: str, dtype: torch.dtype | None) -> str:
-    """Why the CPU's kernel of a matrix op is not used for a dtype, as tried on this machine; empty: it is, or there is
-    none.
-    """
+    """Why the CPU kernel of a matrix op is not used for a dtype, by a trial; empty if it is used or there is none."""
     library = torch_library(choice())
     return MATRIX_OPS[op](library, dtype) if library is not None and dtype in _DTYPES[op] else ""
 
 
 def refusals() -> dict[str, str]:
-    """ "op in dtype" -> why its kernel is refused on this machine's CPU, for every matrix op."""
+    """ "op in dtype" -> why this kernel is refused on this machine's CPU, for the matrix ops whose kernel is."""
     found = {f"{op} in {suffix(dtype)}": refusal(op, dtype) for op in MATRIX_OPS for dtype in _DTYPES[op]}
     return {what: why for what, why in found.items() if why}
 
 
 def block_products() -> str:
-    """How torch's block products take their operands on this CPU, as the trial found it; empty: there are no kernels on
-    them.
-    """
+    """The layouts of operands that torch's block products need on this CPU, by a trial; empty without such kernels."""
     library = torch_library(choice())
     if library is None:
         return ""
@@ -100,8 +96,6 @@ def block_products() -> str:
 
 
 def compiled(device: torch.device | str, dtype: torch.dtype, *, fp8: bool = False) -> tuple[str, ...]:
-    """The ops that `compiled_bodies` compiles on the device: those that have no kernel there, for
-    fp64 all that can be.
-    """
+    """The ops that `compiled_bodies` compiles on the device: those of `COMPILABLE` without a kernel; for fp64 all."""
     bodies, ops = describe(device, fp8=fp8), (*COMPILABLE, *(FP8_OPS if fp8 else ()))
     return tuple(op for op in ops if bodies[op] == REFERENCE or dtype == torch.float64)

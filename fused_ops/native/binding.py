@@ -1,4 +1,4 @@
-"""A loaded library of kernels: C functions that take pointers, sizes and numbers."""
+"""Loading a library of kernels and calling its C functions, which take pointers, sizes and numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 class Library:
-    """A loaded library. `call` hands tensors over as pointers and numbers as they are declared.
+    """A loaded library of kernels. `call` passes tensors as pointers.
 
-    level      what its code is for, in the words of the banner
-    on_device  whether a call only queues the work, so that what it reads must not be waited for on the host
+    level      the instruction set or GPU for which it is compiled, as the banner shows it
+    on_device  whether a call only launches its work; then the host must not wait for its inputs
     """
 
     on_device = False
     result: Any = None
-    """What its functions return, as ctypes says it."""
+    """The ctypes type that its functions return."""
 
     def __init__(self, path: Path, level: str) -> None:
         self.path, self.level = path, level
@@ -30,8 +30,9 @@ class Library:
         self._typed: dict[str, tuple[Any, list[bool]]] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        """Run `name`. Tensors (contiguous, on the CPU) and None become pointers, int int64, float float; threads come
-        first.
+        """Call the function `name` with the number of threads and these arguments.
+
+        Tensors (on the CPU) and None are passed as pointers, int as int64, float as float.
         """
         function, is_pointer = self._typed.get(name) or self._types(name, arguments)
         pairs = zip(arguments, is_pointer, strict=True)
@@ -39,9 +40,7 @@ class Library:
         function(torch.get_num_threads(), *given)
 
     def _types(self, name: str, arguments: tuple[Tensor | int | float | None, ...]) -> tuple[Any, list[bool]]:
-        """A function with the types of its arguments, for all calls: ctypes then converts them itself, in half the
-        time.
-        """
+        """(function, whether each argument is a pointer). It declares the argument types, which makes calls faster."""
         function, types = self.function(name), [type(as_c_argument(argument)) for argument in arguments]
         function.argtypes = [ctypes.c_int64, *types]
         found = self._typed[name] = function, [kind is ctypes.c_void_p for kind in types]
@@ -57,7 +56,7 @@ class Library:
 
 
 def as_c_argument(argument: Tensor | int | float | None) -> Any:
-    """An argument as C takes it."""
+    """An argument as a ctypes value."""
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     if argument is None:
@@ -67,7 +66,7 @@ def as_c_argument(argument: Tensor | int | float | None) -> Any:
 
 @cache
 def _load_openmp() -> None:
-    """Make the functions of torch's OpenMP runtime visible to the kernels, which are linked to none."""
+    """Make the functions of torch's OpenMP runtime visible to the kernels, which are not linked to any."""
     try:
         loaded = [
             line.split()[-1]

@@ -1,4 +1,4 @@
-"""Where compiled libraries are kept, and how many processes that start together compile one only once."""
+"""The cache of compiled libraries. Of many processes that start together, one compiles a library."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ INSTALLED = Path(__file__).resolve().parents[1] / "_kernels"
 
 
 def find_or_build(target: Target) -> Path:
-    """Where the target's library lies: installed, in the cache, or compiled into the cache now (once, whoever starts
-    together).
+    """The path of the target's library: installed, in the cache, or compiled into the cache now.
 
-    The cache holds a library per compiler. Without one, another machine's serves, where the cache is shared.
+    The cache has one library per compiler version. If this machine has no compiler, it uses a library of another one,
+    which a shared cache may have. Raises CompileError if there is no library and none can be compiled.
     """
     installed = INSTALLED / f"{target.name}.so"
     if installed.exists() and _is_current(installed, target):
@@ -43,21 +43,21 @@ def find_or_build(target: Target) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where kernels compiled at first use are kept: $MEGAZERO_KERNEL_CACHE, else under the user's cache folder."""
+    """The folder of kernels that are compiled at first use: $MEGAZERO_KERNEL_CACHE, else in the user's cache folder."""
     given = os.environ.get("MEGAZERO_KERNEL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(given) if given else Path(base) / "megazero" / "kernels"
 
 
 def _is_current(installed: Path, target: Target) -> bool:
-    """Not so where somebody works on the sources of an editable install."""
+    """Whether the installed library is newer than its sources, which may have been edited in an editable install."""
     made = installed.stat().st_mtime
     return all(path.stat().st_mtime <= made for path in target.inputs)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The kernel's own file lock: it goes with the process that holds it, so none is ever stale."""
+    """Hold a file lock of the operating system, which is released when the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,10 +1,9 @@
-"""From the C++ sources to shared libraries, by ninja and the machine's compiler. Standard library only: setup.py runs
-this too.
+"""Compiles the C++ sources to shared libraries by ninja. setup.py uses it too, so it imports the standard library only.
 
-A target is one library: `cpu_*` for a level of instruction set, from `csrc/cpu`, which binds to no torch. `torch_*`,
-from `csrc/torch`, needs torch's headers and is therefore built at first use against the torch that is installed.
-`cuda_*`, from `csrc/cuda`, binds to no torch either, and is built at first use by nvcc for the card that is there;
-`cuda_emulated` is the same sources for the CPU.
+A target is one library. `cpu_*` is for one level of instruction set, from `csrc/cpu`, without torch's headers.
+`torch_*`, from `csrc/torch`, needs torch's headers and is therefore built at first use against the installed torch.
+`cuda_*`, from `csrc/cuda`, is without torch's headers and is built at first use by nvcc for the present GPU.
+`cuda_emulated` is the same sources compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LEVELS = {
     "avx2": ("-march=x86-64-v3",),
     "generic": (),
 }
-"""Instruction set levels, best first, and what makes the compiler use them."""
+"""Instruction set level -> compiler flags, best first."""
 
 CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 EMULATION_FLAGS = (
@@ -53,17 +52,21 @@ EMULATION_FLAGS = (
     "-ffp-contract=fast",
     "-U_FORTIFY_SOURCE",
 )
-"""Fortified, a jump to another fiber's stack counts as damage."""
+"""_FORTIFY_SOURCE would abort at a jump to another fiber's stack."""
 
 
 class CompileError(RuntimeError):
-    """There is no compiler, or it failed; the message says what to do or holds its last words."""
+    """There is no compiler, or it failed. The message says what to do or has the end of its output."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """How a compiler is found: the variable that names it, commands that are tried, and what to do
-    where there is none.
+    """How a compiler is found.
+
+    called    its name in messages
+    variable  environment variable with its command
+    commands  commands that are tried otherwise
+    advice    what to do if there is none
     """
 
     called: str
@@ -85,7 +88,7 @@ NVCC = Compiler(
 
 @dataclass(frozen=True)
 class Target:
-    """A shared library: `name`.so from every source of a folder of `csrc`."""
+    """A shared library `name`.so, compiled from all sources of a folder of `csrc`."""
 
     name: str
     folder: str
@@ -101,12 +104,12 @@ class Target:
 
     @property
     def inputs(self) -> list[Path]:
-        """Sources and the headers that they may include."""
+        """The sources and all headers that they may include."""
         folders = {self.folder, "cpu"} if self.folder == "torch" else {self.folder}
         return sorted([*self.sources, *(path for folder in folders for path in (SOURCES / folder).glob("*.h"))])
 
     def digest(self) -> str:
-        """Of everything that decides what the library does: its inputs and flags."""
+        """A hash of the inputs and flags, which determine the library."""
         text = hashlib.sha256(json.dumps([self.name, self.flags, self.includes, self.links]).encode())
         for path in self.inputs:
             text.update(path.name.encode() + path.read_bytes())
@@ -114,28 +117,28 @@ class Target:
 
 
 def levels_of_this_machine_type() -> tuple[str, ...]:
-    """Levels that a processor of this architecture may have; what it has is known at run time."""
+    """The levels that processors of this architecture may have. The level of this processor is found at run time."""
     return tuple(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ("generic",)
 
 
 def cpu_target(level: str) -> Target:
-    """The kernels without torch's headers, for one level."""
+    """The CPU kernels without torch's headers, for one level."""
     return Target(f"cpu_{level}", "cpu", FLAGS + WARNINGS + LEVELS[level])
 
 
 def cuda_target(capability: str) -> Target:
-    """The CUDA kernels for cards of a compute capability, "90" for 9.0."""
+    """The CUDA kernels for GPUs of a compute capability ("90" for 9.0)."""
     flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{capability},code=sm_{capability}")
     return Target(f"cuda_sm{capability}", "cuda", flags, compiler=NVCC)
 
 
 def emulated_target() -> Target:
-    """The CUDA kernels for the CPU (csrc/cuda/emulation.h)."""
+    """The CUDA kernels compiled for the CPU (csrc/cuda/emulation.h), for tests."""
     return Target("cuda_emulated", "cuda", EMULATION_FLAGS + WARNINGS)
 
 
 def compiler(kind: Compiler = CPP) -> str:
-    """The command of a compiler. Raises CompileError where there is none, with what installs one."""
+    """The command of a compiler. Raises CompileError with what to install if there is none."""
     wanted = (os.environ[kind.variable],) if os.environ.get(kind.variable) else kind.commands
     for command in wanted:
         if shutil.which(shlex.split(command)[0]):
@@ -144,7 +147,7 @@ def compiler(kind: Compiler = CPP) -> str:
 
 
 def compiler_version(command: str) -> str:
-    """The line with its version, of what the compiler says about itself."""
+    """The line with the version in the output of --version."""
     said = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False)
     lines = (said.stdout or said.stderr).splitlines() or [""]
     return next(
@@ -153,7 +156,10 @@ def compiler_version(command: str) -> str:
 
 
 def build(targets: Sequence[Target], folder: Path, work: Path) -> list[Path]:
-    """Compile the targets in `work` and put each finished library into `folder` by one rename. Raises CompileError."""
+    """Compile the targets in `work` and move each library into `folder` atomically; return their paths.
+
+    Raises CompileError.
+    """
     work.mkdir(parents=True, exist_ok=True)
     (work / "build.ninja").write_text(_rules(targets))
     done = subprocess.run([*_ninja(), "-C", str(work)], capture_output=True, text=True, check=False)
@@ -181,7 +187,7 @@ def _rules(targets: Sequence[Target]) -> str:
     """The text of build.ninja.
 
     OpenMP is compiled in but not linked: its functions are found at load time in the runtime that torch has loaded. A
-    second runtime would bring a second pool of threads.
+    second runtime would have a second pool of threads.
     """
     lines = [
         "rule compile",

@@ -1,4 +1,4 @@
-"""The CUDA kernels: launched on torch's current stream, with scratch memory that is kept per stream."""
+"""The library of CUDA kernels, which are launched on torch's current stream with scratch memory per stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIRST_BYTES = 1 << 20
 
 
 class _Launch(ctypes.Structure):
-    """`Launch` of csrc/cuda/launch.h."""
+    """The struct `Launch` of csrc/cuda/launch.h."""
 
     _fields_ = [
         ("stream", ctypes.c_void_p),
@@ -27,11 +27,11 @@ class _Launch(ctypes.Structure):
 
 
 class CudaLibrary(Library):
-    """Its functions queue kernels and return at once. Sums over rows need memory for their parts, which launches of one
-    stream share.
+    """A library whose functions launch CUDA kernels and return at once.
 
-    Of a scratch that has grown the smaller ones stay too: a captured graph may hold them. Each is at least twice the
-    one before, so all together are less than twice the last.
+    Sums over rows need scratch memory, which all launches of one stream share. When the scratch memory grows, the
+    smaller ones are kept, since a captured graph may use them. Each is at least twice as large as the one before, so
+    all together are less than twice the last.
     """
 
     on_device = True
@@ -42,11 +42,9 @@ class CudaLibrary(Library):
         self._scratch: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        """Queue `name` on the current stream of the tensors' device. Tensors and None become pointers, int int64, float
-        float.
+        """Launch `name` on the current stream of the tensors' device. Arguments as in `Library.call`, without threads.
 
-        Raises RuntimeError where the launch fails. What a kernel does wrong later is reported by CUDA as for every
-        other kernel.
+        Raises RuntimeError if the launch fails. CUDA reports later errors of the kernel as for any other kernel.
         """
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

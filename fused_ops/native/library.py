@@ -1,8 +1,8 @@
-"""The compiled kernels of this process: found, or compiled once per machine, and loaded.
+"""The compiled kernels of this process: they are found, or compiled once per machine, and loaded.
 
-`MEGAZERO_FUSED` says which body of the ops runs: `auto` (default: CUDA kernels on a GPU, on the CPU those for the best
-instruction set of the machine), `reference` (the plain torch bodies), or on the CPU one of `avx512_bf16`, `avx512`,
-`avx2`, `generic` at most. `emulated` runs the CUDA kernels on the CPU, very slowly: for their tests.
+`MEGAZERO_FUSED` chooses the bodies of the ops. `auto` (the default) uses CUDA kernels on a GPU, and on a CPU the
+kernels of its best instruction set. `reference` uses the plain torch bodies. `avx512_bf16`, `avx512`, `avx2` and
+`generic` limit the instruction set on a CPU. `emulated` runs the CUDA kernels on the CPU, very slowly, for their tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 
 
 def choice() -> str:
-    """What MEGAZERO_FUSED asks for. Raises ValueError for anything but the choices."""
+    """The value of MEGAZERO_FUSED. Raises ValueError for an unknown one."""
     asked = os.environ.get("MEGAZERO_FUSED", "auto").lower()
     if asked not in CHOICES:
         raise ValueError(f"MEGAZERO_FUSED={asked}: choose one of {', '.join(CHOICES)}")
@@ -36,9 +36,7 @@ def choice() -> str:
 
 
 def kernels(*tensors: Tensor) -> Library | None:
-    """The kernels, if they are there and can take these tensors: of one device, and of one dtype among fp32, bf16,
-    fp16; else None.
-    """
+    """The kernels for these tensors, which must be on one device and of one dtype among fp32, bf16, fp16; else None."""
     if not _can_take(tensors):
         return None
     device = tensors[0].device
@@ -48,7 +46,7 @@ def kernels(*tensors: Tensor) -> Library | None:
 
 
 def matrix_kernels(*tensors: Tensor) -> Library | None:
-    """As `kernels`, those that rest on torch's matrix products; on the CPU only."""
+    """As `kernels`, for the kernels that use torch's block products; on the CPU only."""
     return torch_library(choice()) if tensors[0].device.type == "cpu" and _can_take(tensors) else None
 
 
@@ -60,21 +58,19 @@ def _can_take(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def suffix(dtype: torch.dtype) -> str:
-    """The end of a kernel's name for a dtype."""
+    """The suffix of kernels' names for a dtype."""
     return SUFFIXES[dtype]
 
 
 def level() -> str:
-    """The best level that this processor has. torch names AVX-512 but not its bf16 conversions; Linux does, where it
-    saves their registers.
-    """
+    """The best level of this processor. torch does not report AVX-512's bf16 conversions, so Linux's flags are used."""
     found = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "generic")
     return "avx512_bf16" if found == "avx512" and "avx512_bf16" in processor_flags() else found
 
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """What Linux says this processor has, in its words (`avx512_bf16`); empty elsewhere."""
+    """The flags of this processor in Linux's /proc/cpuinfo, such as `avx512_bf16`; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -84,9 +80,9 @@ def processor_flags() -> frozenset[str]:
 
 @cache
 def cpu_library(asked: str) -> Library | None:
-    """The library for a choice of MEGAZERO_FUSED, loaded once.
+    """The CPU kernels for a choice of MEGAZERO_FUSED, loaded once.
 
-    None for `reference`, and with one warning where none can be had.
+    None for `reference`, and, with one warning, where they cannot be compiled or loaded.
     """
     if asked == "reference":
         return None
@@ -105,15 +101,13 @@ def cpu_library(asked: str) -> Library | None:
 
 
 def host_library(asked: str) -> Library | None:
-    """As `cpu_library`, for what only the CPU's kernels do (collectives within a host): those of the machine where
-    CUDA's are emulated.
-    """
+    """As `cpu_library`, for functions that only CPU kernels have (collectives within a host); not emulated."""
     return cpu_library("auto" if asked == EMULATED else asked)
 
 
 @cache
 def torch_library(asked: str) -> Library | None:
-    """The kernels on torch's matrix products, for a choice of MEGAZERO_FUSED; as `cpu_library`, which must be there
+    """The kernels that use torch's block products, for a choice of MEGAZERO_FUSED. None where `cpu_library` is None
     too.
     """
     base = None if asked == EMULATED else cpu_library(asked)
@@ -139,9 +133,9 @@ def torch_library(asked: str) -> Library | None:
 
 @cache
 def cuda_library(asked: str, index: int) -> Library | None:
-    """The CUDA kernels for card `index`, compiled for its kind at first use.
+    """The CUDA kernels for GPU `index`, compiled for its compute capability at first use.
 
-    None for `reference`, and with one warning where none can be had.
+    None for `reference`, and, with one warning, where they cannot be compiled or loaded.
     """
     if asked == "reference":
         return None

@@ -1,12 +1,13 @@
-// Activations with an optional bias: y = f(x + bias) in one pass, and dx = grad f'(x + bias) with the bias gradient in one pass.
+// Activations with an optional bias: y = f(x + bias) in one pass, and dx = grad f'(x + bias) with the bias gradient in
+// one pass.
 #include "rows.h"
 
 using namespace mz;
 
 namespace {
 
-// x Phi(x). Phi(-a) = exp(-a^2 / 2) t P(t) with t = 1 / (1 + a/4), a >= 0; P was fitted here to a relative error of 4e-8, so that the
-// tail keeps its digits, and of 1.1e-5 for 16 bits. Both the value and the slope take one exponential.
+// x Phi(x). Phi(-a) = exp(-a^2 / 2) t P(t) with t = 1 / (1 + a/4), a >= 0. P is a polynomial fitted to a relative error
+// of 4e-8 (also in the tail), for 16-bit types of 1.1e-5. The value and the slope need one exponential each.
 template <typename T> struct Gelu {
   MZ_INLINE F bell(F x) { return exp2<T>(x * x * (-0.5f * LOG2_E)); }
   MZ_INLINE F tail(F a, F bell) {

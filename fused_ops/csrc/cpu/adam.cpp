@@ -6,10 +6,11 @@ using namespace mz;
 
 namespace {
 
-// new1, new2: 1 - beta1 and 1 - beta2, rounded once; in float the difference itself would lose digits of beta2 near 1.
+// new1, new2: 1 - beta1 and 1 - beta2, computed in double and rounded once. In float, 1 - beta2 would lose digits near
+// 1.
 struct AdamNumbers { float step_size, root, shrink, decay, new1, beta2, new2, eps, multiplier; };
 
-// body(i, lanes) for all of a range in vectors that begin where `out` is aligned: it is written past the caches, in whole lines.
+// Calls body(i, lanes) for all vectors of a range. Vectors are aligned for `out`, which is written past the caches.
 template <typename P, typename Body> void each_aligned(int64_t threads, int64_t n, const P* out, const Body& body) {
   parallel_for(n, 1 << 14, (int)threads, [&](int64_t begin, int64_t end) {
     int64_t ahead = -((int64_t)(reinterpret_cast<uintptr_t>(out) / sizeof(P)) + begin) & (LANES - 1);

@@ -1,7 +1,8 @@
-// Attention of a few new tokens on the keys and values that are kept of all before them.
+// Attention of a few new tokens to the cached keys and values of all tokens before them.
 //
-// b rows of s new tokens; row i continues slot slots[i] of the cache at position positions[i]. The projection of the new tokens is
-// [s, b, g, r + 2, d] as in csrc/torch/attention.h; keys and values of a slot are [g, length, d]. Softmax in base 2.
+// b rows of s new tokens. Row i continues slot slots[i] of the cache at position positions[i]. The projection of the
+// new tokens is [s, b, g, r + 2, d] as in csrc/torch/attention.h. Keys and values of a slot are [g, length, d]. The
+// softmax is computed in base 2.
 #include "rows.h"
 
 using namespace mz;
@@ -18,7 +19,7 @@ template <typename T> MZ_INLINE float dot(const T* x, const T* y, int64_t d) {
   return sum(total);
 }
 
-// total += factor x, both d long; total lies in T's order of lanes.
+// total += factor x, both of length d. total is in T's order of lanes.
 template <typename T> MZ_INLINE void add(float* total, const T* x, float factor, int64_t d) {
   each_part<T>(d, [&](int64_t i, auto at) MZ_LAMBDA { at.put_sums(total + i, at.sums(total + i) + at.load(x + i) * factor); });
 }

@@ -12,7 +12,7 @@ constexpr float LOWEST = -std::numeric_limits<float>::max();
 
 struct Statistics { float largest; double exponentials, logits; };
 
-// A NaN is no largest value, but makes the sums NaN.
+// The search for the largest value ignores NaN; NaN makes the sums NaN.
 template <bool SUMMED, typename T> MZ_INLINE void add_chunk(Statistics& row, const T* x, int64_t count) {
   F top = splat(-INFINITY), logits = F{}, exponentials = F{};
   each_part<T>(count, [&](int64_t i, auto at) MZ_LAMBDA {
@@ -21,7 +21,7 @@ template <bool SUMMED, typename T> MZ_INLINE void add_chunk(Statistics& row, con
     top = fold(larger, top, at.or_else(values, -INFINITY));
   });
   float largest = std::max(row.largest, max(top));
-  float base = std::max(largest, LOWEST);  // with nothing but -inf so far there is no largest value to subtract
+  float base = std::max(largest, LOWEST);  // finite also if all values so far are -inf
   each_part<T>(count, [&](int64_t i, auto at) MZ_LAMBDA {
     auto terms = lift([&](F x) MZ_LAMBDA { return exp2<float>((x - base) * LOG2_E); }, at.load(x + i));
     exponentials = fold(plus, exponentials, at.or_else(terms, 0.0f));
@@ -31,7 +31,8 @@ template <bool SUMMED, typename T> MZ_INLINE void add_chunk(Statistics& row, con
   if (SUMMED) row.logits += sum(logits);
 }
 
-// results: largest [rows], then sum of exponentials of the distance to it, logit of the label (0 without one), sum of logits.
+// results: largest [rows], then sum of exponentials of the distance to it, logit of the label (0 without one), sum of
+// logits.
 template <bool SUMMED, typename T>
 void statistics(int64_t threads, int64_t rows, int64_t stride, int64_t real, const T* logits, const int64_t* target, float* largest,
                 float* sums) {
@@ -56,7 +57,7 @@ void gradient(int64_t threads, int64_t rows, int64_t columns, int64_t stride, in
     for (int64_t r = begin; r < end; ++r) {
       T* x = logits + r * stride;
       float shift = log_normaliser[r], factor = weight[r], less = smooth ? smooth[r] : 0.0f;
-      // The label's, whose `hit` is near -1, in full precision: where a model is sure the difference is small.
+      // The label's gradient is computed in full precision, since `hit` near -1 cancels a probability near 1.
       float own = target[r] < 0 ? 0.0f : exp2<float>(splat((get(x + target[r]) - shift) * LOG2_E))[0] * factor - less + hit[r];
       map(real, x, [&](F x) MZ_LAMBDA { return exp2<T>((x - shift) * LOG2_E) * factor - less; }, x);
       if (target[r] >= 0) put(x + target[r], own);

@@ -1,4 +1,4 @@
-// Gradient rows added into the rows of an fp32 table. Threads share out the columns, so that every row is summed in the
+// Adds gradient rows to the rows of an fp32 table. Threads divide the columns among them, so every row is summed in the
 // order of the tokens whatever the number of threads.
 #include "rows.h"
 

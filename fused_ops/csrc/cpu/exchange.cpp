@@ -1,5 +1,6 @@
-// What ranks of one host need to exchange tensors through memory they share: counters that one writes and others wait for, and
-// sums (or largest, smallest values) of several members' data in the members' order, the same bits for whoever computes them.
+// Functions for ranks of one host that exchange tensors through shared memory: counters that one rank writes and others
+// wait for, and sums (or largest, smallest values) over members' data in the members' order, with the same bits on each
+// rank.
 #include <ctime>
 
 #include "rows.h"
@@ -17,7 +18,7 @@ namespace {
 typedef double D __attribute__((vector_size(64)));
 typedef int64_t L __attribute__((vector_size(64)));
 
-// What a sum is held in: 16-bit numbers are added in float and rounded once.
+// The type in which sums are computed: 16-bit numbers are added in float and rounded once.
 template <typename T> struct Wide { typedef F type; };
 template <> struct Wide<double> { typedef D type; };
 template <> struct Wide<int64_t> { typedef L type; };
@@ -30,7 +31,7 @@ template <typename T> MZ_INLINE void put_vector(T* p, F x, int64_t n) { store_ex
 MZ_INLINE void put_vector(double* p, D x, int64_t n) { memcpy(p, &x, n * 8); }
 MZ_INLINE void put_vector(int64_t* p, L x, int64_t n) { memcpy(p, &x, n * 8); }
 
-// NaN stays, in either one.
+// A NaN in either operand is propagated.
 struct Sum { template <typename V> MZ_INLINE V of(V a, V b) { return a + b; } };
 struct Max { template <typename V> MZ_INLINE V of(V a, V b) { return (a > b) | (a != a) ? a : b; } };
 struct Min { template <typename V> MZ_INLINE V of(V a, V b) { return (a < b) | (a != a) ? a : b; } };
@@ -52,7 +53,7 @@ MZ_INLINE void relax() {
 #endif
 }
 
-// Whether the counter has come to `target`; both go round at 2^32.
+// Whether the counter has reached `target`. Both wrap around at 2^32.
 bool reached(uint32_t seen, uint32_t target) { return (int32_t)(seen - target) >= 0; }
 
 #ifdef __linux__
@@ -71,15 +72,15 @@ void wake(uint32_t*) {}
 
 }  // namespace
 
-// Sets a counter after everything that was written before, and wakes who sleeps on it.
+// Sets a counter, after all earlier writes are visible, and wakes the processes that wait for it.
 MZ_API void publish(int64_t, uint32_t* word, int64_t value) {
   __atomic_store_n(word, (uint32_t)value, __ATOMIC_SEQ_CST);
   wake(word);
 }
 
-// Waits until all of `count` counters, `stride` words apart, have come to `target`: looks `spins` times more, then sleeps for at most some
-// milliseconds (0: only looks once).
-// answer: index of the first that has not, or `count`.
+// Waits until all of `count` counters, `stride` words apart, have reached `target`: it polls `spins` times, then sleeps
+// for at most so many milliseconds (0: it reads once). answer: index of the first counter that has not reached it, or
+// `count`.
 MZ_API void wait_for(int64_t, uint32_t* words, int64_t stride, int64_t count, int64_t target, int64_t spins, int64_t milliseconds,
                      int64_t* answer) {
   int64_t at = 0;

@@ -1,7 +1,8 @@
-// A linear layer of few rows: y = x W^T + b, [m, k] times [n, k]. What a model does for its next token.
+// A linear layer of few rows, as in text generation: y = x W^T + b, x [m, k], W [n, k].
 //
-// The weight is all there is to read, and is read once. Up to eight rows of x are multiplied with each vector of it; a block of outputs
-// keeps enough sums that the multipliers never wait for one another. An output's sum is made by one thread in one order.
+// Reading the weight takes most of the time, so it is read once. Up to eight rows of x are multiplied with each vector
+// of it. A block of outputs has enough independent sums to hide the latency of the multiplier. One thread computes the
+// sum of an output, in a fixed order.
 #include "rows.h"
 
 using namespace mz;
@@ -12,7 +13,7 @@ constexpr int64_t STEP = 2 * LANES;
 
 template <int M> constexpr int OUTPUTS = M == 8 ? 2 : M == 4 ? 4 : 8;  // at a time
 
-// Lane i is the sum of v[i], made as `sum` makes it: of halves, then quarters, then neighbours, of several vectors at once.
+// Lane i is the sum of v[i], in the order of `sum` (halves, quarters, neighbours), for several vectors at once.
 MZ_INLINE F sums_of(const F (&v)[16]) {
   F half[8], quarter[4], eighth[2];
 #pragma GCC unroll 8
@@ -31,7 +32,8 @@ MZ_INLINE F sums_of(const F (&v)[16]) {
          MZ_SHUFFLE(eighth[0], eighth[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-// How STEP numbers of x and of the weight are held and multiplied: as two vectors of floats, in the order in which T is loaded.
+// How STEP numbers of x and of the weight are held and multiplied: as two vectors of floats, in the order in which T is
+// loaded.
 template <typename T> struct Floats {
   typedef float Row;
   typedef Two Part;
@@ -43,7 +45,7 @@ template <typename T> struct Floats {
 
 template <typename T> struct Held : Floats<T> {};
 #ifdef __AVX512BF16__
-// As they are: one instruction multiplies 32 pairs and adds them, two at a time, to 16 sums.
+// As bf16: one instruction multiplies 32 pairs and adds two products to each of 16 sums.
 template <> struct Held<bf16> {
   typedef bf16 Row;
   typedef __m512bh Part;

@@ -1,7 +1,8 @@
-// Elementary functions, as precise as the type that their result is stored in deserves: f<float> to 2 ulp or so of fp32, f<bf16> and
-// f<fp16> to less than 1/16 of their type's rounding. What enters a result in fp32, a sum of exponentials for instance, is <float>.
+// Elementary functions whose precision depends on the type in which the result is stored: f<float> has about 2 ulp of
+// fp32, f<bf16> and f<fp16> less than 1/16 of their type's rounding. For a sum that stays in fp32, such as one of
+// exponentials, f<float> is used.
 //
-// Every function propagates NaN, and takes its limits at the infinities.
+// Every function propagates NaN and has its limits at the infinities.
 #pragma once
 
 #include "vec.h"
@@ -30,7 +31,7 @@ template <typename T> MZ_INLINE F exp2_of_fraction(F r) {
   }
 }
 
-// 2^x. What is smaller than the smallest normal number may be 0.
+// 2^x. Results below the smallest normal number may be 0.
 template <typename T> MZ_INLINE F exp2(F x) {
 #ifdef __AVX512F__
   // x - floor(x), which is 0 for the infinities, and a product with 2^floor(x).
@@ -44,7 +45,8 @@ template <typename T> MZ_INLINE F exp2(F x) {
 #endif
 }
 
-// 1 / x, without the slow division where that can be had. x is neither 0 nor subnormal, and for f<bf16> only may be infinite.
+// 1 / x, without a division where the processor allows it. x is neither 0 nor subnormal. Only for f<bf16> it may be
+// infinite.
 template <typename T> MZ_INLINE F inverse(F x) {
 #ifdef __AVX512F__
   F guess = (F)_mm512_rcp14_ps((__m512)x);  // to 2^-14
@@ -55,7 +57,8 @@ template <typename T> MZ_INLINE F inverse(F x) {
 #endif
 }
 
-// 1 / (1 + 2^-t) and 1 / (1 + 2^t), neither of them a difference of near numbers. (t = x log2 e: the logistic functions of x and -x.)
+// 1 / (1 + 2^-t) and 1 / (1 + 2^t), neither of them a difference of near numbers. (t = x log2 e: the logistic functions
+// of x and -x.)
 struct Shares { F own, rest; };
 template <typename T> MZ_INLINE Shares logistic2(F t) {
   if constexpr (DIGITS<T> <= 8) {

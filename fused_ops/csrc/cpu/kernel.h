@@ -1,7 +1,8 @@
-// How a kernel becomes a C function, and how its work is shared among threads.
+// Macros that make a C function of a kernel, and loops that divide its work among threads.
 //
-// Kernels have a C interface (pointers, sizes, numbers) and include no header of torch, so that one build serves every torch.
-// `name_f32`, `name_bf16`, `name_fp16` are its instances. Nothing here allocates beyond a thread's stack or small scratch.
+// Kernels have a C interface (pointers, sizes, numbers) and include no header of torch, so that one build serves every
+// torch. `name_f32`, `name_bf16`, `name_fp16` are its instances. Nothing here allocates beyond a thread's stack or
+// small scratch.
 #pragma once
 
 #include <algorithm>

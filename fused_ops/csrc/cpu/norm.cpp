@@ -1,5 +1,6 @@
-// LayerNorm and RMSNorm, alone or of a sum of two tensors, and their backward. A row stays in the first cache over its passes; the mean
-// is taken before the squares of the distances from it, so that a large mean costs no digits.
+// LayerNorm and RMSNorm, alone or of a sum of two tensors, and their backward. A row stays in the first-level cache
+// over its passes. The variance is computed from the distances to the mean, so that a large mean does not cost
+// precision.
 //
 // Statistics per row: mean (LayerNorm only) and scale = 1 / sqrt(variance + eps).
 #include "rows.h"
@@ -26,7 +27,7 @@ MZ_INLINE void normalise_row(int64_t h, T* y, const T* x, const T* weight, const
   else map(h, y, [&](F x, F weight) MZ_LAMBDA { return x * factor * weight; }, x, weight);
 }
 
-// residual: added to x into `total` first, whose rounded values are what is normalised.
+// residual: total = x + residual is computed first; its rounded values are normalised.
 template <bool CENTRED, typename T>
 void forward(int64_t threads, int64_t rows, int64_t h, T* y, T* total, const T* x, const T* residual, const T* weight, const T* bias,
              float* mean, float* scale, float eps) {
@@ -44,8 +45,8 @@ void forward(int64_t threads, int64_t rows, int64_t h, T* y, T* total, const T* 
   });
 }
 
-// With u = (x - mean) scale and d = grad weight: dx = scale (d - mean(d) - u mean(d u)) (+ passed, the gradient of the sum itself);
-// weight gradient sum of grad u, bias gradient sum of grad. `sums` holds both, the weight's first.
+// With u = (x - mean) scale and d = grad weight: dx = scale (d - mean(d) - u mean(d u)) (+ passed, the gradient of the
+// sum itself); weight gradient sum of grad u, bias gradient sum of grad. `sums` holds both, the weight's first.
 template <bool CENTRED, typename T>
 void backward(int64_t threads, int64_t rows, int64_t h, T* dx, float* sums, const T* grad, const T* passed, const T* x, const T* weight,
               const float* mean, const float* scale) {

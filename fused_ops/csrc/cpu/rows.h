@@ -26,8 +26,9 @@ template <typename Function, typename... Rest> MZ_INLINE Two lift(const Function
 template <typename Function> MZ_INLINE F fold(const Function& f, F first, F x) { return f(first, x); }
 template <typename Function> MZ_INLINE F fold(const Function& f, F first, Two x) { return f(f(first, x.first), x.second); }
 
-// Elements of a row that are taken at once: 2 LANES of them, or `lanes` <= LANES. All of a loop's tensors are of one storage type
-// T; `or_else` replaces lanes that hold none. Float sums that it keeps lie in T's order of lanes until `in_memory_order` puts them right.
+// Elements of a row that are taken at once: 2 LANES of them, or `lanes` <= LANES. All of a loop's tensors are of one
+// storage type T; `or_else` replaces lanes that hold none. Float sums that it keeps lie in T's order of lanes until
+// `in_memory_order` puts them right.
 template <typename T> struct Both {
   MZ_MEMBER Two load(const T* p) const { return load_two(p); }
   MZ_MEMBER void store(T* p, Two x) const { store_two(p, x); }
@@ -67,11 +68,11 @@ template <typename T> void in_memory_order(int64_t n, float* sums) {
 // Rows of one block: at most 64 blocks, of at least 32 rows.
 MZ_INLINE int64_t block_rows(int64_t rows) { return std::max<int64_t>(32, (rows + 63) / 64); }
 
-// Runs of whole rows for a thread: small tensors are not worth waking one.
+// Fewest rows for a thread, since waking a thread does not pay for small tensors.
 MZ_INLINE int64_t grain(int64_t columns) { return std::max<int64_t>(1, 8192 / std::max<int64_t>(columns, 1)); }
 
-// Calls body(first row, last row + 1, sums) for each fixed block of rows; `sums` are `arrays` times `columns` zeros of that block alone,
-// which the body adds to with `each_part<T>`. Then adds up the blocks' sums in order into `result`.
+// Calls body(first row, last row + 1, sums) for each fixed block of rows; `sums` are `arrays` times `columns` zeros of
+// that block alone, which the body adds to with `each_part<T>`. Then adds up the blocks' sums in order into `result`.
 template <typename T, typename Body>
 void sum_over_rows(int64_t threads, int64_t rows, int64_t columns, int64_t arrays, float* result, const Body& body) {
   int64_t size = block_rows(rows), blocks = (rows + size - 1) / size, all = arrays * columns;
@@ -89,8 +90,9 @@ void sum_over_rows(int64_t threads, int64_t rows, int64_t columns, int64_t array
   for (int64_t array = 0; array < arrays; ++array) in_memory_order<T>(columns, result + array * columns);
 }
 
-// sums += term(row, i, at) over rows. ROWS at once: a sum comes from memory and goes back only once for them. It pays where a term is
-// no more than a load; long ones hide the traffic, and suffer from rows that fall on the same places of the cache.
+// sums += term(row, i, at) over rows, ROWS of them at once, so that a sum is loaded and stored once for them. This pays
+// if a term is just a load. Longer terms hide the memory traffic, and rows that map to the same cache lines slow them
+// down.
 template <typename T, int ROWS, typename Term>
 MZ_INLINE void add_rows(int64_t begin, int64_t end, int64_t columns, float* sums, const Term& term) {
   for (int64_t row = begin; row < end; row += ROWS)

@@ -1,8 +1,9 @@
-// Causal softmax of scaled scores with ALiBi and document boundaries, in place, and its gradient in place of the probabilities.
+// Causal softmax of scaled scores with ALiBi and document boundaries, in place, and its gradient in place of the
+// probabilities.
 //
-// A row's values are held in a scratch of floats that stays in the cache; memory is read once and written once. The bias is
-// taken relative to the query's own key, slope * (key - own): the softmax does not see the difference, and near keys,
-// which matter most, lose no digits to large positions.
+// A row's values are kept in a scratch array of floats in the cache, so memory is read once and written once. The bias
+// is relative to the query's own position, slope * (key - own). The softmax is the same, and the scores of near keys,
+// which matter most, do not lose digits at large positions.
 #include "rows.h"
 
 using namespace mz;

@@ -1,4 +1,4 @@
-// Sum of squares in double. Blocks of fixed size are summed each by itself and their sums in order, so that the result
+// Sum of squares in double. Blocks of fixed size are summed separately, and then their sums in order. So the result
 // does not depend on the number of threads.
 #include "kernel.h"
 

@@ -1,4 +1,5 @@
-// silu(gate) * up. Rows have strides of their own, so that both inputs, and both gradients, may be halves of one tensor.
+// silu(gate) * up. Rows have strides of their own, so that both inputs, and both gradients, may be halves of one
+// tensor.
 #include "rows.h"
 
 using namespace mz;
@@ -19,7 +20,7 @@ void forward(int64_t threads, int64_t rows, int64_t columns, T* y, const T* gate
 // Of silu: s + x s (1 - s).
 MZ_INLINE F slope(Shares s, F x) { return s.own + x * (s.own * s.rest); }
 
-// The gradients lie in rows of `stride`. (The compiler takes the two exponentials of x for the one that they are.)
+// Rows of the gradients are `stride` apart. (The compiler merges the two equal exponentials of x.)
 template <typename T>
 void backward(int64_t threads, int64_t rows, int64_t columns, T* dgate, T* dup, int64_t stride, const T* grad, const T* gate,
               int64_t gate_stride, const T* up, int64_t up_stride) {

@@ -1,8 +1,8 @@
 // Sixteen float lanes, loads and stores of float, bfloat16 and half, and sums over lanes.
 //
-// Written with the compiler's vector types, with intrinsics only where the compiler finds no single instruction by itself: the same
-// source becomes one AVX-512 register, two of AVX2, or plain code, and a kernel is written once. Every function propagates NaN
-// as its float64 specification does.
+// It uses the compiler's vector types, and intrinsics only where the compiler does not find a single instruction
+// itself. So a kernel is written once: the same source compiles to one AVX-512 register, two of AVX2, or plain code.
+// Every function propagates NaN as its float64 specification does.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@ typedef uint16_t H __attribute__((vector_size(32)));
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-// Significant bits of a storage type. What is stored in T need not be computed to more than a few bits beyond these.
+// Significant bits of a storage type. Results that are stored in T are computed to a few bits more than these.
 template <typename T> constexpr int DIGITS = 24;
 template <> constexpr int DIGITS<bf16> = 8;
 template <> constexpr int DIGITS<fp16> = 11;
@@ -63,7 +63,7 @@ MZ_INLINE F plus(F a, F b) { return a + b; }
 MZ_INLINE F magnitude(F x) { return as_float(as_int(x) & 0x7fffffff); }
 MZ_INLINE F below_zero(F x) { return as_float(as_int(x) | (int32_t)0x80000000); }  // -|x|
 
-// --- loads and stores: whole vectors, or the first n lanes (the others are 0) ------------------------------------------
+// --- loads and stores: whole vectors, or the first n lanes (the others are 0) ---------------------------------------
 
 MZ_INLINE F load(const float* p) { F x; memcpy(&x, p, sizeof x); return x; }
 MZ_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof x); }
@@ -92,7 +92,7 @@ MZ_INLINE U rounded(F x) {
 }
 MZ_INLINE void store_exact(bf16* p, F x) { narrowed(p, rounded(x) >> 16); }
 
-// The processor's own conversion does the same, but makes 0 of what is smaller than the smallest normal number (1.2e-38).
+// The processor's own conversion does the same, but flushes numbers below the smallest normal one (1.2e-38) to 0.
 #ifdef __AVX512BF16__
 MZ_INLINE void store(bf16* p, F x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
 #else
@@ -156,8 +156,9 @@ template <typename T> MZ_INLINE float get(const T* p) { return load(p, 1)[0]; }
 MZ_INLINE void put(float* p, float x) { *p = x; }
 template <typename T> MZ_INLINE void put(T* p, float x) { store(p, splat(x), 1); }
 
-// As `store`, but rounded like every other level does, and past the caches: a line that is written whole is not fetched first. For
-// results that nobody reads soon. p is aligned to 16 elements; `streamed` makes what was written visible to other threads.
+// As `store`, but rounded as on every other level, and past the caches: a line that is written as a whole is not
+// fetched first. It is for results that are not read soon. p is aligned to 16 elements. `streamed` makes the writes
+// visible to other threads.
 template <typename T> MZ_INLINE void stream(T* p, F x) {
   alignas(64) T whole[LANES];
   store_exact(whole, x);
@@ -172,10 +173,10 @@ MZ_INLINE void streamed() {
 #endif
 }
 
-// --- two vectors at once -----------------------------------------------------------------------------------------------
+// --- two vectors at once --------------------------------------------------------------------------------------------
 
-// 2 LANES neighbours, in the order that costs least: of bf16 `first` holds those at even places, which are the lower halves of 32-bit
-// words, and `second` the others. Other types keep their order.
+// 2 LANES neighbours, in the order that costs least: of bf16 `first` holds those at even places, which are the lower
+// halves of 32-bit words, and `second` the others. Other types keep their order.
 struct Two { F first, second; };
 MZ_INLINE Two operator+(Two a, Two b) { return {a.first + b.first, a.second + b.second}; }
 MZ_INLINE Two operator-(Two a, Two b) { return {a.first - b.first, a.second - b.second}; }
@@ -209,7 +210,7 @@ template <typename T> MZ_INLINE Two in_order(Two x) {
           MZ_SHUFFLE(x.first, x.second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
 }
 
-// --- lanes ------------------------------------------------------------------------------------------------------------
+// --- lanes ----------------------------------------------------------------------------------------------------------
 
 MZ_INLINE I lane() { return I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 MZ_INLINE F first_lanes(F x, int64_t n, float other) { return lane() < (int32_t)(n < LANES ? n : LANES) ? x : splat(other); }

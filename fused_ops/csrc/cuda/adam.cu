@@ -1,5 +1,6 @@
-// One optimizer step over a flat range, in one pass: gradient read once, weight and moments read and written once, and the 16-bit parameter
-// written. What depends on the step (its number, clipping and unscaling, whether it is skipped) is read from the device: no host waits for it.
+// One optimizer step over a flat range in one pass: the gradient is read once, weight and moments are read and written
+// once, and the 16-bit parameter is written. The step's number, its multiplier and whether it is skipped are read from
+// device memory, so the host does not wait for them.
 #include "flat.h"
 
 using namespace mz;
@@ -7,9 +8,10 @@ using namespace mz;
 namespace {
 
 constexpr int W = 4, THREADS = 256;
-constexpr int64_t BLOCKS = 2048;  // enough for every card; each goes on to the next of its packs
+constexpr int64_t BLOCKS = 2048;  // enough to fill every GPU; a block loops over its packs
 
-// What the host knows, and scalars on the device. logs: ln of the betas. new1, new2: 1 - beta, rounded once.
+// Numbers that the host knows, and pointers to scalars on the device. logs: ln of the betas. new1, new2: 1 - beta,
+// rounded once.
 struct Adam {
   float lr, shrink, decay, log1, log2, new1, beta2, new2, eps;
   const double *step, *multiplier;

@@ -1,5 +1,5 @@
-// Sums over the rows of a matrix, in float and in an order that only the shape (and how packs are aligned) decides: first of parts of the
-// rows, then of the parts.
+// Sums over the rows of a matrix in float: first over parts of the rows, then over the parts. The order depends only on
+// the shape and on the alignment of packs.
 #pragma once
 
 #include "launch.h"
@@ -9,13 +9,13 @@ namespace mz {
 
 constexpr int STRIP = 32, DEEP = 8;  // threads of a block beside each other, and below: they take every eighth row
 
-// What a body makes of a pack: the terms of ARRAYS sums.
+// The result of a body for a pack: the terms of ARRAYS sums.
 template <int ARRAYS, int W> struct Sums { Floats<W> of[ARRAYS]; };
 
-// The sum of x over the threads below each other; for the uppermost of them.
+// The sum of x over the threads of a column of the block, valid in the first of them.
 template <int W> MZ_DEVICE Floats<W> over_depth(Floats<W> x) {
   __shared__ float below[DEEP][STRIP][W];
-  __syncthreads();  // the last call's have been read
+  __syncthreads();  // the values of the last call have been read
 #pragma unroll
   for (int j = 0; j < W; ++j) below[threadIdx.y][threadIdx.x][j] = x[j];
   __syncthreads();
@@ -29,9 +29,9 @@ template <int W> MZ_DEVICE Floats<W> over_depth(Floats<W> x) {
   return x;
 }
 
-// partial[part][array][column]: the sums over the rows of a part. Body: a struct of numbers and pointers with W, ARRAYS and
-// `Sums<ARRAYS, W> operator()(row, column)`, which may also write. AHEAD: rows that are read at once; 1 where it writes, for then the accesses
-// keep their order, and more threads have to hide them.
+// partial[part][array][column]: the sums over the rows of a part. Body: a struct of numbers and pointers with W, ARRAYS
+// and `Sums<ARRAYS, W> operator()(row, column)`, which may also write. AHEAD: rows that are read at once; 1 where it
+// writes, for then the accesses keep their order, and more threads have to hide them.
 template <typename Body>
 __global__ void __launch_bounds__(STRIP* DEEP, Body::AHEAD > 1 ? 2 : 4) sum_part(Body body, int64_t rows, int64_t columns, float* partial) {
   constexpr int W = Body::W, ARRAYS = Body::ARRAYS;

@@ -1,7 +1,8 @@
-// The two passes of a vocabulary-parallel cross-entropy over rows of logits: one reading for a row's statistics, and the gradient in place.
+// The two passes of a vocabulary-parallel cross-entropy over rows of logits: one reading for a row's statistics, and
+// the gradient in place.
 //
-// Vocabularies are long: a block takes a row, its threads every 512th pack of it. A row's first elements up to an aligned place, and what is
-// left at its end, are taken one by one.
+// Rows are long: a block takes one row, and each of its threads every 512th pack. The elements before the first aligned
+// pack and those at the end are processed one by one.
 #include "launch.h"
 #include "reduce.h"
 
@@ -22,7 +23,7 @@ template <typename T, typename Body> MZ_DEVICE void each_logit(const T* x, int64
   if (packed + threadIdx.x < n) body(packed + threadIdx.x, load<1>(x + packed + threadIdx.x));
 }
 
-// The sum of exponentials so far, relative to the largest so far. Without a finite value there is nothing to subtract.
+// The sum of exponentials so far, relative to the largest value so far, if that is finite.
 struct Running {
   float largest = -INFINITY, exponentials = 0.0f;
   MZ_DEVICE float base() const { return fmaxf(largest, -3.402823466e38f); }

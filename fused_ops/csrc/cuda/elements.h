@@ -1,4 +1,4 @@
-// Kernels over the elements of rows that lie where they like: a thread takes packs, whatever row they are in.
+// Kernels over the elements of rows with any strides: a thread takes packs of any row.
 #pragma once
 
 #include "launch.h"
@@ -8,7 +8,8 @@ namespace mz {
 
 constexpr int BLOCK = 256;
 
-// Body: a struct of numbers and pointers with W and `operator()(row, column)`, which does what is to be done to the pack there.
+// Body: a struct of numbers and pointers with W and `operator()(row, column)`, which does what is to be done to the
+// pack there.
 template <typename Body> __global__ void MZ_BOUNDS(BLOCK) over_elements(Body body, int64_t packs, int64_t packs_of_row) {
   int64_t pack = (int64_t)blockIdx.x * BLOCK + threadIdx.x;
   if (pack >= packs) return;

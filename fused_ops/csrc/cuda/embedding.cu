@@ -1,6 +1,6 @@
-// Gradient rows added into the rows of an fp32 table. The tokens come sorted by id, those of one id in their order: who stands at the first of
-// an id looks for the last and adds up all of its rows, so that the order of the additions is that of the tokens and no two threads write to
-// one place. (A thread more for each of a frequent token's rows would have to agree with the others on an order.)
+// Adds gradient rows to the rows of an fp32 table. The tokens are sorted by id, and those of one id keep their order.
+// The thread at the first token of an id finds the last one and adds all of its rows. So additions are in the order of
+// the tokens, and no two threads write to the same place.
 #include "launch.h"
 #include "numbers.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int THREADS = 128;
 
-// Where the ids after `first` are no longer its own.
+// The first place behind `first` with another id.
 MZ_DEVICE int64_t end_of_run(const int64_t* ids, int64_t first, int64_t tokens) {
   int64_t inside = first, outside = first + 1, id = ids[first];
   for (int64_t step = 1; outside < tokens && ids[outside] == id; step *= 2) inside = outside, outside = smaller(tokens, outside + step);
@@ -22,7 +22,8 @@ MZ_DEVICE int64_t end_of_run(const int64_t* ids, int64_t first, int64_t tokens) 
   return outside;
 }
 
-// ids: sorted; order[i]: the token that comes i-th. Ids outside the table, which the forward lookup has refused, are passed over.
+// ids: sorted. order[i]: the i-th token in that order. Ids outside the table are skipped; the forward lookup has failed
+// on them.
 template <typename T, int W>
 __global__ void MZ_BOUNDS(THREADS)
     add_rows(int64_t tokens, int64_t rows, int64_t columns, float* into, const int64_t* ids, const int64_t* order, const T* grad) {

@@ -1,8 +1,10 @@
-// CUDA's words for a C++ compiler: a launch runs on the host, block after block, the threads of a block as fibers that take turns where
-// they wait for each other. For tests of what is not speed: launch geometry, indices, alignment, barriers, shuffles.
+// An emulation of CUDA for a C++ compiler. A launch runs on the host, block after block. The threads of a block are
+// fibers, which switch where they wait for each other. It is for tests of launch geometry, indices, alignment, barriers
+// and shuffles.
 //
-// Threads of a block run in a different order in every sweep, so that a missing barrier shows. Errors that a card would trap on, or hang
-// on, end the process with a message: an access that is not aligned, a shuffle that part of a warp has left, a barrier that not all reach.
+// Threads of a block run in a different order in every sweep, so that a missing barrier shows. Errors on which a GPU
+// would trap or hang end the process with a message: a misaligned access, a shuffle without a part of the warp, a
+// barrier that not all threads reach.
 #pragma once
 
 #include <csetjmp>
@@ -43,7 +45,8 @@ namespace mz::emulation {
 
 enum State { READY, AT_WARP, AT_BLOCK, DONE };
 
-// Made once, with a context of its own; from then on switched to and from by jumps, which need no system call. It runs one block after the other.
+// A fiber is created once, with a context of its own. Switches are jumps without a system call. It runs block after
+// block.
 struct Fiber {
   ucontext_t context;
   jmp_buf place;
@@ -69,7 +72,8 @@ struct Block {
     own.state = state;
     if (!_setjmp(own.place)) _longjmp(scheduler, 1);
   }
-  // Returns when the fiber yields. Not to be inlined: a jump back restores the registers of the caller as they are here.
+  // Returns when the fiber yields. Not to be inlined: a jump back restores the registers of the caller as they are
+  // here.
   __attribute__((noinline)) void run_fiber(Fiber& fiber) {
     if (_setjmp(scheduler)) return;
     if (fiber.started) _longjmp(fiber.place, 1);

@@ -1,7 +1,8 @@
 // FP8 copies of 16-bit matrices, by rows and by columns, in one reading, with the largest absolute value beside them.
 //
-// A block takes a tile of 128 x 128: it is written by rows as it comes, put down in shared memory, and written by columns from there.
-// Values are multiplied by a scale that lies on the device, saturate at the format's largest number, and are rounded to nearest even.
+// A block takes a tile of 128 x 128. It writes the tile by rows, stores it in shared memory, and writes it by columns
+// from there. Values are multiplied by a scale in device memory, saturate at the format's largest number, and are
+// rounded to nearest even.
 #include "launch.h"
 #include "reduce.h"
 
@@ -21,7 +22,7 @@ template <int MANTISSA_, int BIAS_, unsigned LARGEST_> struct Format {
 typedef Format<3, 7, 0x7E> E4m3;
 typedef Format<2, 15, 0x7B> E5m2;
 
-// What the instruction of newer cards does: for those without it, and for hosts.
+// The conversion instruction of newer GPUs in software, for older GPUs and for the host.
 template <typename F> MZ_DEVICE unsigned rounded_bits(float x) {
   unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80, size = bits & 0x7FFFFFFF;
   constexpr int MANTISSA = F::mantissa(), BIAS = F::bias(), DROPPED = 23 - MANTISSA;
@@ -47,7 +48,7 @@ template <typename F> MZ_DEVICE unsigned two_bits(float first, float second) {
 #endif
 }
 
-// Of numbers that are not negative their bits are in the same order, and those of NaN are above infinity's: it wins.
+// Bits of numbers that are not negative have the numbers' order. NaN's are above infinity's, so the maximum keeps NaN.
 MZ_DEVICE unsigned size_of(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
 struct Larger {
@@ -60,8 +61,9 @@ struct Scalars {
   float *amax, *scale, *inverse;
 };
 
-// amax is that of the parts, if there are any. exponent: the largest number of the format is 1.75 times two to this; negative: the scale is
-// given. Otherwise it is the largest power of two that keeps amax within the format, by the arithmetic of fused_ops/fp8.py.
+// Computes amax from the parts, if there are any, and the scale. exponent: e such that the format's largest number is
+// 1.75 * 2^e; the scale is the largest power of two that keeps amax within the format, as in fused_ops/fp8.py. If it is
+// negative, the scale is given.
 static __global__ void MZ_BOUNDS(THREADS) settle(const unsigned* partial, int64_t parts, Scalars to, int exponent) {
   unsigned largest = 0;
   for (int64_t i = threadIdx.x; i < parts; i += THREADS) largest = larger(largest, partial[i]);
@@ -85,7 +87,8 @@ template <typename T> struct Matrix {
   int64_t tiles() const { return across() * parts_of(rows, TILE); }
 };
 
-// This block's tile of a matrix. body(row and column within the tile, the pack there) of the packs that lie in it; four are read at once.
+// This block's tile of a matrix. body(row and column within the tile, the pack there) of the packs that lie in it; four
+// are read at once.
 template <typename T, int W> struct Tile {
   static constexpr int ACROSS = TILE / W, PACKS = TILE * ACROSS / THREADS, AHEAD = 4;
   int64_t row0, column0;
@@ -123,8 +126,8 @@ template <typename T, int W> __global__ void MZ_BOUNDS(THREADS) measure(Matrix<T
   if (threadIdx.x == 0) partial[blockIdx.x] = largest;
 }
 
-// The copies of a matrix [rows, columns]: values of the same shape, transposed [columns, rows] or null. together: whether RUN rows of a column
-// can be written at once. partial: the largest of each tile, or null.
+// The copies of a matrix [rows, columns]: values of the same shape, transposed [columns, rows] or null. together:
+// whether RUN rows of a column can be written at once. partial: the largest of each tile, or null.
 struct Copies {
   const float* scale;
   uint8_t *values, *transposed;
@@ -206,7 +209,7 @@ template <typename T> int largest_of(Launch& to, const Matrix<T>& of, float* res
   return error ? error : launch(to, settle, dim3(1), dim3(THREADS), partial, of.tiles(), Scalars{result, nullptr, nullptr}, -1);
 }
 
-// The copies and what of the scalars is not known: one reading, or two where the scale has to be found from what is read.
+// Makes the copies and the missing scalars, in one pass, or in two if the scale has to be computed first.
 template <typename F, typename T>
 int copy(Launch& to, const Matrix<T>& of, const Scalars& scalars, uint8_t* values, uint8_t* transposed, bool find_scale, bool find_amax) {
   unsigned* partial = find_amax ? scratch<unsigned>(to, of.tiles()) : nullptr;

@@ -1,13 +1,16 @@
-// How a kernel is launched from a C function: on the caller's stream, with memory that the caller lends, its error returned.
+// Launching a kernel from a C function: on the caller's stream, with scratch memory of the caller. It returns an error
+// code.
 //
-// A launcher that needs more scratch memory than it was lent launches nothing and says how much it needs; it is called again.
+// A launcher that needs more scratch memory launches nothing and returns how much it needs. The caller then calls it
+// again.
 #pragma once
 
 #include "platform.h"
 
 namespace mz {
 
-// What every launcher is given first. scratch: `bytes` bytes, 256-byte aligned, in use until the stream has passed the launch.
+// The first argument of every launcher. scratch: `bytes` bytes, 256-byte aligned, in use until the launch is done on
+// the stream.
 struct Launch {
   cudaStream_t stream;
   void* scratch;
@@ -28,7 +31,7 @@ int launch(const Launch& to, void (*kernel)(Parameters...), dim3 grid, dim3 thre
 #endif
 }
 
-// `count` elements of scratch memory, or null where more has to be lent: then the launcher returns MORE_SCRATCH.
+// `count` elements of scratch memory, or null if there is not enough: then the launcher returns MORE_SCRATCH.
 template <typename T> T* scratch(Launch& to, int64_t count) {
   to.needed = count * (int64_t)sizeof(T);
   return to.needed <= to.bytes ? static_cast<T*>(to.scratch) : nullptr;

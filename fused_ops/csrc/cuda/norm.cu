@@ -1,7 +1,8 @@
-// LayerNorm and RMSNorm, alone or of a sum, and their gradients. What is normalised is the sum as it is stored.
+// LayerNorm and RMSNorm, alone or of a sum, and their gradients. The sum is normalised after its rounding.
 //
-// The gradients of weight and bias are sums over rows. Groups of threads go through many rows each, with their columns' sums in registers,
-// so that a row is read once for everything. The number of groups depends on the shape only (and on how rows are aligned), and with it the order of the sums.
+// The gradients of weight and bias are sums over rows. Groups of threads go through many rows each, with their columns'
+// sums in registers, so that a row is read once for everything. The number of groups depends on the shape only (and on
+// how rows are aligned), and with it the order of the sums.
 #include "columns.h"
 #include "rows.h"
 
@@ -26,7 +27,7 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) forward(int64_t rows, int64_t h, T* y,
       store<W>(total + i, value);
       if constexpr (Tiles::KEEPS) part.kept[p] = value;
     });
-    part.row = total;  // what this thread reads again of it, it has written itself
+    part.row = total;  // a thread reads again only elements that it has written itself
   }
   float centre = 0.0f;
   if constexpr (CENTRED) {

@@ -1,4 +1,4 @@
-// Storage types, and packs of them: what a thread reads and writes at once. Everything is computed in float.
+// Storage types, and packs of elements that a thread reads and writes at once. All computations are in float.
 #pragma once
 
 #include <cmath>
@@ -76,7 +76,7 @@ MZ_DEVICE float power_of_two(float x) { return exp2f(x); }
 MZ_DEVICE float inverse(float x) { return 1.0f / x; }
 #endif
 
-// What x is once it is stored.
+// x rounded to the storage type T.
 template <typename T> MZ_DEVICE float rounded(float x) {
   T stored;
   narrow(stored, x);
@@ -111,7 +111,8 @@ template <typename T> MZ_DEVICE unsigned pack(float first, float second, T) {
 }
 #endif
 
-// Moves COUNT words at once, in the order of the program. Written out: left to itself the compiler takes wide accesses apart again.
+// Moves COUNT words in one access, in program order. It is written explicitly, since the compiler may split wide
+// accesses.
 template <int COUNT> struct Access;
 #ifdef __CUDACC__
 template <> struct Access<1> {

@@ -1,4 +1,4 @@
-// What a kernel is written with: CUDA's own words, or under any other compiler the emulation of them that the tests run.
+// The language of kernels: CUDA's, or under any other compiler its emulation for the tests.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@
 #endif
 
 #define MZ_DEVICE __device__ __forceinline__
-// At least 512 threads on a multiprocessor, so at most 128 registers a thread. Left alone the compiler spills for more.
+// At least 512 threads per multiprocessor, so at most 128 registers per thread. By default the compiler limits them
+// further.
 #define MZ_BOUNDS(threads) __launch_bounds__(threads, 512 / (threads))
 #define MZ_API extern "C" __attribute__((visibility("default")))
 

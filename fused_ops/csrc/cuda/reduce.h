@@ -1,4 +1,4 @@
-// Sums and largest values over the threads that share a row; every one of them gets the result. The order is fixed.
+// Sums and largest values over the threads of a row. Each of these threads gets the result. The order is fixed.
 #pragma once
 
 #include "numbers.h"

@@ -1,7 +1,8 @@
-// Causal softmax of scaled scores with ALiBi and document boundaries, in place, and its gradient in place of the probabilities.
+// Causal softmax of scaled scores with ALiBi and document boundaries, in place, and its gradient in place of the
+// probabilities.
 //
-// Memory is read once and written once: rows of up to 8,192 keys stay in registers. The bias is taken relative to the query's own
-// key, slope * (key - own), as on the CPU: near keys lose no digits to large positions.
+// Memory is read once and written once: rows of up to 8,192 keys stay in registers. As on the CPU, the bias is relative
+// to the query's own position, slope * (key - own), so that scores of near keys do not lose digits at large positions.
 #include "rows.h"
 
 using namespace mz;
@@ -10,7 +11,7 @@ namespace {
 
 struct Shape { int64_t batch, heads, queries, keys; };
 
-// What one row sees: keys before `seen`, of its own document only. scale and slope are those of the scores times log2 e.
+// The keys that one row sees: those before `seen`, of its own document only. scale and slope include the factor log2 e.
 struct Sight {
   int64_t seen;
   float scale, slope;
@@ -36,7 +37,7 @@ __global__ void MZ_BOUNDS(Tiles::THREADS)
   T* x = scores + row * s.keys;
   Part<T, Tiles> part(x, seen);
 
-  float top = -INFINITY;  // fmaxf passes over a NaN, which makes the total NaN, and with it the row
+  float top = -INFINITY;  // fmaxf ignores a NaN, but it makes the total NaN, and so the row
   each_pack<Tiles>(seen, [&](int64_t i, int p) {
     Floats<W> value = part.at(i, p);
 #pragma unroll

@@ -1,5 +1,5 @@
-// Sum of squares in double. Blocks of fixed size are summed each by itself and their sums by one block, so that the order of the additions
-// depends on the length and the place in memory only. Nothing is read back.
+// Sum of squares in double. Blocks of fixed size are summed separately, and their sums by one block. So the order of
+// additions depends only on the length and the alignment. The host reads nothing back.
 #include "flat.h"
 #include "reduce.h"
 
@@ -29,7 +29,7 @@ template <typename T> __global__ void MZ_BOUNDS(THREADS) of_chunk(const T* x, in
   double total = 0;
 #pragma unroll 4
   for (int64_t i = first + threadIdx.x; i < last; i += THREADS) total += squares<W>(x + ahead + i * W);
-  // What is in no pack is shared among all blocks.
+  // Elements outside of packs are divided among all blocks.
   for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < ahead + n - packed; i += (int64_t)gridDim.x * THREADS)
     total += squares<1>(x + (i < ahead ? i : packed + i - ahead));
   total = over_block<THREADS>(total, Plus());

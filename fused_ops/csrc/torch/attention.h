@@ -1,7 +1,7 @@
-// What the two passes of attention share: where things lie and who sees whom.
+// Definitions for both passes of attention: memory layouts, and which query sees which keys.
 //
-// s sequence, b micro-batch, g key-value heads, r query heads of each, d head dim. The projection is [s, b, g, r + 2, d]:
-// slots 0..r-1 of a group are its queries, r its key, r + 1 its value. Scores are kept in base 2: scale and slopes are
+// s sequence, b micro-batch, g key-value heads, r query heads of each, d head dim. The projection is [s, b, g, r + 2,
+// d]: slots 0..r-1 of a group are its queries, r its key, r + 1 its value. Scores are in base 2: scale and slopes are
 // multiplied by log2 e, so that a weight is 2^(score - largest).
 #pragma once
 

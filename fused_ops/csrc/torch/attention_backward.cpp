@@ -1,7 +1,7 @@
-// Causal attention, backward. The weights are computed again from the saved norms, tile by tile (Dao et al. 2022), and every
-// tile lies with keys as its rows: so the weights and their gradient are left operands of the products for values and keys
-// as they are, and right operands of the one for queries (whose gradient is therefore kept transposed). What belongs to a
-// query lies along the lanes.
+// Causal attention, backward. The weights are computed again from the saved norms, tile by tile (Dao et al. 2022,
+// arXiv:2205.14135). The rows of a tile are keys. So the weights and their gradient are left operands of the products
+// for values and keys without a transposition, and right operands of the product for queries, whose gradient is
+// therefore kept transposed. Values of a query are along the lanes.
 #include "attention.h"
 
 using namespace mz;
@@ -10,7 +10,8 @@ namespace {
 
 constexpr int64_t QUERIES = 256, KEYS = 128;
 
-// The operands of a head's or plane's rows. rows: the left operand; across: the right operand [d, positions]; down: [positions, d].
+// The operands of a head's or plane's rows. rows: the left operand; across: the right operand [d, positions]; down:
+// [positions, d].
 template <typename M> struct Scratch {
   Buffer<M> tile, keys, values, keys_across, queries_across, queries_down, grads_across, grads_down, weights, changes, paired;
   Buffer<float> norms, totals, scores, products, d_keys, d_values, d_queries, turned;
@@ -80,7 +81,8 @@ template <typename T, typename M> struct Backward {
       product(wide, n, KEYS, mine.keys_across.of(0) + k0 * wide, KEYS, paired, n, mine.d_queries.of(0) + q0 * wide + low, QUERIES, true);
   }
 
-  // One key's scores and products (of value and incoming gradient) over n queries -> weights and gradient of the scores.
+  // One key's scores and products (of value and incoming gradient) over n queries -> weights and gradient of the
+  // scores.
   void weigh(float slope, int64_t distance, int64_t low, int64_t high, int64_t n, const float* scores, const float* products, int64_t query,
              M* weights, M* changes) const {
     int64_t start = round_down(low, LANES), stop = round_up(high, LANES);
@@ -162,8 +164,9 @@ template <typename T, typename M> void run(const Attention& a, const Sight& sigh
   Backward<T, M>{a, sight, x, part, mine}.run();
 }
 
-// A thread takes a whole plane, all five products of a tile. Where planes would leave threads idle for longer than two more
-// products take, parts of planes instead, once for their keys and once for their queries: the same sums in the same order.
+// A thread takes a whole plane, all five products of a tile. Where planes would leave threads idle for longer than two
+// more products take, parts of planes instead, once for their keys and once for their queries: the same sums in the
+// same order.
 template <typename T, typename M> void backward(int threads, const Attention& a, const Tensors<T>& x) {
   Sight sight(a);
   int64_t planes = a.planes(), rounds = (planes + threads - 1) / threads;

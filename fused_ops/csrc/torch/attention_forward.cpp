@@ -1,5 +1,6 @@
-// Causal attention, forward: blocks of queries against blocks of keys, with the softmax kept up as keys come in (online
-// softmax, Milakov and Gimelshein 2018; blocks, Dao et al. 2022). No more of the scores exists than one tile per thread.
+// Causal attention, forward: blocks of queries against blocks of keys, with an online softmax (Milakov and Gimelshein
+// 2018, arXiv:1805.02867; in blocks: Dao et al. 2022, arXiv:2205.14135). At any time one tile of scores per thread
+// exists.
 #include "attention.h"
 
 using namespace mz;
@@ -23,7 +24,8 @@ template <typename T, typename M> struct Block {
   M* weights;
   float *scores, *context, *most, *total;
 
-  // Scores of query i over keys [k0 + low, k0 + high), in `row`, n long -> its weights, 0 elsewhere; most, total and context follow.
+  // Scores of query i over keys [k0 + low, k0 + high), in `row`, n long -> its weights, 0 elsewhere; most, total and
+  // context follow.
   void weigh(int64_t i, int64_t k0, int64_t low, int64_t high, int64_t n, float* row, M* out) const {
     int64_t start = round_down(low, LANES), stop = round_up(high, LANES);
     if (low >= high) start = stop = n;

@@ -1,8 +1,8 @@
 // Small matrix products on the processor's matrix units: C [m, n] (+)= A [m, k] B [k, n], sums in float.
 //
-// The type of the operands says how the right one, B, lies. bf16 and fp16: in pairs of rows, [k/2, n, 2], as AMX and the dot products
-// of AVX-512 read it. plain<bf16>, plain<fp16> and float: in rows, [k, n], as units read it that multiply in float.
-// The left one, A, is always rows. block_trial.h says which of them this processor multiplies.
+// The type of the operands determines the layout of the right one, B. bf16 and fp16: pairs of rows, [k/2, n, 2], as AMX
+// and the dot products of AVX-512 read them. plain<bf16>, plain<fp16> and float: rows, [k, n], for units that multiply
+// in float. The left operand, A, is always in rows. block_trial.h finds the types that this processor can multiply.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ MZ_INLINE void block_gemm(int64_t m, int64_t n, int64_t k, const M* a, int64_t l
   borrowed::product<typename Stored<M>::type>(m, n, k, a, lda, b, ldb, c, ldc, add);
 }
 
-// Frees what the matrix units hold (AMX tiles); once after a thread's products.
+// Releases the state of the matrix units (AMX tiles). Called once after a thread's products.
 template <typename M> MZ_INLINE void block_gemm_done() { borrowed::done<typename Stored<M>::type>(); }
 
 // Rows [k, n] of 16 bits each -> pairs of rows [k/2, n, 2]. k is even.

@@ -1,8 +1,9 @@
-// How this processor's block products want their right operand, found by multiplying numbers that are known.
+// A trial that finds the layout of the right operand for this processor's block products, by multiplying known numbers.
 //
-// The library takes a pointer and believes what it is told. On a processor with AVX512-FP16 and without AMX-FP16 its fp16 product reads
-// plain rows where it reads pairs of rows on every other, and nothing in its headers says so: pairs would give wrong numbers and no
-// error. So every product is made once in every layout, and what differs from the sum in double is not used.
+// The library cannot check the layout of an operand. On a processor with AVX512-FP16 and without AMX-FP16 its fp16
+// product reads plain rows; on every other processor it reads pairs of rows. Its headers do not tell which, and the
+// wrong layout gives wrong numbers without an error. So every product is computed once in every layout and compared
+// with sums in double.
 #pragma once
 
 #include <exception>
@@ -34,7 +35,7 @@ template <typename M> std::vector<double> widened(const std::vector<M>& numbers)
   return wide;
 }
 
-// Whether one product is the sum in double but for float's rounding, and leaves alone what is not its result.
+// Whether one product agrees with sums in double up to float's rounding, and writes nothing outside its result.
 template <typename M> bool multiplies_rightly(const TrialShape& s, bool add) {
   std::vector<M> a = known_numbers<M>(s.m * s.k, 1), b = known_numbers<M>(s.k * s.ldb, 2), right(b.size());
   std::vector<float> before = known_numbers<float>(s.m * s.ldc, 3), found = before;
@@ -67,7 +68,8 @@ template <typename M> bool passes() {
   return true;
 }
 
-// The layout in which block products of T are right here. Tried at the first question, once in a process.
+// The layout in which block products of T are correct on this processor. It is tried once in a process, at the first
+// call.
 template <typename T> Layout layout() {
   if (!borrowed::offered<T>()) return NONE;
   static const Layout found = [] {
@@ -77,7 +79,7 @@ template <typename T> Layout layout() {
   return found;
 }
 
-// Calls body(M{}) for the type M in which tensors of T are multiplied here: T, plain<T> or, where neither is right, float.
+// Calls body(M{}) for the type M in which tensors of T are multiplied: T, plain<T>, or float if neither is correct.
 template <typename T, typename Body> void with_operands(const Body& body) {
   if constexpr (sizeof(T) == 2) {
     Layout found = layout<T>();

@@ -1,6 +1,6 @@
-// What is borrowed of torch's library: its small matrix products, which run on the processor's matrix units.
+// The functions of torch's library that are used here: small matrix products on the processor's matrix units.
 //
-// What the library makes of an operand depends on the processor, and its headers do not say it (block_trial.h finds out).
+// How the library reads an operand depends on the processor, and its headers do not tell (block_trial.h finds it).
 #pragma once
 
 #include <ATen/Context.h>
@@ -18,7 +18,7 @@ template <> struct Torch<float> { using type = float; };
 template <> struct Torch<bf16> { using type = at::BFloat16; };
 template <> struct Torch<fp16> { using type = at::Half; };
 
-// Whether products of T are worth a try: on instructions made for T, and as long as nobody switches the library off.
+// Whether to try products of T: the processor has instructions for T, and the library is not switched off.
 template <typename T> bool offered() {
 #if defined(__AVX512F__)
   if (std::is_same<T, bf16>::value && !__builtin_cpu_supports("avx512bf16")) return false;
@@ -30,8 +30,8 @@ template <typename T> bool offered() {
   return at::globalContext().userEnabledMkldnn();
 }
 
-// C [m, n] (+)= A [m, k] B [k, n]; throws where the library has no such product. For 16-bit types "vnni" asks for the matrix units: without
-// it the library multiplies in 16 bits and rounds every product.
+// C [m, n] (+)= A [m, k] B [k, n]; throws where the library has no such product. For 16-bit types "vnni" asks for the
+// matrix units: without it the library multiplies in 16 bits and rounds every product.
 template <typename T>
 MZ_INLINE void product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc, bool add) {
   using V = typename Torch<T>::type;

@@ -1,7 +1,8 @@
 // The weight gradient of a linear layer, into [n, k] (+)= grad [m, n]^T x [m, k], summed and stored in float.
 //
-// Both operands have the summed dimension outside, where the matrix units want it inside: x becomes right operands once, a
-// panel of grad is transposed by the thread that multiplies it. Sums over rows are taken in one order, whatever the threads.
+// In both operands the summed dimension is the outer one, but the matrix units need it as the inner one. x is packed as
+// right operands once. The thread that multiplies a panel of grad transposes it. The order of sums over rows does not
+// depend on the number of threads.
 #include "tile.h"
 
 using namespace mz;

@@ -1,6 +1,6 @@
-// Operands of block products C [m, n] += A [m, k] B [k, n] for an op whose tensors are of type T and lie anywhere: tiles of
-// the type M that is multiplied (T or plain<T> where the processor does that, else float), contiguous, padded with zeros. How left and
-// right operands of M lie: block_gemm.h. All sizes here are multiples of EDGE.
+// Operands of block products C [m, n] += A [m, k] B [k, n] for an op with strided tensors of type T. They are
+// contiguous tiles, padded with zeros, of the type M that is multiplied (T or plain<T> if the processor can, else
+// float). block_gemm.h describes the layouts of left and right operands of M. All sizes here are multiples of EDGE.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ template <typename M> constexpr int64_t a_word = 4 / sizeof(M);  // elements
 MZ_INLINE int64_t round_down(int64_t n, int64_t unit) { return n / unit * unit; }
 MZ_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Memory of a thread, kept for its next call: fresh pages cost more than the products that would use them.
+// Memory of a thread that is kept for its next call, since fresh pages take longer than the products that use them.
 template <typename V> class Buffer {
   struct Free { void operator()(V* p) const { ::operator delete(p, std::align_val_t(64)); } };
   std::unique_ptr<V, Free> memory;
@@ -33,7 +33,7 @@ template <typename V> class Buffer {
   }
 };
 
-// --- products ---------------------------------------------------------------------------------------------------------
+// --- products -------------------------------------------------------------------------------------------------------
 
 // A product of floats in plain vectors, where the library offers none: HEIGHT rows of C are held while k passes by.
 template <int HEIGHT>
@@ -59,7 +59,7 @@ MZ_INLINE void product(int64_t m, int64_t n, int64_t k, const M* a, int64_t lda,
   block_gemm<M>(m, n, k, a, lda, b, ldb, c, ldc, add);
 }
 
-// --- packing ----------------------------------------------------------------------------------------------------------
+// --- packing --------------------------------------------------------------------------------------------------------
 
 // Strided rows [rows, columns] of a tensor -> tile [all, wide], zeros around.
 template <typename T, typename M>
@@ -117,7 +117,8 @@ template <typename M> MZ_INLINE void to_left_transposed(int64_t m, int64_t k, co
   });
 }
 
-// Tile [n, k] -> right operand [k, n]. In pairs of rows neighbours in a row of the tile are a pair, and a pair is a word.
+// Tile [n, k] -> right operand [k, n]. In pairs of rows neighbours in a row of the tile are a pair, and a pair is a
+// word.
 template <typename M> MZ_INLINE void to_right_transposed(int64_t k, int64_t n, const M* tile, M* to) {
   if constexpr (!in_pairs<M>) return to_left_transposed(k, n, tile, to);
   uint32_t* words = reinterpret_cast<uint32_t*>(to);
