@@ -219,9 +219,8 @@ def _checkpoint(f: CheckContext) -> Found:
         )
     if c.async_save and f.run.parallel.backend == "mpi":
         yield (
-            "--async-save sends its messages over gloo, a group of which cannot be made beside "
-            "--distributed-backend "
-            "mpi; nearest: --backend gloo"
+            "--async-save needs a gloo group, which cannot be created with --distributed-backend mpi; "
+            "nearest: --backend gloo"
         )
     if c.init_from is not None and c.finetune and f.run.lora.lora_rank is None:
         yield (

@@ -1,4 +1,4 @@
-"""Autograd collectives of tensor parallelism, each beside its adjoint.
+"""Autograd collectives of tensor parallelism. The backward of each is its adjoint.
 
 The group has one loss, not one per rank. A replicated tensor (equal on all ranks) has a replicated gradient. A sharded
 tensor's gradient is sharded in the same way. Where each rank uses a replicated tensor differently, each rank's gradient

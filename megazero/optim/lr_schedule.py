@@ -108,7 +108,7 @@ class Decay:
 
     @property
     def ratio(self) -> float:
-        """From 0 after the warm-up to 1 at the end of the decay."""
+        """The step's position in the decay: 0 after the warm-up, 1 at the end."""
         return (self.count - self.warmup) / (self.decay - self.warmup)
 
     def between(self, share: float) -> float:

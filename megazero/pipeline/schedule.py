@@ -144,10 +144,10 @@ def _in_turn(stages: int, m: int, chunks: int) -> Order:
 class ScheduleKind:
     """A schedule.
 
-    orders         (stages, micro-batches, chunks per stage) -> the order of a stage's computations
-    chunks         per stage; None: any number
-    and_back       chunks lie there and back over the stages, not in turns
-    breadth_first  with several chunks, one chunk's backwards follow each other
+    orders         (stages, micro-batches, chunks per stage) -> the order of each stage's computations
+    chunks         number of chunks per stage; None: any
+    and_back       assign chunks there and back instead of in turns (`mpu.chunks`)
+    breadth_first  with several chunks per stage, the backwards of one chunk are consecutive
     """
 
     orders: Callable[[int, int, int], Order]
@@ -167,7 +167,7 @@ KINDS: Mapping[str, ScheduleKind] = MappingProxyType(
 )
 """Choices of --pipeline-schedule."""
 CHUNKS: Mapping[str, int | None] = MappingProxyType({name: kind.chunks for name, kind in KINDS.items()})
-"""Schedules, and how many chunks per stage each has; None: any number."""
+"""Schedule -> number of chunks per stage; None: any."""
 SCHEDULES = tuple(KINDS)
 
 

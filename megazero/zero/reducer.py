@@ -34,7 +34,7 @@ Arrived = tuple[frozenset[int], ...]
 
 @dataclass
 class _BucketReduction:
-    """The reduction of a bucket under way: the tensor that travels, and the pool's buffer to be given back, if any."""
+    """A launched reduction of a bucket: the tensor that is reduced, and the buffer to return to the pool, if any."""
 
     index: int
     handle: CommunicationHandle

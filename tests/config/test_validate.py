@@ -264,7 +264,7 @@ REFUSED = [
     (
         "--save d --async-save --backend mpi",
         1,
-        "cannot be made beside --distributed-backend mpi",
+        "cannot be created with --distributed-backend mpi",
         "--save d --async-save --backend gloo",
     ),
     ("--split 0,0,0", 1, "--split 0,0,0", "--split 0,1,0"),
