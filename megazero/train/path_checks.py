@@ -62,7 +62,10 @@ def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | Non
     if listed is not None:
         problems += _other_tokenizer(run, listed)
     with _collected(problems, f"--load {run.checkpoint.load}: "):
-        found = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
+        there = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
+        if there is not None:
+            run_from(there.run)  # raises Damaged for a manifest whose run has impossible values
+        found = there
     if found is None and run.checkpoint.load:
         problems += _other_format(Path(run.checkpoint.load))
     opened = tokenizer is not None or run.data.tokenizer is None

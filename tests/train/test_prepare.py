@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megazero.checkpoint.format import seal
 from megazero.config.parse import ConfigError, parse_run
+from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table
@@ -284,3 +287,15 @@ def test_data_are_built_for_what_a_resumed_run_still_takes(prepared: Callable[..
     with pytest.raises(ConfigError, match=f"{10 * (epoch // 20) + 12 * (epoch // 23):,} samples take 2 epochs"):
         of(22, epoch // 23, then)  # smaller batches, which 22 steps from the first sample on would have room for
     assert of(14, epoch // 10, then).plans == once.plans  # and larger ones, which they would not
+
+
+def test_a_checkpoint_of_an_impossible_run_is_a_problem_like_others(tmp_path: Path) -> None:
+    """Its manifest has the right hash, so only the values show it."""
+    before = Path(__file__).parents[1] / "checkpoint" / "before_2026_11"
+    saved = shutil.copytree(before, tmp_path / "saved")
+    (manifest,) = saved.glob("iter_*/manifest.json")
+    content = manifest.read_bytes()[: -len(seal(b""))].replace(b'"num_layers": 3', b'"num_layers": "three"')
+    manifest.write_bytes(content + seal(content))
+    run = Run(checkpoint=CheckpointConfig(load=str(saved)))
+    (problem,) = check_paths(run, None).problems
+    assert problem.startswith(f"--load {saved}: ") and "num_layers: 'three' is not a whole number" in problem
