@@ -15,7 +15,7 @@ from megazero.convert.verification import verify
 from megazero.data.progress import to_stderr
 from megazero.system.status import FAILED
 
-MISTAKES = ConversionError, OSError
+MISTAKES = (ConversionError,)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -80,7 +80,7 @@ def _layout_problems(source: Source, target: Format, options: TargetOptions) -> 
         problems.append(f"--tp {options.tp} --pp {options.pp}: {target.name} has no layout; its files open on any")
     if options.dp > 1 and not (target.has_layout and target.has_optimizer):
         problems.append(f"--dp {options.dp}: {target.name} has no files per data-parallel rank")
-    return [*problems, *(layout_problems(source.model, tp=options.tp, pp=options.pp) if target.has_layout else ())]
+    return [*problems, *layout_problems(source.model, tp=options.tp, pp=options.pp)]
 
 
 def _too_small(source: Source, target: Format, output: Path, options: TargetOptions) -> list[str]:

@@ -13,6 +13,7 @@ from megazero.inference.terminal import escape_control
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.telemetry.sinks import named_places
 from megazero.train.banner_parts import pairs
 
 
@@ -43,10 +44,10 @@ def report(run: Run, text: str | None) -> None:
     """Print the sample, if there is one, and the paths of the outputs. Called by rank 0."""
     if text is not None:
         print(f"\nThe model continues {run.trainer.sample_prompt!r}:\n\n{escape_control(text)}\n", flush=True)
+    sinks = {flag[2:].removesuffix("-file").removesuffix("-dir"): place for flag, place in named_places(run).items()}
     places = {
         "checkpoints": run.checkpoint.save,
-        "metrics": run.trainer.metrics_file,
-        "tensorboard": run.trainer.tensorboard_dir,
+        **sinks,
         "tokenizer": run.data.tokenizer_path,
         "data": " ".join(run.data.data_path or run.data.instruction_data),
     }
