@@ -215,7 +215,9 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
         ("--max-position-embeddings", "20"): "--max-position-embeddings 20: .* has 12",
         ("--vocab-size", "1004"): "--vocab-size 1004: .* has 1003 tokens; to add 1: --extend-vocabulary",
         ("--vocab-size", "1002", "--extend-vocabulary"): "--vocab-size 1002: .* has 1003 tokens, and none",
-        ("--extend-vocabulary",): "--extend-vocabulary: .* has 1003 tokens; say how many",
+        (
+            "--extend-vocabulary",
+        ): "--extend-vocabulary: .* has 1003 tokens; give the new number with a larger --vocab-size",
         (
             "--vocab-size",
             "1004",
