@@ -155,9 +155,9 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""What is here -> the short words that people have for it, those of nanoGPT's options among them."""
+"""Flag here -> short names that other programs use for it, nanoGPT among them."""
 
-# Read --max-steps as "--max-steps of another program is our --train-iters". Underscores and case do not matter.
+# An entry means, for example: --max-steps of another program is --train-iters here. Underscores and case do not matter.
 FLAGS: Mapping[str, str] = MappingProxyType(
     {
         # Megatron-LM and Megatron-DeepSpeed
