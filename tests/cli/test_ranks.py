@@ -89,7 +89,6 @@ def _blocks(process: int, kind: signal.Signals) -> bool:
         ("--ranks 4 --tp 2", {}, 4),
         ("--tp 2 --ranks=4", {}, 4),
         ("--ranks 4 --ranks 1", {}, 1),
-        ("--ranks 4 --help", {}, None),
         ("--ranks 4 --validate-only", {}, None),
         ("--ranks four", {}, None),
         ("--ranks 0", {}, None),
