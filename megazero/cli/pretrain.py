@@ -44,7 +44,7 @@ def ranks_to_start(argv: Sequence[str], environment: Mapping[str, str]) -> int |
     command = read_command_line(argv).command
     if command.ranks is None or command.ranks < 1 or BY_A_LAUNCHER & environment.keys():
         return None
-    return None if command.starts_nothing else command.ranks
+    return None if command.help or command.help_all or command.starts_nothing else command.ranks
 
 
 def this_command(started: Sequence[str], argv: Sequence[str]) -> list[str]:
