@@ -133,7 +133,7 @@ def run(command: Command, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
         patch.chdir(folder)
         patch.setattr(sys, "stdin", io.StringIO("Say 7.\n"))
-        patch.setattr("megazero.launch.leave", sys.exit)  # a rank would end this process
+        patch.setattr("megazero.launch.exit_now", sys.exit)  # a rank would end this process
         try:
             status = main(words) if words[0] != "pretrain" else look(words[1:])
         except SystemExit as end:
