@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import kernel_attention, refusal
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.attention.sdpa import efficient_attention, flash_attention, flash_backends
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionCase, AttentionSupport, Body, capability, choose
 from fused_ops.native.library import matrix_kernels
 
@@ -65,7 +65,8 @@ def causal_attention(
         assert library is not None
         return kernel_attention(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)
     if body is Body.FLASH:
-        return flash_attention(mixed, *heads, scale=scale)
+        backends = flash_backends(mixed.device, groups, mixed.shape[0], cudnn=not support.cudnn)
+        return flash_attention(mixed, *heads, scale=scale, backends=backends)
     if body is Body.EFFICIENT:
         return efficient_attention(mixed, *heads, scale=scale)
     if body is Body.FLEX:

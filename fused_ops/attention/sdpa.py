@@ -19,8 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
 from fused_ops.attention.selection import capability
 
+CUDNN = (SDPBackend.CUDNN_ATTENTION,)
+FLASH = (SDPBackend.FLASH_ATTENTION,)
 EFFICIENT = (SDPBackend.EFFICIENT_ATTENTION,)
 
 
@@ -38,23 +41,32 @@ def joined(context: Tensor) -> Tensor:
     return context.permute(2, 0, 1, 3).flatten(2)
 
 
-@cache
-def flash_backends(device: torch.device) -> tuple[SDPBackend, ...]:
-    """The backends of "flash" on a device, the faster first: cuDNN's is made for Hopper and Blackwell, torch's for
-    Ampere.
+def flash_attention(
+    mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float, backends: tuple[SDPBackend, ...] = ()
+) -> Tensor:
+    """Causal attention: [s, b, g(r + 2)d] -> [s, b, nd].
 
-    cuDNN's refuses some shapes and deterministic mode; torch's is then used.
+    backends  torch's, in order: the first that takes the shape computes. Without any torch chooses, as on a CPU
     """
-    both = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-    return both if (capability(device) or (0, 0))[0] in (9, 10) else both[::-1]
-
-
-def flash_attention(mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float) -> Tensor:
-    """Causal attention: [s, b, g(r + 2)d] -> [s, b, nd]. On a CPU torch chooses the backend."""
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
-    with _only(flash_backends(mixed.device) if mixed.is_cuda else ()):
+    with _only(backends):
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=repeats > 1)
     return joined(context)
+
+
+@cache
+def flash_backends(device: torch.device, groups: int, length: int, cudnn: bool) -> tuple[SDPBackend, ...]:
+    """The backends of "flash" on a device, the faster first; empty on a CPU.
+
+    cudnn  whether cuDNN's attention was tried in this process and is right. It is made for Hopper and Blackwell, torch's
+           for Ampere. It refuses some shapes and deterministic mode; torch's is then used
+    """
+    card = capability(device)
+    if card is None:
+        return ()
+    if not cudnn or cudnn_refusal(CudnnCase(card, *versions(), groups, length)):
+        return FLASH
+    return CUDNN + FLASH
 
 
 def efficient_attention(mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float) -> Tensor:

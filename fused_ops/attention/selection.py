@@ -72,6 +72,7 @@ class AttentionSupport:
     flash      the same
     efficient  the same
     flex       the same
+    cudnn      why cuDNN's attention does not compute what flash does; empty if it does
     """
 
     asked: str = "auto"
@@ -80,6 +81,7 @@ class AttentionSupport:
     flash: str = ""
     efficient: str = ""
     flex: str = "it was not tried in this process"
+    cudnn: str = "it was not tried in this process"
 
 
 @cache
@@ -180,13 +182,20 @@ def choose(case: AttentionCase, support: AttentionSupport) -> AttentionChoice:
     if wanted is not None:
         against = obstacle(wanted, case, support, asked=True)
         if against is None:
-            return AttentionChoice(wanted, f"as --attention {support.asked} asks")
+            return _chosen(wanted, f"as --attention {support.asked} asks", case, support)
         if case.recorded:
             raise ValueError(f"--attention {support.asked} cannot run: {against}")
     refused: list[str] = []
     for body in ORDER:
         against = obstacle(body, case, support)
         if against is None:
-            return AttentionChoice(body, "; ".join(refused) or "the first choice")
+            return _chosen(body, "; ".join(refused) or "the first choice", case, support)
         refused.append(f"no {body.value}: {against}")
     raise AssertionError("nothing speaks against the last body")
+
+
+def _chosen(body: Body, reason: str, case: AttentionCase, support: AttentionSupport) -> AttentionChoice:
+    """A choice; of flash on a card also whether cuDNN computes it."""
+    if body is Body.FLASH and case.kind == "cuda":
+        reason += f"; not cuDNN's: {support.cudnn}" if support.cudnn else "; cuDNN's"
+    return AttentionChoice(body, reason)

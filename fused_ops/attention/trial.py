@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import refusal
-from fused_ops.attention.sdpa import efficient_attention, flash_attention
+from fused_ops.attention.sdpa import CUDNN, efficient_attention, flash_attention, flash_backends
 from fused_ops.attention.selection import ASKED, AttentionCase, AttentionSupport, Body, capability, choose, obstacle
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import SUFFIXES, choice, torch_library
@@ -99,9 +101,12 @@ def find_support(asked: str, workload: AttentionWorkload, device: torch.device) 
     support, case = static_support(asked, workload.length), workload.case(device)
     support = replace(support, kernel=kernel_refusal(device.type, workload.dtype) or "")
     if device.type == "cuda":
+        if choose(case, support).body is Body.FLASH:
+            support = replace(support, cudnn=_cudnn_failure(workload, device))
+        backends = flash_backends(device, workload.groups, workload.length, cudnn=not support.cudnn)
         left = {Body.FLASH: "flash", Body.EFFICIENT: "efficient", Body.FLEX: "flex"}
         while (body := choose(case, support).body) in left:
-            reason = failure(partial(_trial, body, workload, device), workload, device)
+            reason = failure(partial(_trial, body, workload, device, backends), workload, device)
             told: dict[str, Any] = {left.pop(body): reason}
             support = replace(support, **told)
             if not reason:
@@ -113,13 +118,25 @@ def find_support(asked: str, workload: AttentionWorkload, device: torch.device) 
     return support
 
 
-def _trial(body: Body, workload: AttentionWorkload, device: torch.device, mixed: Tensor) -> Tensor:
+def _cudnn_failure(workload: AttentionWorkload, device: torch.device) -> str:
+    """Why cuDNN's attention does not compute this on the card: a known fault, or numbers that are not float64's."""
+    card = capability(device)
+    if card is None:
+        return AttentionSupport.cudnn
+    fault = cudnn_refusal(CudnnCase(card, *versions(), workload.groups, workload.length))
+    return fault or failure(partial(_trial, Body.FLASH, workload, device, CUDNN), workload, device)
+
+
+def _trial(
+    body: Body, workload: AttentionWorkload, device: torch.device, backends: tuple[SDPBackend, ...], mixed: Tensor
+) -> Tensor:
     heads, scale = (workload.groups, workload.repeats, workload.head_dim), 1 / math.sqrt(workload.head_dim)
-    if body is not Body.FLEX:
-        return (flash_attention if body is Body.FLASH else efficient_attention)(mixed, *heads, scale=scale)
-    return flex_attention(
-        mixed, *heads, scale=scale, slopes=_slopes(workload, device), documents=_documents(workload, device)
-    )
+    if body is Body.FLASH:
+        return flash_attention(mixed, *heads, scale=scale, backends=backends)
+    if body is Body.EFFICIENT:
+        return efficient_attention(mixed, *heads, scale=scale)
+    slopes, documents = _slopes(workload, device), _documents(workload, device)
+    return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
 
 
 def _slopes(workload: AttentionWorkload, device: torch.device) -> Tensor | None:

@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torchs
 
 from fused_ops import attention
-from fused_ops.attention import causal_attention
+from fused_ops.attention import causal_attention, sdpa
 from fused_ops.attention import flex as attention_flex
 from fused_ops.attention import trial as attention_trial
+from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
 from fused_ops.attention.flex import BLOCK, causal_blocks, flex_attention, flex_body, visible_blocks
 from fused_ops.attention.reference import reference_attention
-from fused_ops.attention.sdpa import efficient_attention, flash_attention, heads_of
+from fused_ops.attention.sdpa import CUDNN, FLASH, efficient_attention, flash_attention, heads_of
 from fused_ops.attention.selection import (
     ASKED,
     NOTHING_TRIED,
@@ -55,7 +57,9 @@ RULE = [
     (case(**CPU, kernel=True, dropout=True), READY, Body.SOFTMAX, "no C\\+\\+ kernel: it draws no dropout"),
     (case(FP64, **CPU), READY, Body.FLASH, "none for this device and dtype"),
     (case(FP64, **CPU, alibi=True), READY, Body.SOFTMAX, "ALiBi.*CUDA only"),
-    (case(), READY, Body.FLASH, "no C\\+\\+ kernel"),
+    (case(), READY, Body.FLASH, "no C\\+\\+ kernel.*; not cuDNN's: it was not tried in this process$"),
+    (case(), replace(READY, cudnn=""), Body.FLASH, "no C\\+\\+ kernel.*; cuDNN's$"),
+    (case(), replace(READY, cudnn="", asked="flash"), Body.FLASH, "asks; cuDNN's$"),
     (case(FP16, 256), READY, Body.FLASH, "no C"),
     (case(FP16, 264), READY, Body.EFFICIENT, "heads of up to 256"),
     (case(FP32), READY, Body.EFFICIENT, "bf16 and fp16 only"),
@@ -332,11 +336,12 @@ def test_the_offer_of_a_cpu_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     ("alibi", "failing", "body", "tried"),
     [
         (True, set(), Body.FLEX, ["flex"]),
-        (False, set(), Body.FLASH, ["flash"]),
+        (False, set(), Body.FLASH, ["cudnn", "flash"]),
         (True, {"flex"}, Body.SOFTMAX, ["flex"]),
-        (False, {"flash"}, Body.EFFICIENT, ["flash", "efficient"]),
-        (False, {"flash", "efficient"}, Body.FLEX, ["flash", "efficient", "flex"]),
-        (False, {"flash", "efficient", "flex"}, Body.SOFTMAX, ["flash", "efficient", "flex"]),
+        (False, {"cudnn"}, Body.FLASH, ["cudnn", "flash"]),
+        (False, {"flash"}, Body.EFFICIENT, ["cudnn", "flash", "efficient"]),
+        (False, {"flash", "efficient"}, Body.FLEX, ["cudnn", "flash", "efficient", "flex"]),
+        (False, {"flash", "efficient", "flex"}, Body.SOFTMAX, ["cudnn", "flash", "efficient", "flex"]),
     ],
 )
 def test_what_fails_in_the_trial_is_not_chosen(
@@ -346,14 +351,17 @@ def test_what_fails_in_the_trial_is_not_chosen(
     the next is taken.
     """
     asked: list[str] = []
+    used: list[tuple[SDPBackend, ...]] = []
 
     def tries(function: Any, workload: AttentionWorkload, device: torch.device) -> str:
-        name = str(function.args[0].name).lower()
+        body, backends = function.args[0], function.args[-1]
+        name = "cudnn" if body is Body.FLASH and backends == CUDNN else str(body.name).lower()
         asked.append(name)
+        used.append(backends)
         return "it fails here" if name in failing else ""
 
     monkeypatch.setattr(attention_trial, "failure", tries)
-    monkeypatch.setattr(attention_trial, "capability", lambda device: (9, 0))
+    on_hopper(monkeypatch)
     monkeypatch.setattr(attention_trial, "find_spec", lambda name: object())
     find_support.cache_clear()
     workload, card = AttentionWorkload(BF16, 512, 1, 2, 1, 64, alibi=alibi), torch.device("cuda", 0)
@@ -361,6 +369,9 @@ def test_what_fails_in_the_trial_is_not_chosen(
     found = choose(workload.case(card), support)
     assert found.body is body and asked == tried
     assert ("it fails here" in found.reason) == bool(failing)
+    if body is Body.FLASH:
+        assert used[-1] == (FLASH if failing else CUDNN + FLASH), "what is tried is what runs"
+        assert found.reason.endswith("; not cuDNN's: it fails here" if failing else "; cuDNN's")
     if not alibi and not failing:  # nobody has tried FlexAttention, so evaluation does not either
         assert support.flex == AttentionSupport.flex
     if failing == {"flex"}:
@@ -368,6 +379,64 @@ def test_what_fails_in_the_trial_is_not_chosen(
         with pytest.raises(ValueError, match="--attention flex cannot run: it fails here"):
             find_support("flex", workload, card)
     find_support.cache_clear()
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of compute capability 9.0, with versions at which cuDNN's attention has no known fault."""
+    for module in (attention_trial, sdpa):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+        monkeypatch.setattr(module, "versions", lambda: ((13, 0), 92000))
+    sdpa.flash_backends.cache_clear()
+
+
+HOPPER = CudnnCase(capability=(9, 0), cuda=(12, 9), cudnn=91501, groups=4, length=500)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"capability": (8, 0)}, "as fast"),
+        ({"capability": (12, 0)}, "as fast"),
+        ({"cuda": (12, 8)}, "CUDA before 12.9"),
+        ({"cuda": (0, 0)}, "CUDA before 12.9"),
+        ({"cuda": (13, 0)}, None),
+        ({"capability": (10, 0)}, "fewer than 8 key-value heads"),
+        ({"capability": (10, 3), "groups": 7}, "fewer than 8 key-value heads"),
+        ({"capability": (10, 0), "groups": 8}, None),
+        ({"cudnn": 91500}, "9.15.1"),
+        ({"cudnn": 90800}, "9.15.1"),
+        ({"cudnn": 91500, "length": 512}, None),
+    ],
+)
+def test_cudnn_computes_where_it_has_no_known_fault(
+    change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = replace(HOPPER, **change)
+    refusal = cudnn_refusal(given)
+    assert refusal is None if reason is None else re.search(reason, refusal or "")
+    monkeypatch.setattr(sdpa, "capability", lambda device: given.capability)
+    monkeypatch.setattr(sdpa, "versions", lambda: (given.cuda, given.cudnn))
+    sdpa.flash_backends.cache_clear()
+    card = torch.device("cuda", 0)
+    assert sdpa.flash_backends(card, given.groups, given.length, True) == (CUDNN + FLASH if reason is None else FLASH)
+    assert sdpa.flash_backends(card, given.groups, given.length, False) == FLASH, "it was not tried, or failed"
+    sdpa.flash_backends.cache_clear()
+
+
+def test_a_known_fault_of_cudnn_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper(monkeypatch)
+    monkeypatch.setattr(attention_trial, "versions", lambda: ((12, 8), 92000))
+    monkeypatch.setattr(attention_trial, "failure", lambda *_: pytest.fail("tried"))
+    why = attention_trial._cudnn_failure(AttentionWorkload(BF16, 512, 1, 2, 1, 64), torch.device("cuda", 0))
+    assert "CUDA before 12.9" in why
+
+
+@pytest.mark.parametrize(("said", "known"), [("12.8", (12, 8)), ("13.0", (13, 0)), ("13", (13, 0)), (None, (0, 0))])
+def test_versions_are_those_of_torch(said: str | None, known: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", said)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert versions() == (known, 91900)
 
 
 def test_without_triton_there_is_no_flex(monkeypatch: pytest.MonkeyPatch) -> None:

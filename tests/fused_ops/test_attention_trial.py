@@ -100,4 +100,4 @@ def test_torchs_own_bodies_pass_their_trial(body: Callable[..., Tensor], monkeyp
 def test_flex_passes_its_trial_with_slopes_and_documents(with_gradients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_trial, "flex_attention", in_eager)
     workload, cpu = replace(TRIED[0], dtype=FP64), torch.device("cpu")
-    assert failure(lambda mixed: attention_trial._trial(Body.FLEX, workload, cpu, mixed), workload, cpu) == ""
+    assert failure(lambda mixed: attention_trial._trial(Body.FLEX, workload, cpu, (), mixed), workload, cpu) == ""
