@@ -79,6 +79,28 @@ def test_softmax_of_any_length(cuda_level, keys, offset, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [40, 8200])
+def test_softmax_backward_leaves_what_no_query_sees(cuda_level, keys, dtype):
+    """The probabilities there are zeros, and so are their gradients: a write would be a third of the traffic.
+
+    Numbers that differ stand in their place. A store is 16 bytes wide, so the rest of its last pack is written.
+    """
+    queries, pack = 24, 16 // dtype.itemsize
+    probs, incoming = (drawn(1, 1, queries, keys, seed=seed, dtype=dtype) for seed in (1, 2))
+    before = probs.clone()
+    found = library.kernels(probs)
+    assert found is not None
+    found.call(f"softmax_backward_{library.suffix(dtype)}", 1, 1, queries, keys, probs, incoming, 0.3)
+    for query in range(queries):
+        seen = keys - queries + query + 1
+        left = -(-seen // pack) * pack
+        p, g = before[0, 0, query, :seen].double(), incoming[0, 0, query, :seen].double()
+        assert_close(probs[0, 0, query, :seen], p * (g - (p * g).sum()) * 0.3, size=(p * g).abs().sum().item())
+        assert torch.equal(probs[0, 0, query, left:], before[0, 0, query, left:])
+        assert not probs[0, 0, query, seen:left].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("h", LENGTHS)
 def test_norms_of_any_length(cuda_level, h, centred, dtype):

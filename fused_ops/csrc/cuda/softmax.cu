@@ -3,6 +3,8 @@
 //
 // Memory is read once and written once: rows of up to 8,192 keys stay in registers. As on the CPU, the bias is relative
 // to the query's own position, slope * (key - own), so that scores of near keys do not lose digits at large positions.
+// Probabilities beyond the keys that a query sees are zero, and so are the gradients of their scores: backward does not
+// write them.
 #include "rows.h"
 
 using namespace mz;
@@ -91,13 +93,10 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) backward(T* probs, const T* grad, Shap
       if (i + j < seen) total += a[j] * b[j];
   });
   total = over_group<Tiles::GROUP>(total, Sum());
-  each_pack<Tiles>(s.keys, [&](int64_t i, int number) {
-    Floats<W> value = all_of<W>(0.0f);
-    if (i < seen) {
-      Floats<W> a = own.at(i, number), b = in.at(i, number);
+  each_pack<Tiles>(seen, [&](int64_t i, int number) {
+    Floats<W> a = own.at(i, number), b = in.at(i, number), value;
 #pragma unroll
-      for (int j = 0; j < W; ++j) value[j] = i + j < seen ? a[j] * (b[j] - total) * scale : 0.0f;
-    }
+    for (int j = 0; j < W; ++j) value[j] = i + j < seen ? a[j] * (b[j] - total) * scale : 0.0f;
     store<W>(p + i, value);
   });
 }
