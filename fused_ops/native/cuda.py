@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,30 @@ class CudaLibrary(Library):
         self._scratch: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        """Launch `name` on the current stream of the tensors' device. Arguments as in `Library.call`, without threads.
+        """Launch `name` on the current stream of the tensors' device, which need not be the current one. Arguments as in
+        `Library.call`, without threads.
 
-        Raises RuntimeError if the launch fails. CUDA reports later errors of the kernel as for any other kernel.
+        Raises RuntimeError if the launch fails, or if tensors lie on several devices. CUDA reports later errors of the
+        kernel as for any other kernel.
         """
-        device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+        device = _device_of(name, arguments)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # a launch on a stream of another device than the current fails
+                self._queue(name, device, arguments)
+        else:
+            self._queue(name, device, arguments)
+
+    def versions(self) -> tuple[int, int]:
+        """Versions of CUDA, 12090 for 12.9: (the newest that the driver runs, that of the runtime in this library);
+        zeros without a driver, and of the emulation.
+        """
+        driver, runtime = ctypes.c_int32(), ctypes.c_int32()
+        code = self.function("cuda_versions")(ctypes.byref(driver), ctypes.byref(runtime))
+        if code:
+            raise RuntimeError(f"CUDA says no version: {self._error(code)} (CUDA error {code})")
+        return driver.value, runtime.value
+
+    def _queue(self, name: str, device: torch.device, arguments: Sequence[Tensor | int | float | None]) -> None:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         function, given = self.function(name), [as_c_argument(argument) for argument in arguments]
         launch = self._launch(device, stream, 0)
@@ -69,3 +89,11 @@ class CudaLibrary(Library):
         function.restype = ctypes.c_char_p
         text: bytes = function(ctypes.c_int64(code))
         return text.decode()
+
+
+def _device_of(name: str, arguments: Sequence[Tensor | int | float | None]) -> torch.device:
+    """The device of all tensors."""
+    devices = [argument.device for argument in arguments if isinstance(argument, Tensor)]
+    if any([device != devices[0] for device in devices]):  # noqa: C419 - a generator takes twice as long
+        raise RuntimeError(f"{name}: its tensors lie on {', '.join(sorted({str(device) for device in devices}))}")
+    return devices[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from fused_ops.native import compile as compiling
 from fused_ops.native.binding import Library
 from fused_ops.native.cache import find_or_build
+from fused_ops.native.card_trial import card_refusal
 from fused_ops.native.compile import CompileError, Target
 from fused_ops.native.cuda import CudaLibrary
 
@@ -82,7 +83,8 @@ def processor_flags() -> frozenset[str]:
 def cpu_library(asked: str) -> Library | None:
     """The CPU kernels for a choice of MEGAZERO_FUSED, loaded once.
 
-    None for `reference`, and, with one warning, where they cannot be compiled or loaded.
+    None for `reference`, and, with one warning, where they cannot be compiled or loaded, or fail the
+    trial.
     """
     if asked == "reference":
         return None
@@ -133,15 +135,20 @@ def torch_library(asked: str) -> Library | None:
 
 @cache
 def cuda_library(asked: str, index: int) -> Library | None:
-    """The CUDA kernels for GPU `index`, compiled for its compute capability at first use.
+    """The CUDA kernels for GPU `index`, compiled for its compute capability at first use, and tried there.
 
-    None for `reference`, and, with one warning, where they cannot be compiled or loaded.
+    None for `reference`, and, with one warning, where they cannot be compiled or loaded, or fail the
+    trial.
     """
     if asked == "reference":
         return None
     major, minor = torch.cuda.get_device_capability(index)
     try:
-        return CudaLibrary(find_or_build(compiling.cuda_target(f"{major}{minor}")), f"CUDA sm_{major}{minor}")
+        library = CudaLibrary(find_or_build(compiling.cuda_target(f"{major}{minor}")), f"CUDA sm_{major}{minor}")
+        refusal = card_refusal(library, torch.device("cuda", index))
     except (CompileError, OSError) as error:
-        warnings.warn(f"megazero runs without its CUDA kernels, with torch's own ops instead: {error}", stacklevel=2)
+        refusal = str(error)
+    if refusal:
+        warnings.warn(f"megazero runs without its CUDA kernels, with torch's own ops instead: {refusal}", stacklevel=2)
         return None
+    return library

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from fused_ops.native import compile as compiling
-from fused_ops.native.binding import Library
 from fused_ops.native.cache import find_or_build
+from fused_ops.native.card_trial import card_refusal
 from fused_ops.native.compile import NVCC, SOURCES, CompileError
+from fused_ops.native.cuda import CudaLibrary
 
 FOLDER = SOURCES / "cuda"
 CAPABILITIES = ("80", "90")
@@ -102,11 +104,12 @@ def test_sources_include_nothing_of_torch():
 
 @pytest.mark.slow
 def test_the_library_for_a_card_is_built_and_has_every_function_of_the_emulated_one(card):
-    assert (
-        exported(card.library) == exported(find_or_build(compiling.emulated_target()))
-        and len(exported(card.library)) > 60
-    )
-    Library(card.library, "CUDA")  # loads where there is no card and no driver
+    assert exported(card.library) == exported(find_or_build(compiling.emulated_target())) and len(exported(card.library)) > 60
+    found = CudaLibrary(card.library, "CUDA")  # loads where there is no card and no driver
+    driver, runtime = found.versions()
+    assert runtime >= 11000 and (driver == 0) == (not Path("/dev/nvidiactl").exists())
+    if driver == 0:
+        assert "no driver was found" in card_refusal(found, torch.device("cuda", 0))
 
 
 def exported(path: Path) -> set[str]:
