@@ -12,12 +12,14 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
@@ -71,19 +73,52 @@ class Compiler:
 
     called: str
     variable: str
-    commands: tuple[str, ...]
+    commands: Callable[[], Sequence[str]]
     advice: str
 
 
-CPP = Compiler("C++ compiler", "CXX", ("g++", "c++", "clang++"), "`sudo apt-get install -y g++` installs one")
+def _nvccs() -> list[str]:
+    """nvcc of CUDA_HOME, of pip's packages, of PATH, and where the toolkit's installer puts it.
+
+    pip's comes before PATH's: who installs `megazero[cuda]` means it, and its version is that of torch.
+    """
+    home = [str(Path(os.environ[name]) / "bin/nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    return [*home, *map(str, _nvccs_of_pip()), "nvcc", "/usr/local/cuda/bin/nvcc"]
+
+
+def _nvccs_of_pip() -> list[Path]:
+    """Those in this environment that have all of their parts: other packages bring single ones, as torch's does."""
+    found = find_spec("nvidia")
+    folders = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+    roots = [root for folder in folders for root in sorted(folder.glob("cu[0-9]*"), reverse=True)]
+    parts = "bin/nvcc", "bin/ptxas", "nvvm/bin/cicc", "include/nv/target", "lib/libcudart_static.a"
+    return [root / parts[0] for root in roots if all((root / part).exists() for part in parts)]
+
+
+CPP = Compiler("C++ compiler", "CXX", lambda: ("g++", "c++", "clang++"), "`sudo apt-get install -y g++` installs one")
 NVCC = Compiler(
     "CUDA compiler",
     "CUDACXX",
-    ("nvcc", "/usr/local/cuda/bin/nvcc"),
-    "install the CUDA toolkit of the version that torch was built for (`python -c 'import torch; "
-    "print(torch.version.cuda)'`), "
-    "or name its nvcc in CUDACXX",
+    _nvccs,
+    "`pip install 'megazero[cuda]'` brings one of CUDA 13.0; for another version, which has to be that of torch "
+    "(`python -c 'import torch; print(torch.version.cuda)'`), install its toolkit, or name its nvcc in CUDACXX",
 )
+HINTS = (
+    (
+        "unsupported GNU version|unsupported clang version",
+        "this nvcc knows no host compiler as new: name an older one (NVCC_PREPEND_FLAGS='-ccbin g++-13'), or take a "
+        "newer nvcc",
+    ),
+    (
+        "exception specification is incompatible",
+        "glibc 2.41 and newer declare functions that nvcc before CUDA 13 declares too: take nvcc of CUDA 13",
+    ),
+    (
+        "Unsupported gpu architecture|is not defined for option 'gpu-architecture'",
+        "this nvcc knows the card no longer: name an older one in CUDACXX",
+    ),
+)
+"""What compilers say, and what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +162,26 @@ def cpu_target(level: str) -> Target:
 
 
 def cuda_target(capability: str) -> Target:
-    """The CUDA kernels for GPUs of a compute capability ("90" for 9.0)."""
-    flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{capability},code=sm_{capability}")
+    """The CUDA kernels for GPUs of a compute capability ("90" for 9.0).
+
+    They are machine code and PTX, from which the driver compiles for newer GPUs. For a GPU that is newer than the
+    compiler they are PTX for the newest capability that the compiler knows.
+    """
+    older = [known for known in _capabilities() if int(known) <= int(capability)]
+    made_for = older[-1] if older else capability
+    code = f"[sm_{made_for},compute_{made_for}]" if made_for == capability else f"compute_{made_for}"
+    flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{made_for},code={code}")
     return Target(f"cuda_sm{capability}", "cuda", flags, compiler=NVCC)
+
+
+def _capabilities() -> list[str]:
+    """Those that the CUDA compiler knows, oldest first; empty where there is no compiler."""
+    try:
+        words = [*shlex.split(compiler(NVCC)), "--list-gpu-arch"]
+    except CompileError:
+        return []
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return sorted(re.findall(r"^compute_(\d+)$", said, re.MULTILINE), key=int)
 
 
 def emulated_target() -> Target:
@@ -139,7 +191,7 @@ def emulated_target() -> Target:
 
 def compiler(kind: Compiler = CPP) -> str:
     """The command of a compiler. Raises CompileError with what to install if there is none."""
-    wanted = (os.environ[kind.variable],) if os.environ.get(kind.variable) else kind.commands
+    wanted = (os.environ[kind.variable],) if os.environ.get(kind.variable) else kind.commands()
     for command in wanted:
         if shutil.which(shlex.split(command)[0]):
             return command
@@ -164,7 +216,9 @@ def build(targets: Sequence[Target], folder: Path, work: Path) -> list[Path]:
     (work / "build.ninja").write_text(_rules(targets))
     done = subprocess.run([*_ninja(), "-C", str(work)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CompileError("compiling the kernels failed:\n" + "\n".join(done.stdout.splitlines()[-30:]) + done.stderr)
+        said = "\n".join(done.stdout.splitlines()[-30:]) + done.stderr
+        hints = "".join(f"\n{advice}" for words, advice in HINTS if re.search(words, done.stdout))
+        raise CompileError(f"compiling the kernels failed:\n{said}{hints}")
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for target in targets:
@@ -198,14 +252,21 @@ def _rules(targets: Sequence[Target]) -> str:
         "  command = $compiler -shared $in -o $out $links",
     ]
     for target in targets:
-        command = f"  compiler = {compiler(target.compiler)}"
+        found = compiler(target.compiler)
+        command, links = f"  compiler = {found}", [*target.links, *_runtime_links(found)]
         flags = " ".join([*target.flags, *(f"-isystem {_escaped(path)}" for path in target.includes)])
         objects = []
         for source in target.sources:
             objects.append(f"{target.name}/{source.stem}.o")
             lines += [f"build {objects[-1]}: compile {_escaped(str(source))}", command, f"  flags = {flags}"]
-        lines += [f"build {target.name}.so: link {' '.join(objects)}", command, f"  links = {' '.join(target.links)}"]
+        lines += [f"build {target.name}.so: link {' '.join(objects)}", command, f"  links = {' '.join(links)}"]
     return "\n".join(lines) + "\n"
+
+
+def _runtime_links(command: str) -> list[str]:
+    """Where pip's nvcc has its runtime, which it does not look for there itself."""
+    folder = Path(shutil.which(shlex.split(command)[0]) or "").resolve().parents[1] / "lib"
+    return [f"-L{folder}"] if (folder / "libcudart_static.a").exists() else []
 
 
 def _escaped(path: str) -> str:
