@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 from fused_ops.native import compile as compiling
 from fused_ops.native.compile import CompileError, Target
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What a file system without file locks says."""
 INSTALLED = Path(__file__).resolve().parents[1] / "_kernels"
 
 
@@ -57,7 +60,15 @@ def _is_current(installed: Path, target: Target) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file lock of the operating system, which is released when the process ends."""
+    """Hold a file lock of the operating system, which is released when the process ends.
+
+    A file system may have none. Then every process compiles for itself, in a folder of its own, and the last rename
+    counts: all of them have the same library.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         yield

@@ -1,5 +1,7 @@
 """Which kernels a process takes: the level of its processor, and where their library comes from."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,22 @@ def test_another_compiler_compiles_for_itself(cache, monkeypatch):
     found = kept.find_or_build(cpu_target("generic"))
     assert found.exists() and found != made and found.parent.parent == made.parent.parent
     assert kept.find_or_build(cpu_target("generic")) == found
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_file_locks_every_process_compiles_for_itself(cache, monkeypatch, code):
+    def refuse(file, kind):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(kept.fcntl, "flock", refuse)
+    monkeypatch.setattr(compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
+    assert kept.find_or_build(cpu_target("generic")).exists()
+
+
+def test_another_error_of_the_lock_is_one(cache, monkeypatch):
+    def refuse(file, kind):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(kept.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        kept.find_or_build(cpu_target("generic"))
