@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fused_ops.attention.selection import Body, choose
-from fused_ops.registry import COMPILED, describe, refusal
+from fused_ops.attention.selection import choose
+from fused_ops.registry import refusal
 from megazero.config.count import parameters
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, state_dtype
@@ -34,6 +34,7 @@ from megazero.system import allocator, threads
 from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
+from megazero.train.bodies import bodies_of
 
 
 def banner(
@@ -69,13 +70,8 @@ def banner(
 
 
 def _ops(run: Run, device: torch.device) -> str:
-    ops = compiled_ops(run, device)
+    ops, bodies = compiled_ops(run, device), bodies_of(run, device)
     attention = choose(attention_workload(run).case(device), attention_support(run, device))
-    bodies = describe(
-        device, dtype=compute_dtype(run.optimizer.precision), fp8=run.optimizer.fp8 != "off"
-    ) | dict.fromkeys(ops, COMPILED)
-    if attention.body is not Body.KERNEL:
-        bodies["attention"] = attention.body.value
     lines = [("attention", f"{attention.body.value}: {attention.reason}")]
     if device.type == "cpu" and (why := refusal("weight_gradient", compute_dtype(run.optimizer.precision))):
         lines.append(("weight gradient", f"torch's own: no C++ kernel: {why}"))

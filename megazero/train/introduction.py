@@ -11,6 +11,7 @@ from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
 from megazero.system.durable import replace_file
 from megazero.train.banner import banner
+from megazero.train.bodies import bodies_of, note_of_other_bodies
 from megazero.train.path_checks import checkpoints_in_the_way
 from megazero.train.prepare import Prepared
 from megazero.train.resume import StartPoint
@@ -36,11 +37,12 @@ def introduce(
     fence: that of the save folder, if there is one. parsed: the user's settings; None if a program made the run. Raises
     FenceLost if another run has claimed the folder.
     """
+    others = note_of_other_bodies(bodies_of(run, grid.device), grid)
     if grid.rank != 0:
         return
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
     said, notes = (None, ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
-    notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration))
+    notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration), *filter(None, [others]))
     print(banner(run, grid, prepared.text, start.text, changes, said, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()

@@ -1,0 +1,58 @@
+"""Which bodies compute the ops of a run on this rank, and whether they are the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Mapping
+
+import torch
+
+from fused_ops.attention.selection import Body, choose
+from fused_ops.registry import COMPILED, describe
+from megazero.checkpoint.agreement import broadcast_text
+from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import Run
+from megazero.mpu.collectives import all_reduce, broadcast
+from megazero.mpu.grid import ProcessGrid
+from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
+
+
+def bodies_of(run: Run, device: torch.device) -> dict[str, str]:
+    """Op -> the body that computes it on a device of this rank, in words."""
+    attention = choose(attention_workload(run).case(device), attention_support(run, device))
+    dtype, fp8 = compute_dtype(run.optimizer.precision), run.optimizer.fp8 != "off"
+    bodies = describe(device, dtype=dtype, fp8=fp8) | dict.fromkeys(compiled_ops(run, device), COMPILED)
+    return bodies if attention.body is Body.KERNEL else bodies | {"attention": attention.body.value}
+
+
+def note_of_other_bodies(bodies: Mapping[str, str], grid: ProcessGrid) -> str:
+    """A sentence on the ranks whose bodies are not those of rank 0; empty where all ranks have the same.
+
+    The results of two bodies agree up to rounding, and a body that falls back is slower: the step waits for it. A
+    collective of the world: a broadcast and an all-reduce of one int64 each. Where bodies differ one more of each, and
+    a text of the lowest rank that differs.
+    """
+    world, device = grid.world, grid.device
+    text = json.dumps(dict(bodies), sort_keys=True).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    own = torch.tensor([digest], dtype=torch.int64, device=device)
+    first = own.clone()
+    broadcast(first, world, 0).wait()
+    differs = bool((own != first).item())
+    lowest = torch.tensor([world.index if differs else world.size], dtype=torch.int64, device=device)
+    all_reduce(lowest, world, "min").wait()
+    index = int(lowest.item())
+    if index == world.size:
+        return ""
+    count = torch.tensor([int(differs)], dtype=torch.int64, device=device)
+    all_reduce(count, world).wait()
+    mine = json.dumps([socket.gethostname(), dict(bodies)]) if index == world.index else None
+    host, others = json.loads(broadcast_text(world, device, mine, index) or "[]")
+    changed = [f"{op}: {body}, here {bodies.get(op)}" for op, body in others.items() if body != bodies.get(op)]
+    return (
+        f"{int(count.item())} of {world.size} ranks compute with other bodies than rank 0: the first, rank {index} on "
+        f"{host}, with {'; '.join(changed)}. Its own warnings say why. Results of two bodies agree up to rounding; "
+        "a step takes as long as on the slowest rank"
+    )

@@ -1,0 +1,43 @@
+"""Ranks that compute with other bodies than rank 0 are named before the first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_ops.native.library import cpu_library
+from megazero.config.parse import parse_run
+from megazero.mpu.grid import Axes, build_grid
+from megazero.train.bodies import bodies_of, note_of_other_bodies
+from tests.ranks import run_ranks
+
+FLAGS = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "3", "--seq-length", "16", "--device"]
+
+
+def note(rank: int, levels: list[str]) -> tuple[str, dict[str, str]]:
+    """What rank `rank` hears where each rank has kernels of its own level."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGAZERO_FUSED", levels[rank])
+        run = parse_run([*FLAGS, "cpu"], len(levels))
+        bodies = bodies_of(run, torch.device("cpu"))
+        return note_of_other_bodies(bodies, build_grid(Axes(dp=len(levels)))), bodies
+
+
+def test_ranks_of_one_kind_say_nothing() -> None:
+    assert [text for text, _ in run_ranks(3, note, ["auto"] * 3)] == [""] * 3
+
+
+def test_the_first_rank_with_other_bodies_is_named_on_all() -> None:
+    if cpu_library("auto") is None:
+        pytest.skip("there are no kernels here")
+    found = run_ranks(4, note, ["auto", "auto", "reference", "reference"])
+    level = found[0][1]["adam"]
+    assert level.endswith("kernel") and found[2][1]["adam"] != level
+    text = found[0][0]
+    assert "2 of 4 ranks" in text and "the first, rank 2 on" in text
+    assert f"adam: {found[2][1]['adam']}, here {level}" in text
+
+
+def test_a_body_of_attention_counts() -> None:
+    run = parse_run([*FLAGS, "cpu", "--attention", "softmax"], 1)
+    assert bodies_of(run, torch.device("cpu"))["attention"] == "products and fused softmax"
