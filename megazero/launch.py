@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.axes import Axes, axes_of
+from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
@@ -70,7 +71,9 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         yield build_grid(world.axes, world.device)
         return
     init_default_group(world)
-    yield build_grid(world.axes, world.device, world.timeout, shared_memory=parallel.shared_memory)
+    grid = build_grid(world.axes, world.device, world.timeout, shared_memory=parallel.shared_memory)
+    connect(grid)
+    yield grid
     dist.barrier()
     dist.destroy_process_group()
 

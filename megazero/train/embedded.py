@@ -22,6 +22,7 @@ from megazero.config.schema import ParallelConfig
 from megazero.config.source import ConfigError
 from megazero.launch import Environment, World, agent_serves, init_default_group
 from megazero.mpu import collectives
+from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.system import threads
 
@@ -123,6 +124,7 @@ def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool) ->
         init_default_group(world, store=meeting.store, rank=here.rank, world_size=here.world_size)
     backend = world.backend if meeting.guest else None
     grid = build_grid(world.axes, world.device, world.timeout, shared_memory=shared_memory, guest_backend=backend)
+    connect(grid)
     try:
         yield grid
     except ConfigError:

@@ -1,0 +1,75 @@
+"""Every group of a grid is used once before training, in an order in which no rank waits for another for ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.mpu import connect as connecting
+from megazero.mpu.connect import connect, use_once
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import Group, build_grid
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def connected(rank: int, axes: Axes, on_host: bool) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """The groups that are used, with gloo in place of a backend that connects late; and traffic afterwards."""
+    used: list[tuple[int, ...]] = []
+
+    def counting(group: Group, device: torch.device) -> None:
+        used.append(group.ranks)
+        use_once(group, device)
+
+    grid = build_grid(axes, shared_memory=False)
+    grid.tp.traffic["all_reduce", torch.float32] += 7 * (grid.tp.size > 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "use_once", counting)
+        if not on_host:
+            patch.setattr(Group, "is_on_host", False)
+        connect(grid)
+    tied = () if grid.tied is None else (grid.tied,)
+    groups = {group.ranks: group for group in (grid.world, grid.tp, grid.replicas, *tied)}
+    traffic = {str(ranks): sum(group.traffic.values()) for ranks, group in groups.items()}
+    return used, {ranks: count for ranks, count in traffic.items() if count}
+
+
+@pytest.mark.parametrize(
+    "axes", [Axes(tp=2, dp=3), Axes(pp=3, dp=2), Axes(tp=2, pp=3), Axes(tp=2, pp=2, dp=2), Axes(dp=4)]
+)
+def test_each_group_is_used_once_and_counts_nothing(axes: Axes) -> None:
+    for rank, (used, traffic) in enumerate(run_ranks(axes.world_size, connected, axes, False)):
+        at = axes.coordinates(rank)
+        wanted = [tuple(range(axes.world_size)), axes.tensor_ranks(at), axes.replica_ranks(at)]
+        wanted += [axes.tied_ranks(at)] * (at.pp in (0, axes.pp - 1))
+        assert used == [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1]
+        assert traffic == ({str(axes.tensor_ranks(at)): 7} if axes.tp > 1 else {})
+
+
+def test_a_backend_that_connects_at_once_is_left_alone() -> None:
+    assert all(used == [] for used, _ in run_ranks(4, connected, Axes(tp=2, dp=2), True))
+
+
+def wrong(rank: int) -> str:
+    group = build_grid(Axes(dp=3), shared_memory=False).dp
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "reduce_scatter", lambda part, whole, group: _Done(part.fill_(5.0)))
+        with pytest.raises(RuntimeError) as failed:
+            use_once(group, CPU)
+    return str(failed.value)
+
+
+class _Done:
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> None:
+        return
+
+
+def test_a_wrong_first_result_is_an_error() -> None:
+    assert (
+        run_ranks(3, wrong)
+        == ["the first collectives of ranks [0, 1, 2] gave [5.0, 5.0, 5.0], not [3.0, 12.0, 21.0]"] * 3
+    )
