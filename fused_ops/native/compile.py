@@ -167,14 +167,14 @@ def cuda_target(capability: str) -> Target:
     They are machine code and PTX, from which the driver compiles for newer GPUs. For a GPU that is newer than the
     compiler they are PTX for the newest capability that the compiler knows.
     """
-    older = [known for known in _capabilities() if int(known) <= int(capability)]
+    older = [known for known in cuda_capabilities() if int(known) <= int(capability)]
     made_for = older[-1] if older else capability
     code = f"[sm_{made_for},compute_{made_for}]" if made_for == capability else f"compute_{made_for}"
     flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{made_for},code={code}")
     return Target(f"cuda_sm{capability}", "cuda", flags, compiler=NVCC)
 
 
-def _capabilities() -> list[str]:
+def cuda_capabilities() -> list[str]:
     """Those that the CUDA compiler knows, oldest first; empty where there is no compiler."""
     try:
         words = [*shlex.split(compiler(NVCC)), "--list-gpu-arch"]
