@@ -22,6 +22,7 @@ from megazero.config.schema import ParallelConfig
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
+from megazero.mpu.p2p import message_ctas
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
 from megazero.system import threads
@@ -101,6 +102,10 @@ def world_of(parallel: ParallelConfig, environment: Environment) -> World:
     backend = parallel.backend if parallel.backend != "auto" else _backend_for(device, environment)
     if not dist.is_backend_available(backend):
         raise ConfigError([f"--distributed-backend {backend}: this torch ({torch.__version__}) is built without it"])
+    try:
+        message_ctas()
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
     if parallel.cuda_graphs and parallel.tp > 1 and backend != "nccl":
         reason = "which is chosen where ranks share a card" if parallel.backend == "auto" else "which sums on the host"
         raise ConfigError(

@@ -6,6 +6,7 @@ import torch
 
 from megazero.mpu.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from megazero.mpu.grid import Group, ProcessGrid
+from megazero.system.device import synchronize
 
 
 def connect(grid: ProcessGrid) -> None:
@@ -23,8 +24,8 @@ def connect(grid: ProcessGrid) -> None:
         if group is not None and group.ranks not in used and group.handle is not None and not group.is_on_host:
             used[group.ranks] = group
             use_once(group, grid.device)
-    if used and grid.device.type == "cuda":
-        torch.cuda.synchronize(grid.device)
+    if used:
+        synchronize(grid.device)
 
 
 def use_once(group: Group, device: torch.device) -> None:

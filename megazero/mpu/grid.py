@@ -190,8 +190,10 @@ def _made_by_all(
     return mine
 
 
-def stream_options(backend: str, timeout: timedelta | None) -> Any:
+def stream_options(backend: str, timeout: timedelta | None, max_ctas: int | None = None) -> Any:
     """Options of a new group: for NCCL a stream of high priority, else None.
+
+    max_ctas  the most thread blocks (CTAs) of a collective or message; None: NCCL decides
 
     NCCL's kernels are small and other ranks wait for them. At equal priority they would wait for the end of a GEMM that
     fills the GPU.
@@ -202,16 +204,20 @@ def stream_options(backend: str, timeout: timedelta | None) -> Any:
     options.is_high_priority_stream = True
     if timeout is not None:
         options._timeout = timeout
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     return options
 
 
-def join_group(ranks: Sequence[int], timeout: timedelta | None, like: Group | None = None) -> dist.ProcessGroup:
+def join_group(
+    ranks: Sequence[int], timeout: timedelta | None, like: Group | None = None, max_ctas: int | None = None
+) -> dist.ProcessGroup:
     """A new group of these global ranks. Each of its members calls this; other ranks do not.
 
-    Its backend is that of `like`, or by default that of torch's default group.
+    Its backend is that of `like`, or by default that of torch's default group. max_ctas: as in `stream_options`.
     """
     backend = dist.get_backend(None if like is None else like.handle)
-    options = stream_options(backend, timeout)
+    options = stream_options(backend, timeout, max_ctas)
     handle = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
     )

@@ -15,6 +15,7 @@ stage's next message and not for this one.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -143,7 +144,8 @@ class Channels:
 
     def _connect(self, channel: Channel) -> None:
         source, target = (self.grid.pp.ranks[stage] for stage in channel[:2])
-        self._groups[channel] = group = join_group(sorted((source, target)), self.timeout, self.grid.pp)
+        pair = sorted((source, target))
+        self._groups[channel] = group = join_group(pair, self.timeout, self.grid.pp, message_ctas())
         greeting = torch.zeros(1, device=self.grid.device)
         if self._stage == channel[0]:
             dist.send(greeting, target, group=group)
@@ -157,6 +159,22 @@ class Channels:
         numbers would wait for each other under different names until the timeout.
         """
         dist.new_group([self.grid.rank], backend="gloo", use_local_synchronization=True)
+
+
+MESSAGE_CTAS = "MEGAZERO_MESSAGE_CTAS"
+
+
+def message_ctas() -> int | None:
+    """The most thread blocks of a message with NCCL: MEGAZERO_MESSAGE_CTAS, 4 by default; None for 0: NCCL decides.
+
+    A posted receive stays on the device until its message comes. Each of its thread blocks keeps a multiprocessor from
+    computing for so long, and NCCL takes up to 32. Four carry several times the bytes of a message in the time of a
+    computation. Raises ValueError for anything but a count.
+    """
+    given = os.environ.get(MESSAGE_CTAS, "4")
+    if not given.isdecimal() or int(given) > 32:
+        raise ValueError(f"{MESSAGE_CTAS}={given}: a number of thread blocks from 1 to 32, or 0 for NCCL's own choice")
+    return int(given) or None
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.mpu import grid as grids
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, build_grid
-from megazero.mpu.p2p import Channels, PeerError, Tag
+from megazero.mpu.p2p import Channels, PeerError, Tag, message_ctas
 from tests.ranks import run_ranks
 
 
@@ -51,10 +53,20 @@ def test_every_message_reaches_the_buffer_with_its_tag(dtype):
 
 def ordered_body(rank: int, axes: Axes) -> None:
     """As on NCCL: a group per channel and no tags. Twelve messages each way round the ring."""
+    asked: list[tuple[int | None, ...]] = []
+    options = grids.stream_options
+
+    def recorded(backend: str, timeout: timedelta | None, *ctas: int | None) -> Any:
+        asked.append(tuple(ctas))
+        return options(backend, timeout, *ctas)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "is_on_host", False)
         grid = build_grid(axes)
+        patch.setattr(grids, "stream_options", recorded)
+        patch.setenv("MEGAZERO_MESSAGE_CTAS", "3")
         channels = Channels(grid)
+    assert asked and set(asked) == {(3,)}
     me, stages = grid.at.pp, axes.pp
     arriving = []
     for backward, step in ((False, 1), (True, -1)):
@@ -81,6 +93,21 @@ def ordered_body(rank: int, axes: Axes) -> None:
 def test_channels_matched_by_order_on_every_grid(axes):
     """Middle stages hold no tied group: the stages must still agree on the names of the channels' groups."""
     run_ranks(axes.world_size, ordered_body, axes)
+
+
+@pytest.mark.parametrize(("given", "count"), [(None, 4), ("1", 1), ("32", 32), ("0", None)])
+def test_a_message_takes_four_thread_blocks_or_what_is_given(given, count, monkeypatch):
+    monkeypatch.delenv("MEGAZERO_MESSAGE_CTAS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MEGAZERO_MESSAGE_CTAS", given)
+    assert message_ctas() == count
+
+
+@pytest.mark.parametrize("given", ["", "-1", "33", "many", "4.0"])
+def test_a_wrong_number_of_thread_blocks_names_the_variable(given, monkeypatch):
+    monkeypatch.setenv("MEGAZERO_MESSAGE_CTAS", given)
+    with pytest.raises(ValueError, match=f"MEGAZERO_MESSAGE_CTAS={given}: "):
+        message_ctas()
 
 
 def test_tags_are_distinct_numbers():

@@ -240,9 +240,10 @@ def test_groups_of_nccl_run_before_what_computes(monkeypatch: pytest.MonkeyPatch
     """Their streams have priority, and the options carry the group's timeout, which torch would warn
     about otherwise.
     """
-    options = type("Options", (), {})
-    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=-1)))
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", nccl, raising=False)
     made = grid.stream_options("nccl", timedelta(seconds=5))
     assert made.is_high_priority_stream is True and made._timeout == timedelta(seconds=5)
     assert grid.stream_options("nccl", None) is not grid.stream_options("nccl", None)  # torch writes into them
-    assert grid.stream_options("gloo", None) is None
+    assert grid.stream_options("gloo", None) is None and grid.stream_options("gloo", None, 4) is None
+    assert made.config.max_ctas == -1 and grid.stream_options("nccl", None, 4).config.max_ctas == 4
