@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from megazero.model.batch import MicroBatch
-from megazero.pipeline.engine import GradientSink, PipelineEngine, ScheduleRun
+from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.instruction import Instruction
+from megazero.pipeline.schedule_run import GradientSink, ScheduleRun
 from megazero.system.streams import GraphCapture
 
 WARM_UP = 2
@@ -84,7 +85,7 @@ class GraphedEngine:
             return self.capture.on_side_stream(lambda: self.engine.train(micro_batches, loss_factor, sink))
         loss_sum = self._prepare(micro_batches[0], loss_factor)
         instructions, replays = self.engine.schedule_of(len(micro_batches)), replayed(len(micro_batches), self.travels)
-        step = ScheduleRun(self.engine, micro_batches, sink, loss_sum)
+        step = ScheduleRun(self.engine.parts, micro_batches, sink, loss_sum)
         step.begin(instructions, loss_factor)
         for number, batch in enumerate(micro_batches):
             if number in replays:
@@ -127,7 +128,7 @@ class GraphedEngine:
         assert not any(i.reduce for i in instructions), (
             "gradients that are reduced at every micro-batch have no fixed memory"
         )
-        step = ScheduleRun(self.engine, [self._batch], sink, self._loss_sum)
+        step = ScheduleRun(self.engine.parts, [self._batch], sink, self._loss_sum)
         step.begin(instructions, self._batch.loss_factor)
         step.execute(instructions)
         step.finish()

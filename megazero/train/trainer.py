@@ -111,6 +111,7 @@ class Trainer:
         if not self.plan.finished(now.iteration, now.consumed_samples):
             self.batches.train.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
         scale = self.state.scaler.scale.clone()
+        self.warm_up(batches[0], scale / positions)
         if self.state.fp8 is not None:
             self.state.fp8.begin()
         loss_sum = self.engine.train(batches, scale / positions, self.state.model.reducer)
@@ -147,6 +148,17 @@ class Trainer:
         self.log.step(values)
         self.log_compilation_time(seconds)
         return values
+
+    def warm_up(self, batch: MicroBatch, loss_factor: Tensor) -> None:
+        """Before the first step: what the engine computes once without messages leaves no trace. See
+        `PipelineEngine.warm_up`.
+        """
+        if isinstance(self.engine, GraphedEngine) or self.engine.is_warm[True]:
+            return
+        if self.state.fp8 is not None:  # the step begins anew, and forgets what was measured here
+            self.state.fp8.begin()
+        self.engine.warm_up(batch, loss_factor, self.state.model.reducer)
+        self.state.model.reducer.discard()
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
         """The sum of each value over all ranks, as 0-dim float64 tensors; one all-reduce of the world.

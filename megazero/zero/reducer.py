@@ -186,6 +186,17 @@ class GradientReducer:
         self._launched = [False] * len(self.buckets)
         self._completed = [False] * len(self.buckets)
 
+    def discard(self) -> None:
+        """Forget all gradients, and those that are being reduced: wait for the reductions, give buffers back."""
+        assert self._armed is None and self._deferring is None and not self._deferred, "a backward is under way"
+        while self._reductions:
+            self._complete_oldest()
+        for arrived in self._arrived:
+            arrived.clear()
+        while self._borrowed:
+            self.pool.give(self._borrowed.popitem()[1])
+        self.reset()
+
     def arrived(self) -> Arrived:
         """For each bucket, the entries of which a gradient has arrived since its last reduction."""
         return tuple(map(frozenset, self._arrived))
