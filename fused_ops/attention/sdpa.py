@@ -58,8 +58,8 @@ def flash_attention(
 def flash_backends(device: torch.device, groups: int, length: int, cudnn: bool) -> tuple[SDPBackend, ...]:
     """The backends of "flash" on a device, the faster first; empty on a CPU.
 
-    cudnn  whether cuDNN's attention was tried in this process and is right. It is made for Hopper and Blackwell, torch's
-           for Ampere. It refuses some shapes and deterministic mode; torch's is then used
+    cudnn  whether cuDNN's attention was tried in this process and is right. It is made for Hopper and Blackwell,
+           torch's for Ampere. It refuses some shapes and deterministic mode; torch's is then used
     """
     card = capability(device)
     if card is None:
