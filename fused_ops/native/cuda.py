@@ -43,8 +43,9 @@ class CudaLibrary(Library):
         self._scratch: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
-        """Launch `name` on the current stream of the tensors' device, which need not be the current one. Arguments as in
-        `Library.call`, without threads.
+        """Launch `name` on the current stream of the tensors' device, which need not be the current one.
+
+        Arguments as in `Library.call`, without threads.
 
         Raises RuntimeError if the launch fails, or if tensors lie on several devices. CUDA reports later errors of the
         kernel as for any other kernel.

@@ -107,7 +107,10 @@ def test_sources_include_nothing_of_torch():
 
 @pytest.mark.slow
 def test_the_library_for_a_card_is_built_and_has_every_function_of_the_emulated_one(card):
-    assert exported(card.library) == exported(find_or_build(compiling.emulated_target())) and len(exported(card.library)) > 60
+    assert (
+        exported(card.library) == exported(find_or_build(compiling.emulated_target()))
+        and len(exported(card.library)) > 60
+    )
     found = CudaLibrary(card.library, "CUDA")  # loads where there is no card and no driver
     driver, runtime = found.versions()
     assert runtime >= 11000 and (driver == 0) == (not Path("/dev/nvidiactl").exists())

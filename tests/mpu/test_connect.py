@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megazero.mpu import connect as connecting
-from megazero.mpu.connect import connect, use_once
 from megazero.mpu.axes import Axes
+from megazero.mpu.connect import connect, use_once
 from megazero.mpu.grid import Group, build_grid
 from tests.ranks import run_ranks
 
