@@ -65,7 +65,8 @@ def causal_attention(
         assert library is not None
         return kernel_attention(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)
     if body is Body.FLASH:
-        backends = flash_backends(mixed.device, groups, mixed.shape[0], cudnn=not support.cudnn)
+        tried = not support.cudnn and mixed.shape[0] == support.length  # at no other length
+        backends = flash_backends(mixed.device, groups, mixed.shape[0], cudnn=tried)
         return flash_attention(mixed, *heads, scale=scale, backends=backends)
     if body is Body.EFFICIENT:
         return efficient_attention(mixed, *heads, scale=scale)

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -83,7 +84,8 @@ def _nvccs() -> list[str]:
     pip's comes before PATH's: who installs `megazero[cuda]` means it, and its version is that of torch.
     """
     home = [str(Path(os.environ[name]) / "bin/nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    return [*home, *map(str, _nvccs_of_pip()), "nvcc", "/usr/local/cuda/bin/nvcc"]
+    named = [shlex.quote(path) for path in (*home, *map(str, _nvccs_of_pip()))]
+    return [*named, "nvcc", "/usr/local/cuda/bin/nvcc"]
 
 
 def _nvccs_of_pip() -> list[Path]:
@@ -144,8 +146,13 @@ class Target:
         return sorted([*self.sources, *(path for folder in folders for path in (SOURCES / folder).glob("*.h"))])
 
     def digest(self) -> str:
-        """A hash of the inputs and flags, which determine the library."""
-        text = hashlib.sha256(json.dumps([self.name, self.flags, self.includes, self.links]).encode())
+        """A hash of the inputs and flags, which determine the library.
+
+        Not of the code that a CUDA compiler generates for the named card: it follows from the compiler's version, and a
+        machine without a compiler has to find the library of another.
+        """
+        flags = [flag for flag in self.flags if not flag.startswith("-gencode")]
+        text = hashlib.sha256(json.dumps([self.name, flags, self.includes, self.links]).encode())
         for path in self.inputs:
             text.update(path.name.encode() + path.read_bytes())
         return text.hexdigest()[:20]
@@ -222,7 +229,7 @@ def build(targets: Sequence[Target], folder: Path, work: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for target in targets:
-        beside = folder / f".{target.name}.{os.getpid()}"
+        beside = folder / f".{target.name}.{secrets.token_hex(8)}"
         shutil.copyfile(work / f"{target.name}.so", beside)
         made.append(Path(shutil.move(beside, folder / f"{target.name}.so")))
     return made

@@ -84,6 +84,8 @@ class Scorer:
         self._schedule = pipeline_schedule(run.parallel)
         self.chunk_map = chunk_map(self._schedule, grid.pp.size, len(self.stages))
         self._channels = Channels(grid, and_back=self.chunk_map.and_back) if grid.pp.size > 1 else None
+        self._warm: set[tuple[tuple[int, ...], bool]] = set()
+        """Shapes of messages, with and without `greedy`, that have run without messages (`pipeline.warm_up`)."""
         self.device_tokens = 0
         """Tokens that went through this rank's chunks so far, padding included."""
 
@@ -169,6 +171,13 @@ class Scorer:
         engine = PipelineEngine(
             stages, self.grid, self._instructions, shape, compute_dtype(self.run.optimizer.precision), self._channels
         )
+        if (shape, greedy) in self._warm:
+            engine.is_warm[False] = True
+        elif not engine.is_warm[False]:
+            engine.warm_up_evaluation(batches)
+            self._warm.add((shape, greedy))
+            if last is not None:
+                last.found.clear()  # of hidden states that were made up
         engine.evaluate(batches)
         self.device_tokens += rows * length * len(batches)
         if last is not None and self.grid.at.tp == 0:

@@ -1,11 +1,11 @@
-"""First use of the process groups, before the first step."""
+"""First use of the process groups of which a step uses collectives, before the first step."""
 
 from __future__ import annotations
 
 import torch
 
 from megazero.mpu.collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from megazero.mpu.grid import Group, ProcessGrid
+from megazero.mpu.grid import Group, ProcessGrid, uncounted
 from megazero.system.device import synchronize
 
 
@@ -29,23 +29,21 @@ def connect(grid: ProcessGrid) -> None:
 
 
 def use_once(group: Group, device: torch.device) -> None:
-    """One collective of each kind with one fp32 element a rank. Raises RuntimeError where a result is wrong.
+    """One collective of each kind with one int64 a rank, whose sums are exact. Raises RuntimeError for a wrong result.
 
     A collective of the group: an all-reduce, a reduce-scatter, an all-gather and a broadcast.
     """
-    counted = group.traffic.copy()
     size, index = group.size, group.index
-    ranks = torch.arange(size, dtype=torch.float32, device=device)
-    total, part = ranks.clone(), torch.empty(1, dtype=torch.float32, device=device)
-    all_reduce(total, group).wait()
-    reduce_scatter(part, total + index, group).wait()
-    every = torch.empty_like(ranks)
-    all_gather(every, part, group).wait()
-    last = ranks[index : index + 1].clone()
-    broadcast(last, group, size - 1).wait()
-    exact = size * size * ranks + size * (size - 1) / 2
-    group.traffic.clear()
-    group.traffic.update(counted)
+    ranks = torch.arange(size, dtype=torch.int64, device=device)
+    total, part = ranks.clone(), torch.empty(1, dtype=torch.int64, device=device)
+    with uncounted(group):
+        all_reduce(total, group).wait()
+        reduce_scatter(part, total + index, group).wait()
+        every = torch.empty_like(ranks)
+        all_gather(every, part, group).wait()
+        last = ranks[index : index + 1].clone()
+        broadcast(last, group, size - 1).wait()
+    exact = size * size * ranks + size * (size - 1) // 2
     if not torch.equal(every, exact) or last.item() != size - 1:
         raise RuntimeError(
             f"the first collectives of ranks {list(group.ranks)} gave {every.tolist()}, not {exact.tolist()}"

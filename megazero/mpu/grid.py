@@ -7,7 +7,8 @@ ranks a group has, `mpu.axes` computes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,16 @@ class Group:
 def single_rank_group(rank: int = 0) -> Group:
     """The group of one rank."""
     return Group((rank,), 0, None)
+
+
+@contextmanager
+def uncounted(*groups: Group | None) -> Iterator[None]:
+    """A context after which the traffic of these groups is what it was before."""
+    before = [(group, group.traffic.copy()) for group in groups if group is not None]
+    yield
+    for group, traffic in before:
+        group.traffic.clear()
+        group.traffic.update(traffic)
 
 
 @dataclass

@@ -6,7 +6,8 @@ Each stage reads tokens, labels and masks from its own copy of the micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from megazero.mpu.p2p import Channels
 from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.schedule import forward_only
 from megazero.pipeline.schedule_run import GradientSink, ScheduleRun, StageParts
-from megazero.pipeline.warm_up import warm_up
+from megazero.pipeline.warm_up import LonePass
 
 
 class PipelineEngine:
@@ -44,21 +45,32 @@ class PipelineEngine:
         self.stages, self.schedule_of = tuple(stages), schedule_of
         self.model_chunks = grid.pp.size * len(stages)
         self.parts = StageParts(self.stages, self.model_chunks, hidden_shape, dtype, grid.device, channels)
-        self.is_warm = dict.fromkeys((True, False), grid.pp.size == 1 or grid.pp.is_on_host)
-        """Whether training and evaluation may begin with messages: see `pipeline.warm_up`."""
+        self._sends_at_once = grid.pp.size == 1 or grid.pp.is_on_host
+        self.cool()
 
     @property
     def has_loss(self) -> bool:
         """Whether this rank holds the model's last chunk and so computes the loss."""
         return any(i.model_chunk == self.model_chunks - 1 for i in self.schedule_of(1))
 
-    def warm_up(self, micro_batch: MicroBatch, loss_factor: Tensor, sink: GradientSink) -> None:
-        """Run the computations of a step without messages (`pipeline.warm_up`), before the first `train`.
+    def cool(self) -> None:
+        """Have the next step and evaluation warm up, if the backend needs that: something else will compute."""
+        self.is_warm = dict.fromkeys((True, False), self._sends_at_once)
+        """Whether training (True) and evaluation (False) may send messages: see `pipeline.warm_up`."""
+
+    def warm_up(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: GradientSink) -> None:
+        """Run a step without messages (`pipeline.warm_up`), before the first `train`, with its arguments.
 
         The sink must forget the gradients afterwards. All ranks call it. Communicates what stages and sink do.
         """
-        warm_up(self.parts, self.schedule_of(2), micro_batch, loss_factor, sink)
+        LonePass(self.parts, micro_batches, sink).run(self.schedule_of(len(micro_batches)), loss_factor)
         self.is_warm[True] = True
+
+    def warm_up_evaluation(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """As `warm_up`, for `evaluate`, which calls it if nobody has."""
+        with self._evaluating():
+            LonePass(self.parts, micro_batches, None).run(forward_only(self.schedule_of(len(micro_batches))), None)
+        self.is_warm[False] = True
 
     def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: GradientSink) -> Tensor:
         """Forward and backward of every micro-batch. Gradients go to the sink.
@@ -75,17 +87,21 @@ class PipelineEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The sum of token losses as in `train`, without gradients and in the modules' evaluation mode."""
+        if not self.is_warm[False]:
+            self.warm_up_evaluation(micro_batches)
+        step = ScheduleRun(self.parts, micro_batches, None)
+        with self._evaluating():
+            step.run(forward_only(self.schedule_of(len(micro_batches))), None)
+        return step.loss_sum
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         was_training = [stage.training for stage in self.stages]
         for stage in self.stages:
             stage.eval()
-        step = ScheduleRun(self.parts, micro_batches, None)
         try:
             with torch.no_grad():
-                if not self.is_warm[False]:
-                    warm_up(self.parts, forward_only(self.schedule_of(1)), micro_batches[0])
-                self.is_warm[False] = True
-                step.run(forward_only(self.schedule_of(len(micro_batches))), None)
+                yield
         finally:
             for stage, training in zip(self.stages, was_training, strict=True):
                 stage.train(training)
-        return step.loss_sum

@@ -21,10 +21,14 @@ from megazero.pipeline.build import attention_support, attention_workload, compi
 
 def bodies_of(run: Run, device: torch.device) -> dict[str, str]:
     """Op -> the body that computes it on a device of this rank, in words."""
-    attention = choose(attention_workload(run).case(device), attention_support(run, device))
+    support = attention_support(run, device)
+    attention = choose(attention_workload(run).case(device), support)
     dtype, fp8 = compute_dtype(run.optimizer.precision), run.optimizer.fp8 != "off"
     bodies = describe(device, dtype=dtype, fp8=fp8) | dict.fromkeys(compiled_ops(run, device), COMPILED)
-    return bodies if attention.body is Body.KERNEL else bodies | {"attention": attention.body.value}
+    if attention.body is Body.KERNEL:
+        return bodies
+    by_cudnn = attention.body is Body.FLASH and device.type == "cuda" and not support.cudnn
+    return bodies | {"attention": attention.body.value + ", cuDNN's" * by_cudnn}
 
 
 def note_of_other_bodies(bodies: Mapping[str, str], grid: ProcessGrid) -> str:

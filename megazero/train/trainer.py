@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,8 @@ from megazero.config.schema import Run
 from megazero.data.loader import TrainLoader
 from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
-from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.fp8 import Fp8
+from megazero.mpu.grid import ProcessGrid, uncounted
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.build import compiled_ops
@@ -111,7 +112,7 @@ class Trainer:
         if not self.plan.finished(now.iteration, now.consumed_samples):
             self.batches.train.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
         scale = self.state.scaler.scale.clone()
-        self.warm_up(batches[0], scale / positions)
+        began += self.warm_up(batches, scale / positions)
         if self.state.fp8 is not None:
             self.state.fp8.begin()
         loss_sum = self.engine.train(batches, scale / positions, self.state.model.reducer)
@@ -128,7 +129,7 @@ class Trainer:
         self.state.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
         self.state.scaler.update(bad)
         if self.state.fp8 is not None:
-            self.state.fp8.end(bad)
+            self.first_scales(self.state.fp8, bad)
         self.asked_to_stop = asked
         self.batches.train.upload()
         self.position = TrainingPosition(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
@@ -149,16 +150,27 @@ class Trainer:
         self.log_compilation_time(seconds)
         return values
 
-    def warm_up(self, batch: MicroBatch, loss_factor: Tensor) -> None:
-        """Before the first step: what the engine computes once without messages leaves no trace. See
-        `PipelineEngine.warm_up`.
+    def first_scales(self, fp8: Fp8, skipped: Tensor) -> None:
+        """End FP8's step. Once scales come from histories other code may compute, and the engine warms up again."""
+        knew = fp8.knows_scales
+        fp8.end(skipped)
+        if fp8.knows_scales != knew and self.run.parallel.compile and isinstance(self.engine, PipelineEngine):
+            self.engine.cool()
+
+    def warm_up(self, batches: Sequence[MicroBatch], loss_factor: Tensor) -> float:
+        """Run the step without messages first, if the engine needs that (`PipelineEngine.warm_up`); return the seconds.
+
+        It leaves no trace: gradients are forgotten, FP8 begins its step anew, the bytes are not counted as traffic.
         """
         if isinstance(self.engine, GraphedEngine) or self.engine.is_warm[True]:
-            return
-        if self.state.fp8 is not None:  # the step begins anew, and forgets what was measured here
+            return 0.0
+        began, grid, reducer = time.perf_counter(), self.grid, self.state.model.reducer
+        if self.state.fp8 is not None:
             self.state.fp8.begin()
-        self.engine.warm_up(batch, loss_factor, self.state.model.reducer)
-        self.state.model.reducer.discard()
+        with uncounted(grid.world, grid.tp, grid.replicas, grid.tied):
+            self.engine.warm_up(batches, loss_factor, reducer)
+            reducer.discard()
+        return time.perf_counter() - began
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
         """The sum of each value over all ranks, as 0-dim float64 tensors; one all-reduce of the world.

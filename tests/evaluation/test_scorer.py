@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.config.schema import ModelConfig
+from megazero.config.schema import ModelConfig, Run
 from megazero.data.indexed import DataError
 from megazero.evaluation import losses
 from megazero.evaluation.scorer import Scorer
@@ -20,6 +21,7 @@ from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
 from megazero.mpu.grid import single_process_grid, single_rank_group
+from megazero.pipeline.engine import PipelineEngine
 from tests.evaluation.models import VOCABULARY, model, ragged, run_of, scorer_on, scores_on_rank
 from tests.ranks import run_ranks
 
@@ -161,3 +163,28 @@ def test_scoring_changes_no_mode() -> None:
     once = scorer.score(windows)
     assert not any(module.training for module in scorer.stages[0].modules())
     assert scorer.score(windows) == once
+
+
+def cold_scores_on_rank(rank: int, size: int, run: Run, windows: list[Window]) -> tuple[object, int]:
+    """Scores with engines that warm up, as over NCCL; and how often one has."""
+    warmed: list[int] = []
+    original = PipelineEngine.warm_up_evaluation
+
+    def counted(self: PipelineEngine, batches: Sequence[MicroBatch]) -> None:
+        warmed.append(len(batches))
+        original(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineEngine, "cool", lambda self: setattr(self, "is_warm", {True: False, False: False}))
+        patch.setattr(PipelineEngine, "warm_up_evaluation", counted)
+        return scores_on_rank(rank, size, run, 3, windows), len(warmed)
+
+
+@pytest.mark.parametrize("layout", ["zb-v", "tp2-pp2"])
+def test_a_warm_up_scores_nothing(layout: str) -> None:
+    """Its hidden states are made up: scores are the same, and each shape of messages warms up once."""
+    size, parallel = LAYOUTS[layout]
+    run, windows = run_of(SHAPES["tied alibi"], **parallel), ragged(23, 16)
+    plain = run_ranks(size, scores_on_rank, size, run, 3, windows)
+    for scores, (cold, warmed) in zip(plain, run_ranks(size, cold_scores_on_rank, size, run, windows), strict=True):
+        assert cold == scores and 0 < warmed <= 3

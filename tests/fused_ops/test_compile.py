@@ -5,6 +5,7 @@ Scripts stand for compilers: they list what they know, or fail with the words of
 
 from __future__ import annotations
 
+import shlex
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -133,3 +134,35 @@ def test_pips_compiler_links_the_runtime_beside_it(tmp_path: Path, monkeypatch: 
     assert f"links = -L{own.parents[1] / 'lib'}" in compiling._rules([target])
     monkeypatch.setenv("CUDACXX", str(script(tmp_path / "toolkit/bin/nvcc")))
     assert "-L" not in compiling._rules([target])
+
+
+def test_a_home_with_a_space_is_one_word(nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path / "my home/bin/nvcc", "echo compute_90")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "my home"))
+    assert shlex.split(compiler(NVCC)) == [str(tmp_path / "my home/bin/nvcc")]
+    assert cuda_target("120").flags[-1] == "-gencode=arch=compute_90,code=compute_90"
+
+
+def test_a_machine_without_a_compiler_finds_what_another_compiled_for_a_newer_card(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = cuda_target("120").digest()
+    script(nowhere / "nvcc", "echo compute_90")
+    assert cuda_target("120").flags[-1].endswith("code=compute_90") and cuda_target("120").digest() == without
+    assert cuda_target("90").digest() != without
+
+
+def test_builders_with_the_same_process_number_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the containers of several hosts on one file system: the copy of one is not renamed by another."""
+    target = Target("cuda_sm90", "cuda", ("-O3",), compiler=NVCC)
+    names: list[str] = []
+    monkeypatch.setenv("CUDACXX", str(script(tmp_path / "nvcc", "exit 0")))
+    monkeypatch.setattr(
+        compiling.subprocess, "run", lambda *_, **__: compiling.subprocess.CompletedProcess([], 0, "", "")
+    )
+    monkeypatch.setattr(compiling.os, "getpid", lambda: 57)
+    monkeypatch.setattr(compiling.shutil, "copyfile", lambda source, to: names.append(to.name))
+    monkeypatch.setattr(compiling.shutil, "move", lambda source, to: to)
+    for number in range(2):
+        compiling.build([target], tmp_path / "made", tmp_path / f"work{number}")
+    assert len(set(names)) == 2

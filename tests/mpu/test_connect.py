@@ -54,7 +54,7 @@ def test_a_backend_that_connects_at_once_is_left_alone() -> None:
 def wrong(rank: int) -> str:
     group = build_grid(Axes(dp=3), shared_memory=False).dp
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connecting, "reduce_scatter", lambda part, whole, group: _Done(part.fill_(5.0)))
+        patch.setattr(connecting, "reduce_scatter", lambda part, whole, group: _Done(part.fill_(5)))
         with pytest.raises(RuntimeError) as failed:
             use_once(group, CPU)
     return str(failed.value)
@@ -69,7 +69,26 @@ class _Done:
 
 
 def test_a_wrong_first_result_is_an_error() -> None:
-    assert (
-        run_ranks(3, wrong)
-        == ["the first collectives of ranks [0, 1, 2] gave [5.0, 5.0, 5.0], not [3.0, 12.0, 21.0]"] * 3
-    )
+    assert run_ranks(3, wrong) == ["the first collectives of ranks [0, 1, 2] gave [5, 5, 5], not [3, 12, 21]"] * 3
+
+
+@pytest.mark.parametrize("size", [2, 257, 384, 4096])
+def test_sums_over_many_ranks_are_exact(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's view of a large group; the others' parts are added one after the other, in the dtype that travels."""
+    ranks = torch.arange(size)
+
+    def summed(dtype: torch.dtype) -> torch.Tensor:
+        total = torch.zeros(size, dtype=dtype)
+        for other in range(size):
+            total += (size * ranks + other).to(dtype)
+        return total
+
+    collectives = {
+        "all_reduce": lambda tensor, group: _Done(tensor.mul_(size)),
+        "reduce_scatter": lambda part, whole, group: _Done(part.copy_(summed(whole.dtype)[1:2])),
+        "all_gather": lambda every, part, group: _Done(every.copy_(summed(part.dtype))),
+        "broadcast": lambda tensor, group, source: _Done(tensor.fill_(source)),
+    }
+    for name, fake in collectives.items():
+        monkeypatch.setattr(connecting, name, fake)
+    use_once(Group(tuple(range(size)), 1, None), CPU)

@@ -93,6 +93,8 @@ FLAGS = [
     *("--train-iters", "3", "--eval-iters", "1", "--hidden-dropout", "0.1", "--seed", "5"),
 ]
 RECOMPUTED = ["--recompute-granularity", "full", "--zero-stage", "1"]
+FP8 = ["--pp", "2", "--tp", "2", "--sequence-parallel", "--fp8", "delayed"]
+FP8 += ["--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "16"]
 LAYOUTS = {
     "1f1b, ZeRO-1, tied": (2, ["--pp", "2", "--zero-stage", "1"]),
     "ZeRO-2": (4, ["--pp", "2", "--zero-stage", "2"]),
@@ -102,6 +104,8 @@ LAYOUTS = {
     ),
     "zb-v, recomputed": (2, ["--pp", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", *RECOMPUTED]),
     "interleaved": (2, ["--pp", "2", "--virtual-stages", "2"]),
+    "FP8, sequence parallel": (4, FP8),
+    "fp16 that overflows": (2, ["--pp", "2", "--precision", "fp16", "--initial-loss-scale", "4294967296"]),
 }
 Trained = tuple[list[float], dict[str, float], list[torch.Tensor]]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fused_ops.attention import trial
+from fused_ops.attention.selection import AttentionSupport
 from fused_ops.native.library import cpu_library
 from megazero.config.parse import parse_run
 from megazero.mpu.grid import Axes, build_grid
+from megazero.train import bodies
 from megazero.train.bodies import bodies_of, note_of_other_bodies
 from tests.ranks import run_ranks
 
@@ -19,8 +22,8 @@ def note(rank: int, levels: list[str]) -> tuple[str, dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGAZERO_FUSED", levels[rank])
         run = parse_run([*FLAGS, "cpu"], len(levels))
-        bodies = bodies_of(run, torch.device("cpu"))
-        return note_of_other_bodies(bodies, build_grid(Axes(dp=len(levels)))), bodies
+        own = bodies_of(run, torch.device("cpu"))
+        return note_of_other_bodies(own, build_grid(Axes(dp=len(levels)))), own
 
 
 def test_ranks_of_one_kind_say_nothing() -> None:
@@ -41,3 +44,13 @@ def test_the_first_rank_with_other_bodies_is_named_on_all() -> None:
 def test_a_body_of_attention_counts() -> None:
     run = parse_run([*FLAGS, "cpu", "--attention", "softmax"], 1)
     assert bodies_of(run, torch.device("cpu"))["attention"] == "products and fused softmax"
+
+
+@pytest.mark.parametrize(("cudnn", "words"), [("", "flash attention, cuDNN's"), ("it failed", "flash attention")])
+def test_who_computes_flash_on_a_card_counts(cudnn: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda", 0)
+    run = parse_run([*FLAGS, "cuda", "--attention", "flash", "--position-embedding", "learned", "--bf16"], 1)
+    monkeypatch.setattr(bodies, "attention_support", lambda run, device: AttentionSupport("flash", 16, cudnn=cudnn))
+    monkeypatch.setattr(bodies, "describe", lambda device, **_: {})
+    monkeypatch.setattr(trial, "capability", lambda device: (9, 0))
+    assert bodies_of(run, card)["attention"].endswith(words)
