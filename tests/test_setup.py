@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import megazero
-from fused_ops.native.compile import compiler
+from fused_ops.native.compile import compiler, cpu_target, levels_of_this_machine_type
 from megazero.system.device import cuda_available
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,9 +121,13 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
     (wheel,) = tmp_path.glob("megazero-*.whl")
     with zipfile.ZipFile(wheel) as opened:
         inside = opened.namelist()
+        digests = {name: opened.read(name).decode() for name in inside if name.endswith(".digest")}
         about = {name.rpartition("/")[2]: opened.read(name).decode() for name in inside if ".dist-info/" in name}
     kernels = {name for name in inside if name.startswith("fused_ops/_kernels/")}
     assert any("/cpu_" in name for name in kernels) and "none-any" not in wheel.name
+    made = {f"fused_ops/_kernels/cpu_{level}": cpu_target(level).digest() for level in levels_of_this_machine_type()}
+    assert kernels == {f"{name}.so" for name in made} | set(digests), "what is installed is found again by its digest"
+    assert digests == {f"{name}.digest": digest for name, digest in made.items()}
     packed = {name for name in inside if ".dist-info/" not in name} - kernels
     assert packed == {"pretrain_gpt.py", *files_of("megazero"), *files_of("fused_ops")}
     assert {"megazero/cli/main.py", "fused_ops/csrc/cpu/vec.h", "fused_ops/csrc/cuda/emulation.h"} <= packed

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fused_ops.native import compile as compiling
-from fused_ops.native.compile import CompileError, Target
+from fused_ops.native.compile import CompileError, Target, digest_file
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system without file locks says."""
@@ -53,9 +53,12 @@ def cache_folder() -> Path:
 
 
 def _is_current(installed: Path, target: Target) -> bool:
-    """Whether the installed library is newer than its sources, which may have been edited in an editable install."""
-    made = installed.stat().st_mtime
-    return all(path.stat().st_mtime <= made for path in target.inputs)
+    """Whether the installed library was made of these sources and flags. Sources may be edited in an editable install.
+
+    Times of files say nothing: pip gives each file the time at which it unpacks it.
+    """
+    recorded = digest_file(installed)
+    return recorded.exists() and recorded.read_text() == target.digest()
 
 
 @contextmanager

@@ -231,8 +231,16 @@ def build(targets: Sequence[Target], folder: Path, work: Path) -> list[Path]:
     for target in targets:
         beside = folder / f".{target.name}.{secrets.token_hex(8)}"
         shutil.copyfile(work / f"{target.name}.so", beside)
-        made.append(Path(shutil.move(beside, folder / f"{target.name}.so")))
+        library = folder / f"{target.name}.so"
+        digest_file(library).unlink(missing_ok=True)  # first and last: a library without it is made again
+        made.append(Path(shutil.move(beside, library)))
+        digest_file(library).write_text(target.digest())
     return made
+
+
+def digest_file(library: Path) -> Path:
+    """The file beside a library with the digest of the target that it was made of."""
+    return library.with_suffix(".digest")
 
 
 def _ninja() -> list[str]:

@@ -50,6 +50,21 @@ def put(cache: Path, level: str, compiler: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("recorded", ["its own", "another", None])
+def test_an_installed_library_is_taken_if_it_was_made_of_these_sources(cache, monkeypatch, recorded):
+    """Whatever its time is: pip unpacks libraries before sources, which are then the newer ones."""
+    target, installed = cpu_target("generic"), cache / "installed" / "cpu_generic.so"
+    installed.parent.mkdir()
+    installed.touch()
+    os.utime(installed, (0, 0))
+    if recorded is not None:
+        text = target.digest() if recorded == "its own" else cpu_target("avx2").digest()
+        compiling.digest_file(installed).write_text(text)
+    monkeypatch.setattr(kept, "INSTALLED", installed.parent)
+    monkeypatch.setattr(compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
+    assert (kept.find_or_build(target) == installed) == (recorded == "its own")
+
+
 def test_without_a_compiler_what_another_machine_compiled_serves(cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     made = put(cache, "generic", "01234567")
