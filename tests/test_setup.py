@@ -213,6 +213,19 @@ def test_without_torch_the_line_names_the_python(tmp_path: Path, program: str) -
     assert sys.executable in done.stderr and "no torch here" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_scripts_of_a_clone_run_where_none_is_installed(tmp_path: Path) -> None:
+    """What they import is there. -S hides an editable install of this environment, with its .pth file."""
+    there = [str(ROOT / "tools"), str(importlib.metadata.distribution("numpy").locate_file(""))]
+    for script in sorted((ROOT / "tools").glob("*.py")):
+        if script.stem in ("clone", "gpu_test"):
+            continue
+        program = f"import sys, runpy; sys.path[:0] = {there!r}; sys.argv = ['x', '--help']; "
+        program += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+        command = [sys.executable, "-S", "-I", "-c", program]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "usage: megazero " in done.stdout, done.stderr
+
+
 def test_scripts_are_executable() -> None:
     for script in (".ci/run", "tools/install.sh", "examples/pretrain_stdlib.sh"):
         assert os.access(ROOT / script, os.X_OK), script

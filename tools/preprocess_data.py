@@ -2,7 +2,10 @@
 
 import sys
 
-from megazero.cli.prepare_data import main
+try:
+    from megazero.cli.main import main
+except ModuleNotFoundError:  # no megazero is installed: that of this clone
+    from clone import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["prepare-data", *sys.argv[1:]]))

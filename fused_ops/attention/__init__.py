@@ -1,7 +1,7 @@
 """Causal self-attention from the fused projection to the context, with grouped queries, ALiBi and document boundaries.
 
 s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function has five bodies;
-fused_ops/attention/rule.py chooses one. On the CPU it is a blocked kernel on the matrix units
+fused_ops/attention/selection.py chooses one. On the CPU it is a blocked kernel on the matrix units
 (csrc/torch/attention_*.cpp), whose memory is linear in s. It reads queries, keys and values from the projection and
 writes their gradients into one tensor of the same layout.
 """

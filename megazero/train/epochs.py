@@ -36,7 +36,7 @@ def with_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> Run:
 
 
 def with_own_samples(run: Run, rows: int) -> Run:
-    """As `with_samples`, for data of a program: an epoch is `rows` samples."""
+    """As `epochs_text`, for data of a program: an epoch is `rows` samples."""
     epochs = run.schedule.epochs
     return run if epochs is None else _of_length(run, int(epochs * rows))
 
@@ -76,7 +76,7 @@ def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
 
 
 def own_epochs_text(samples: int, rows: int) -> str:
-    """As `epochs_told`, for data of a program: an epoch is `rows` samples."""
+    """As `epochs_text`, for data of a program: an epoch is `rows` samples."""
     return _words(samples / rows)
 
 
