@@ -39,6 +39,8 @@ def note_of_other_bodies(bodies: Mapping[str, str], grid: ProcessGrid) -> str:
     a text of the lowest rank that differs.
     """
     world, device = grid.world, grid.device
+    if world.size == 1:
+        return ""
     text = json.dumps(dict(bodies), sort_keys=True).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     own = torch.tensor([digest], dtype=torch.int64, device=device)
