@@ -128,16 +128,16 @@ def sums(draw: Draw) -> None:
 
 
 def embeddings(draw: Draw) -> None:
-    """Of the kernel itself: the order of the tokens, which the op sorts on the device, is made on the host."""
-    for tokens, rows, h in ((1, 1, 1), (50, 7, 130)):
-        ids = torch.randint(rows, (tokens,), generator=draw.generator)
-        order = torch.argsort(ids, stable=True)
+    """Of the kernels themselves: the order of the tokens, which the op sorts on the device, is made on the host."""
+    for tokens, rows, h in ((1, 1, 1), (50, 7, 130), (200, 3, 40)):
+        ids, order = torch.sort(torch.randint(rows, (tokens,), generator=draw.generator), stable=True)
         kernels, grad = library.kernels(draw(1)), draw(tokens, h)
         assert kernels is not None
-        name = f"embedding_gradient_sorted_{library.suffix(draw.dtype)}"
-        kernels.call(
-            name, tokens, rows, h, draw(rows, h, dtype=torch.float32), ids.to(draw.device), order.to(draw.device), grad
-        )
+        for name, dtype in (("sorted", torch.float32), ("rounded", draw.dtype)):
+            if name == "rounded" and dtype == torch.float32:
+                continue
+            function, into = f"embedding_gradient_{name}_{library.suffix(draw.dtype)}", draw(rows, h, dtype=dtype)
+            kernels.call(function, tokens, rows, h, into, ids.to(draw.device), order.to(draw.device), grad)
 
 
 def steps(draw: Draw) -> None:
