@@ -35,7 +35,9 @@ _INFINITE = float("inf")
 _ALLOWED = 1e-2
 """Largest relative error of an FP8 product in the trial, in the norm. Tensor cores sum in fewer bits than fp32's."""
 _CLEAR = 256
-"""Alignment in bytes that a result must have to be written in place, since torch assumes it when it calls cuBLASLt."""
+"""Alignment in bytes that a result and a bias must have, since torch assumes it when it calls cuBLASLt."""
+_SCALE_CLEAR = 16
+"""Alignment in bytes of an inverse scale. cuBLASLt of CUDA 13 refuses a product whose scale lies elsewhere."""
 
 
 class Quantised(NamedTuple):
@@ -193,11 +195,15 @@ def product(
     bias       [n], of `dtype`, which must then be 16-bit
     fast       sum in fewer bits than fp32's within the tensor core, as Transformer Engine does in forward only
     """
-    if bias is not None and bias.data_ptr() % _CLEAR:
-        bias = bias.clone()
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_inverse, scale_b=b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast
-    )
+    if bias is not None:
+        bias = _aligned(bias, _CLEAR)
+    scale_a, scale_b = _aligned(a_inverse, _SCALE_CLEAR), _aligned(b_inverse, _SCALE_CLEAR)
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _aligned(x: Tensor, size: int) -> Tensor:
+    """x, or a copy of it if its address is no multiple of `size` bytes. A tensor without memory (meta) is as it is."""
+    return x.clone() if not x.is_meta and x.data_ptr() % size else x
 
 
 @torch.no_grad()
@@ -213,7 +219,8 @@ def add_weight_gradient(
     """
     in_place = not add and into.is_contiguous() and not into.is_meta  # torch has no meta kernel for `out`
     if in_place and into.data_ptr() % _CLEAR == 0:
-        torch._scaled_mm(grad, x.t(), scale_a=grad_inverse, scale_b=x_inverse, out_dtype=into.dtype, out=into)
+        scale_a, scale_b = _aligned(grad_inverse, _SCALE_CLEAR), _aligned(x_inverse, _SCALE_CLEAR)
+        torch._scaled_mm(grad, x.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=into.dtype, out=into)
         return
     write_or_add(product(grad, x, grad_inverse, x_inverse, into.dtype), into, add)
 

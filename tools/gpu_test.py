@@ -15,11 +15,13 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,10 @@ from bench import card
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 465
 """The time limit of all stages together. The rest of eight minutes is for the start and the summary."""
+GRACE = 15
+"""Seconds that a stage out of time has, after an interrupt, to tell what failed so far."""
+SILENT = 120
+"""Seconds of one test after which the stacks of its threads are printed."""
 FOUND = 99
 """The status with which the sanitizer reports a finding."""
 
@@ -49,8 +55,9 @@ class Stage:
 def pytest_stage(name: str, seconds: int, *words: str, workers: int = 0) -> Stage:
     """A stage that runs pytest. workers: number of processes, if pytest-xdist is installed."""
     spread = ("-n", str(workers)) if workers and find_spec("xdist") else ()
-    command = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "--tb=short", "--durations=5", *spread, *words)
-    return Stage(name, command, seconds)
+    options = ("-m", "gpu", "-q", "-ra", "--tb=short", "--durations=5", "-p", "no:benchmark")
+    stacks = ("-o", f"faulthandler_timeout={SILENT}")
+    return Stage(name, (sys.executable, "-m", "pytest", *options, *stacks, *spread, *words), seconds)
 
 
 def sanitizer() -> str | None:
@@ -71,6 +78,7 @@ def sanitized(program: str, tool: str) -> Stage:
 def phases() -> Iterator[tuple[Stage, ...]]:
     """The phases in order. The stages of one phase run in parallel."""
     apart = ("tests/gpu/test_training.py", "tests/gpu/test_parity.py", "tests/gpu/test_attention.py")
+    fp8, graphs = "tests/gpu/test_fp8.py", "tests/gpu/test_graphs.py"
     yield (Stage("every kernel once", (sys.executable, "-m", "tests.gpu.sanitize"), 150),)
     yield (
         pytest_stage("kernels", 240, "tests/fused_ops", workers=4),
@@ -78,7 +86,8 @@ def phases() -> Iterator[tuple[Stage, ...]]:
         pytest_stage("parity", 240, apart[1]),
         pytest_stage("attention", 240, apart[2], workers=3),
     )
-    yield (pytest_stage("steps", 240, "tests/gpu", *(f"--ignore={path}" for path in apart)),)
+    yield pytest_stage("fp8", 240, fp8), pytest_stage("graphs", 240, graphs)
+    yield (pytest_stage("steps", 240, "tests/gpu", *(f"--ignore={path}" for path in (*apart, fp8, graphs))),)
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not installed here: memcheck and racecheck are left out", flush=True)
@@ -131,8 +140,12 @@ class Running:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Kill a stage and all processes that it started, which are its session."""
-    os.killpg(process.pid, 9)
+    """Interrupt a stage, so that pytest prints what failed, then kill it and all processes of its session."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

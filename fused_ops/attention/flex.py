@@ -6,7 +6,9 @@ the join of its gradients. It is compiled once per shape in a process, for all l
 
 The blocks of 128 x 128 scores that are needed follow from the documents alone: a document is a run of positions, so a
 query block sees the blocks right before it. torch's create_block_mask would evaluate all s x s pairs and sort them for
-every micro-batch.
+every micro-batch. A second function that is compiled makes them. They must not be computed in the first: the compiler
+would choose their strides, and torch's kernel reads them as if they were contiguous. On an H100 with torch 2.11 it read
+beyond their end wherever no gradient was asked for.
 """
 
 from __future__ import annotations
@@ -55,9 +57,14 @@ def visible_blocks(length: int, documents: Tensor | None, device: torch.device) 
         (part_queries + 1, torch.where(slot > 0, own + whole_queries + slot, own)),
         (whole_queries, (own + 1 + slot).expand(len(first), blocks, blocks)),
     )
-    counts = [count[:, None, :, 0].to(torch.int32) for count, _ in lists]
-    indices = [index.clamp(0, blocks - 1)[:, None].to(torch.int32).contiguous() for _, index in lists]
+    counts = [_contiguous(count, blocks) for count, _ in lists]
+    indices = [_contiguous(index.clamp(0, blocks - 1), blocks, blocks) for _, index in lists]
     return counts[0], indices[0], counts[1], indices[1], counts[2], indices[2], counts[3], indices[3]
+
+
+def _contiguous(values: Tensor, *shape: int) -> Tensor:
+    """Values as int32 [b or 1, 1, *shape] whose strides are the contiguous ones, that of the axis of length 1 too."""
+    return values.to(torch.int32).reshape(-1).view(-1, 1, *shape)
 
 
 @cache
@@ -74,9 +81,9 @@ def flex_body(
     scale: float,
     slopes: Tensor | None,
     documents: Tensor | None,
-    blocks: Blocks | None,
+    blocks: Blocks,
 ) -> Tensor:
-    """The function that is compiled. blocks: those of one document; None: computed here from `documents`."""
+    """The function that is compiled. blocks: `visible_blocks` of `documents`, inputs of what is compiled."""
     from torch.nn.attention.flex_attention import (
         BlockMask,
         flex_attention,
@@ -97,8 +104,7 @@ def flex_body(
         assert documents is not None
         return (q >= k) & (documents[sample, q] == documents[sample, k])
 
-    found = visible_blocks(length, documents, mixed.device) if blocks is None else blocks
-    mask = BlockMask((length, length), *found, (BLOCK, BLOCK), causal if documents is None else within)
+    mask = BlockMask((length, length), *blocks, (BLOCK, BLOCK), causal if documents is None else within)
     bias = None if slopes is None else biased
     context: Any = flex_attention(
         query, key, value, score_mod=bias, block_mask=mask, scale=scale, enable_gqa=repeats > 1
@@ -107,8 +113,8 @@ def flex_body(
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex_body, dynamic=False, fullgraph=True)
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def flex_attention(
@@ -125,6 +131,11 @@ def flex_attention(
 
     The first call with a shape compiles.
     """
-    blocks = causal_blocks(mixed.shape[0], mixed.device) if documents is None else None
-    result: Tensor = _compiled()(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks)
+    length = mixed.shape[0]
+    if documents is None:
+        blocks = causal_blocks(length, mixed.device)
+    else:
+        with torch.no_grad():  # one compiled program, whether a gradient is recorded or not
+            blocks = _compiled(visible_blocks)(length, documents, mixed.device)
+    result: Tensor = _compiled(flex_body)(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks)
     return result

@@ -2,7 +2,8 @@
 
 A body may have no obstacle in the rule's table and still fail: it cannot be compiled, the driver refuses it, or its
 numbers differ from float64's. The trial finds this, and the reason is the error's first line or the size of the
-difference. It runs forward and backward at the run's own shapes, so that training reuses what FlexAttention compiles.
+difference. It runs forward and backward at the run's own shapes, so that training reuses what FlexAttention compiles,
+and forward again without a gradient, as evaluation and recomputation do: that is another compiled program.
 The C++ kernel has a trial of its own, of one size for all runs (kernel.py).
 """
 
@@ -150,7 +151,8 @@ def _documents(workload: AttentionWorkload, device: torch.device) -> Tensor | No
 
 
 def failure(body: Callable[[Tensor], Tensor], workload: AttentionWorkload, device: torch.device) -> str:
-    """Why forward or backward of the body fails on the device, in a line; empty if they agree with float64.
+    """Why forward (with a gradient or without) or backward of the body fails on the device, in a line; empty if they
+    agree with float64.
 
     It compares some rows of the last sample's context, from the first to the last position, and their gradients.
     """
@@ -169,8 +171,11 @@ def failure(body: Callable[[Tensor], Tensor], workload: AttentionWorkload, devic
             last = mixed[:, -1].detach().double().requires_grad_()
             exact = _exact(last, rows, workload)
             (exact_gradient,) = torch.autograd.grad(exact, last, cotangent[rows, -1].double())
+        with torch.no_grad():
+            alone = body(mixed.detach())
         allowed = ALLOWED[workload.dtype]  # the comparison waits for the device, so errors of kernels are raised here
-        off = disagreement(context[rows, -1], exact, allowed) or disagreement(gradient[:, -1], exact_gradient, allowed)
+        pairs = ((context[rows, -1], exact), (gradient[:, -1], exact_gradient), (alone[rows, -1], exact))
+        off = next(filter(None, (disagreement(found, right, allowed) for found, right in pairs)), "")
     except Exception as error:  # a compiler, a driver or a GPU may raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"it fails on this machine ({type(error).__name__}: {' '.join(lines[:2])[:200]})"

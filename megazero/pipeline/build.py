@@ -159,4 +159,4 @@ def with_graphs(engine: PipelineEngine, run: Run, grid: ProcessGrid) -> Pipeline
     """The engine for training: with --cuda-graphs a `GraphedEngine` around it, else itself."""
     if not run.parallel.cuda_graphs:
         return engine
-    return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.replicas.size > 1)
+    return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.replicas.handle is not None)

@@ -39,14 +39,15 @@ class ReplayedSink(GradientSink, Protocol):
 
 
 def replayed(micro_batches: int, travels: bool) -> range:
-    """The micro-batches of a step that are replayed. travels: dp has more than one rank."""
+    """The micro-batches of a step that are replayed. travels: whether gradients and parameters travel over dp."""
     return range(1, max(1, micro_batches - 1)) if travels else range(micro_batches)
 
 
 class GraphedEngine:
     """A `PipelineEngine` of one stage and one chunk whose training step replays micro-batches.
 
-    travels: whether dp has more than one rank. Evaluation uses no graph.
+    travels: whether gradients and parameters travel over dp: whether its group has a handle. A graph could not wait
+    for them. Evaluation uses no graph.
     """
 
     def __init__(self, engine: PipelineEngine, capture: GraphCapture, *, travels: bool) -> None:

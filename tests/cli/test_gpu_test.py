@@ -43,7 +43,8 @@ def test_stages_run_beside_each_other_and_have_an_end(tmp_path: Path, capfd: pyt
     ]
     results = run(stages, tmp_path, began + 60)
     assert [result.verdict for result in results] == ["passed", "FAILED", "OUT OF TIME", "passed"]
-    assert [result.words for result in results] == ["all is well", "what went wrong", "it printed nothing", "here"]
+    assert [result.words for result in results] == ["all is well", "what went wrong", "KeyboardInterrupt", "here"]
+    assert "Traceback" in results[2].output  # it was asked before it was killed, and told where it was
     assert time.monotonic() - began < 20
     assert "    what went wrong" in capfd.readouterr().out
 
@@ -52,7 +53,10 @@ def test_every_test_of_a_card_is_in_one_stage() -> None:
     """Files of their own stage are left out of the one that takes the rest; no stage is longer than all may take."""
     stages = {stage.name: stage for stages in phases() for stage in stages}
     named = [
-        word for name in ("ranks", "parity", "attention") for word in stages[name].command if word.startswith("tests/")
+        word
+        for name in ("ranks", "parity", "attention", "fp8", "graphs")
+        for word in stages[name].command
+        if word.startswith("tests/")
     ]
     ignored = [word.removeprefix("--ignore=") for word in stages["steps"].command if word.startswith("--ignore=")]
     assert sorted(named) == sorted(ignored) and all(

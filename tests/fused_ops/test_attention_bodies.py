@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ def agree(ours: list[Tensor], theirs: list[Tensor]) -> None:
 def in_eager(
     mixed: Tensor, groups: int, repeats: int, d: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None
 ) -> Tensor:
-    blocks = causal_blocks(mixed.shape[0], mixed.device) if documents is None else None
+    blocks = visible_blocks(mixed.shape[0], documents, mixed.device)
     return flex_body(mixed, groups, repeats, d, scale, slopes, documents, blocks)
 
 
@@ -206,11 +207,11 @@ def test_flex_with_the_slopes_of_a_shard(rank: int, with_gradients: None) -> Non
 
 @pytest.mark.slow
 def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiled for CUDA, up to the generated code: one graph with its backward, whatever the documents are;
-    recomputed, too.
+    """As compiled for CUDA, up to the generated code: one graph with its backward and one of the blocks, whatever the
+    documents are; recomputed, too.
     """
-    compiled = torch.compile(flex_body, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(attention_flex, "_compiled", lambda: compiled)
+    compiled = cache(partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager"))
+    monkeypatch.setattr(attention_flex, "_compiled", compiled)
     torch._dynamo.utils.counters.clear()
 
     def recomputed(mixed: Tensor, *heads: int, **given: Any) -> Tensor:
@@ -223,7 +224,42 @@ def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, mo
     for seed, body in ((30, flex_attention), (50, flex_attention), (90, recomputed)):
         given = options(200, 2, 4, True, seed)
         agree(results(body, 200, 2, 2, 2, 16, **given), results(reference_attention, 200, 2, 2, 2, 16, **given))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_compiler_does_not_choose_the_strides_of_the_blocks(
+    gradients: bool, with_gradients: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's kernel takes the lists of blocks for contiguous. So they are inputs of the graph that it is in, with
+    those strides, even where an axis has one entry.
+    """
+    found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        given = dict(zip((node.name for node in graph.graph.nodes if node.op == "placeholder"), inputs, strict=True))
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and "flex_attention" in str(node.target):
+                lists = [each for each in node.args[4] if isinstance(each, torch.fx.Node) and each.op != "get_attr"]
+                found.extend(
+                    (each.op, tuple(given[each.name].shape), given[each.name].stride())
+                    if each.name in given
+                    else (each.op, (), ())
+                    for each in lists
+                )
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        attention_flex, "_compiled", cache(partial(torch.compile, dynamic=False, fullgraph=True, backend=look))
+    )
+    given = options(300, 2, 4, True, 60)
+    mixed = torch.randn(300, 2, 4 * 3 * 16, dtype=FP64, requires_grad=gradients)
+    with torch.set_grad_enabled(gradients):
+        flex_attention(mixed, 4, 1, 16, scale=0.25, **given)
+    assert [op for op, _, _ in found] == ["placeholder"] * 8
+    for _, shape, strides in found:
+        assert strides == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize("length", [1, 100, BLOCK, BLOCK + 1, 2 * BLOCK, 300, 640, 1000])

@@ -61,6 +61,9 @@ WRONG: dict[str, Callable[[Tensor, AttentionWorkload], Tensor]] = {
     ),
     "nothing from the last key": lambda mixed, workload: plain(torch.cat([mixed[:-1], mixed[-2:-1]]), workload),
     "a gradient too many": lambda mixed, workload: TooMany.apply(plain(mixed, workload), mixed),
+    "other numbers where no gradient is recorded": lambda mixed, workload: plain(
+        mixed, workload, documents=torch.is_grad_enabled(), slopes=torch.is_grad_enabled()
+    ),
 }
 
 

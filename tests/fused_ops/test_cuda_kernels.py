@@ -285,8 +285,9 @@ def test_scratch_memory_grows_and_the_smaller_stays(cuda_level):
 
 
 def test_a_launch_that_fails_is_an_error_with_a_name(cuda_level):
+    """A grid that no card has. Drivers give it one of two numbers: an invalid configuration, or an invalid argument."""
     found = library.kernels(drawn(1, dtype=torch.float32))
     assert isinstance(found, CudaLibrary)
     x = drawn(1, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match=r"row_statistics_f32.*CUDA error 9"):
+    with pytest.raises(RuntimeError, match=r"row_statistics_f32.*CUDA error [19]\)"):
         found.call("row_statistics_f32", 1 << 31, 1, 1, x, integers(0, 1, (1,)), x, x, 0)

@@ -146,6 +146,28 @@ def test_the_weight_gradient_is_written_and_added(shift: int, dtype: torch.dtype
         assert (into.double() - times * exact).abs().le(times * room * size).all(), times
 
 
+def test_a_product_gets_scales_at_addresses_that_cublaslt_takes(monkeypatch) -> None:
+    """It refuses a scale whose address is no multiple of 16, as that of an entry of a vector may be."""
+    plain, seen = torch._scaled_mm, []
+
+    def watched(a: Tensor, b: Tensor, **given: Any) -> Tensor:
+        seen.append([given[name].data_ptr() % 16 for name in ("scale_a", "scale_b")])
+        return plain(a, b, **given)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    grad, x = quantised(drawn(64, 48), E5M2)[0], quantised(drawn(64, 32, seed=1), E4M3)[0]
+    assert grad.transposed is not None and x.transposed is not None
+    scales, added = torch.tensor([1.0, 0.5, 0.25, 4.0, 2.0]), drawn(33, seed=3)[1:]
+    for a, b in ((0, 1), (1, 4), (3, 2)):
+        y = product(grad.transposed, x.transposed, scales[a], scales[b], torch.bfloat16, added)
+        exact = scales[a] * scales[b] * (grad.transposed.double() @ x.transposed.double().t()) + added.double()
+        assert (y.double() - exact).norm() <= 2.0**-8 * exact.norm()
+        into = torch.full((48, 32), torch.nan)
+        add_weight_gradient(grad.transposed, x.transposed, scales[a], scales[b], into, False)
+        assert (into.double() - (exact - added.double())).norm() <= 1e-5 * exact.norm()
+    assert len(seen) == 6 and not any(map(any, seen)), seen
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("role", fp8.ROLES)
 def test_compiled_copies_are_the_plain_ones(role: str) -> None:
