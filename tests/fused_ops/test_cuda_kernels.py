@@ -79,6 +79,25 @@ def test_softmax_of_any_length(cuda_level, keys, offset, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documented", [False, True])
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("queries, keys", [(40, 40), (520, 520), (9, 2056), (9, 8200)])
+def test_softmax_of_every_number_of_seen_keys(cuda_level, queries, keys, sloped, documented, dtype):
+    """Seen keys are whole packs and fewer than a pack behind them; what lies beyond them is never looked at."""
+    values = drawn(1, 2, queries, keys, seed=1, dtype=dtype)
+    slopes = torch.tensor([0.5, 0.01]) if sloped else None
+    documents = integers(0, 3, (1, keys)) if documented else None  # not in order
+    alike = torch.zeros(1, keys, dtype=torch.int64)
+    exact = exact_softmax(
+        values, -0.3, torch.zeros(2) if slopes is None else slopes, alike if documents is None else documents
+    )
+    hidden = torch.arange(keys) > torch.arange(keys - queries, keys)[:, None]
+    found = scaled_causal_alibi_softmax(values.masked_fill_(hidden, math.nan), -0.3, slopes, documents=documents)
+    assert_close(found, exact)
+    assert not found.masked_select(hidden).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("keys", [40, 8200])
 def test_softmax_backward_leaves_what_no_query_sees(cuda_level, keys, dtype):
     """The probabilities there are zeros, and so are their gradients: a write would be a third of the traffic.

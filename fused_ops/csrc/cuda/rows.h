@@ -13,6 +13,7 @@ template <int W> constexpr int KEPT = W == 1 ? 8 : 16;  // elements of a row tha
 template <int W_, int GROUP_, int PACKS_> struct Tiling {
   static constexpr int W = W_, GROUP = GROUP_, PACKS = PACKS_, ROWS = GROUP < 128 ? 128 / GROUP : 1, THREADS = GROUP * ROWS;  // of a block
   static constexpr bool KEEPS = PACKS > 0;
+  typedef std::conditional_t<KEEPS, int, int64_t> Index;  // of a column
   static dim3 threads() { return dim3(GROUP, ROWS); }
   static MZ_DEVICE int64_t row() { return (int64_t)blockIdx.x * ROWS + threadIdx.y; }
 };
@@ -23,7 +24,7 @@ template <typename Tiles, typename Body> MZ_DEVICE void each_pack(int64_t stop, 
 #pragma unroll
     for (int p = 0; p < Tiles::PACKS; ++p) {
       int i = (p * Tiles::GROUP + (int)threadIdx.x) * Tiles::W;
-      if (i < stop) body((int64_t)i, p);
+      if (i < (int)stop) body(i, p);
     }
   } else {
     for (int64_t i = (int64_t)threadIdx.x * Tiles::W; i < stop; i += Tiles::GROUP * Tiles::W) body(i, 0);
@@ -48,15 +49,21 @@ template <typename T, typename Tiles> struct Part {
   }
 };
 
-// Calls launcher(Tiling) with the one for rows of this length. W: 1 where a row cannot be read in wide packs.
-template <int W, typename Launcher> int with_group(int64_t columns, const Launcher& launcher) {
+// Calls launcher(Tiling) with the one for rows of this length. W: 1 where a row cannot be read in wide packs. MOST: the elements of a row
+// of over 512 that a thread keeps, 16 or 64: with 64 one warp has 2,048, which need no barrier.
+template <int W, int MOST, typename Launcher> int with_group(int64_t columns, const Launcher& launcher) {
   if (columns <= 32 * KEPT<W>) return launcher(Tiling<W, 32, KEPT<W> / W>{});
-  if (columns <= 128 * KEPT<W>) return launcher(Tiling<W, 128, KEPT<W> / W>{});
-  if (columns <= 512 * KEPT<W>) return launcher(Tiling<W, 512, KEPT<W> / W>{});
+  if constexpr (MOST > KEPT<W>) {
+    if (columns <= 32 * MOST) return launcher(Tiling<W, 32, MOST / W>{});
+    if (columns <= 128 * MOST) return launcher(Tiling<W, 128, MOST / W>{});
+  } else {
+    if (columns <= 128 * KEPT<W>) return launcher(Tiling<W, 128, KEPT<W> / W>{});
+    if (columns <= 512 * KEPT<W>) return launcher(Tiling<W, 512, KEPT<W> / W>{});
+  }
   return launcher(Tiling<W, 512, 0>{});
 }
-template <typename T, typename Launcher> int with_tiling(int64_t columns, bool wide, const Launcher& launcher) {
-  return wide ? with_group<WIDEST<T>>(columns, launcher) : with_group<1>(columns, launcher);
+template <typename T, int MOST = 16, typename Launcher> int with_tiling(int64_t columns, bool wide, const Launcher& launcher) {
+  return wide ? with_group<WIDEST<T>, MOST>(columns, launcher) : with_group<1, KEPT<1>>(columns, launcher);
 }
 
 }  // namespace mz
