@@ -102,6 +102,8 @@ class Case:
     overlap: bool
     bucket: int
     shared_memory: bool
+    as_nccl: bool
+    """gloo carries what the program does with NCCL."""
 
     @property
     def ranks(self) -> int:
@@ -122,7 +124,7 @@ class Case:
             f"{self.schedule}x{self.virtual}",
         ]
         parts += ["sp"] * self.sequence_parallel + [f"re-{self.recompute}{self.every}"] * (self.recompute != "none")
-        parts += ["gloo"] * (not self.shared_memory) + ["late"] * (not self.overlap)
+        parts += ["as-nccl"] * self.as_nccl + ["gloo"] * (not self.shared_memory) + ["late"] * (not self.overlap)
         return "-".join([*parts, f"acc{self.accumulation}", f"b{self.bucket}"])
 
     def layout_flags(self) -> list[str]:
@@ -178,6 +180,7 @@ def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
             "accumulation": pick(ACCUMULATIONS),
             "overlap": pick((True, True, False)),
             "bucket": pick((500, 4000, 8_388_608)),
+            "as_nccl": False,
         }
         case = Case(**(values | of_layout))  # type: ignore[arg-type]
         if fits(case):
@@ -227,14 +230,15 @@ def cases(count: int, seed: int) -> Iterator[Case]:
     """`count` different cases. The required ones come first, then others of the models and accumulations that there are
     fewest of.
 
-    Ranks of every third one have gloo's collectives, as those of several hosts.
+    Ranks of every third one have gloo's collectives, as those of several hosts, and of every third one those of NCCL.
     """
     random_ = random.Random(seed)
     seen: set[Case] = set()
     while len(seen) < count:
         number = len(seen)
         fixed = REQUIRED[number] if number < len(REQUIRED) else _rarest(seen)
-        case = draw(random_, fixed | {"shared_memory": (number + seed) % 3 != 0})
+        carrier = (number + seed) % 3
+        case = draw(random_, fixed | {"shared_memory": carrier != 0, "as_nccl": carrier == 1})
         if case not in seen:
             seen.add(case)
             yield case

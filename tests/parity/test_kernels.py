@@ -24,7 +24,8 @@ def check(case: Case, steps: str, fused: str, flags_of: Flags, reference: Refere
     more = [*NUMBERS, steps]
     # Next to ReLU's kink a rounding decides whether a unit learns at all.
     tolerance = AT_A_KINK if case.model.activation == "relu" else TOLERANCE
-    found = train(case.ranks, [*flags_of(case.model, "fp32", more), *case.layout_flags()], fused)
+    flags = [*flags_of(case.model, "fp32", more), *case.layout_flags()]
+    found = train(case.ranks, flags, fused, as_nccl=case.as_nccl)
     differences = worst(found, reference(case.model, more))
     assert all(value < tolerance for value in differences.values()), (fused, differences)
 

@@ -22,18 +22,19 @@ COUNT = 24
 def test_layout_equals_one_process(
     case: Case, flags_of: Callable[[Model, str, list[str]], list[str]], reference: Reference
 ) -> None:
-    found = train(case.ranks, [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()])
+    flags = [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()]
+    found = train(case.ranks, flags, as_nccl=case.as_nccl)
     differences = worst(found, reference(case.model, STEPS))
     assert all(value < TOLERANCE for value in differences.values()), differences
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2026])
 def test_what_is_drawn(seed: int) -> None:
-    """A third of the cases goes without shared memory, and every value that an axis has is tried on some layout and
-    some model.
+    """A third of the cases goes without shared memory, a third as with NCCL, and every value that an axis has is tried
+    on some layout and some model.
     """
     drawn = list(cases(COUNT, seed))
-    assert sum(not case.shared_memory for case in drawn) == COUNT // 3
+    assert sum(not case.shared_memory for case in drawn) == sum(case.as_nccl for case in drawn) == COUNT // 3
     for number, fixed in enumerate(REQUIRED):
         case = drawn[number]
         assert all(

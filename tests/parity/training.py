@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
-from megazero.mpu.grid import build_grid
+from megazero.mpu.connect import connect
+from megazero.mpu.grid import Group, build_grid
 from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
+from tests.launches import ONE_QUEUE, RULES, Trace, check, recorded_launches
 from tests.parameters import Piece, assemble, values_of, worst_difference
 from tests.ranks import run_ranks
 
@@ -62,7 +65,9 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
     """
     run = parse_run(flags, size, model_source)
     prepared = prepare(run, size, silent)
-    job = build_job(prepared, build_grid(axes_of(prepared.run.parallel, size), "cpu"))
+    grid = build_grid(axes_of(prepared.run.parallel, size), "cpu", shared_memory=prepared.run.parallel.shared_memory)
+    connect(grid)
+    job = build_job(prepared, grid)
     recorder = Recorder()
     if not keep_log:
         job.trainer.log._sinks = (recorder,)
@@ -83,14 +88,32 @@ def train_on_rank(
     return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
 
 
-def train(size: int, flags: list[str], fused: str | None = None) -> Outcome:
+def recorded_on_rank(
+    rank: int, size: int, flags: list[str], fused: str, as_nccl: bool
+) -> tuple[tuple[list[StepRecord], dict[str, float], list[Piece]], Trace]:
+    """`train_on_rank` and its launches. as_nccl: gloo carries what the program does with NCCL: every group connected
+    before the first step, a warm-up, channels of two ranks, and flat reduce-scatters.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if as_nccl:
+            patch.setattr(Group, "is_on_host", False)
+        with recorded_launches() as trace:
+            return train_on_rank(rank, size, flags, fused), trace
+
+
+def train(size: int, flags: list[str], fused: str | None = None, *, as_nccl: bool = False) -> Outcome:
     """The results of a run on `size` ranks. fused: the value of MEGAZERO_FUSED; None: that of the environment.
 
-    Fails if replicas of a parameter are not equal to the bit.
+    Fails if replicas of a parameter are not equal to the bit, or if ranks launch collectives or messages in orders with
+    which NCCL could hang (`tests.launches`). as_nccl: as in `recorded_on_rank`.
     """
-    results = run_ranks(size, train_on_rank, size, flags, fused or os.environ.get("MEGAZERO_FUSED", "auto"))
-    records, losses, _ = results[0]
-    return Outcome(records, losses, assemble([pieces for _, _, pieces in results]))
+    fused = fused or os.environ.get("MEGAZERO_FUSED", "auto")
+    results = run_ranks(size, recorded_on_rank, size, flags, fused, as_nccl)
+    # Several chunks on a stage may hang in one hardware queue: see tests/pipeline/test_one_queue.py.
+    in_chunks = dict(pairwise(flags)).get("--virtual-stages", "1") != "1"
+    check([trace for _, trace in results], RULES.keys() - {ONE_QUEUE} if in_chunks else RULES)
+    (records, losses, _), _ = results[0]
+    return Outcome(records, losses, assemble([pieces for (_, _, pieces), _ in results]))
 
 
 def worst(ours: Outcome, theirs: Outcome) -> dict[str, float]:
