@@ -19,6 +19,8 @@ class Library:
     """
 
     on_device = False
+    ahead: Any = ctypes.c_int64
+    """The ctypes type of the argument in front: the number of threads."""
     result: Any = None
     """The ctypes type that its functions return."""
 
@@ -27,23 +29,26 @@ class Library:
         _load_openmp()
         self._handle = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
-        self._typed: dict[str, tuple[Any, list[bool]]] = {}
+        self._typed: dict[str, tuple[Any, list[int]]] = {}
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         """Call the function `name` with the number of threads and these arguments.
 
         Tensors (on the CPU) and None are passed as pointers, int as int64, float as float.
         """
-        function, is_pointer = self._typed.get(name) or self._types(name, arguments)
-        pairs = zip(arguments, is_pointer, strict=True)
-        given = [a.data_ptr() if pointer and a is not None else a for a, pointer in pairs]  # type: ignore[union-attr]
+        function, pointers = self._typed.get(name) or self._types(name, arguments)
+        given = [*arguments]
+        for at in pointers:
+            if arguments[at] is not None:
+                given[at] = arguments[at].data_ptr()  # type: ignore[union-attr]
         function(torch.get_num_threads(), *given)
 
-    def _types(self, name: str, arguments: tuple[Tensor | int | float | None, ...]) -> tuple[Any, list[bool]]:
-        """(function, whether each argument is a pointer). It declares the argument types, which makes calls faster."""
+    def _types(self, name: str, arguments: tuple[Tensor | int | float | None, ...]) -> tuple[Any, list[int]]:
+        """(function, the places of its pointers). It declares the argument types, which makes calls faster."""
         function, types = self.function(name), [type(as_c_argument(argument)) for argument in arguments]
-        function.argtypes = [ctypes.c_int64, *types]
-        found = self._typed[name] = function, [kind is ctypes.c_void_p for kind in types]
+        function.argtypes = [self.ahead, *types]
+        pointers = [at for at, kind in enumerate(types) if kind is ctypes.c_void_p]
+        found = self._typed[name] = function, pointers
         return found
 
     def function(self, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.native.binding import Library, as_c_argument
+from fused_ops.native.binding import Library
 
 MORE_SCRATCH = -1
 _FIRST_BYTES = 1 << 20
@@ -33,14 +34,21 @@ class CudaLibrary(Library):
     Sums over rows need scratch memory, which all launches of one stream share. When the scratch memory grows, the
     smaller ones are kept, since a captured graph may use them. Each is at least twice as large as the one before, so
     all together are less than twice the last.
+
+    A model's step launches hundreds of kernels, and the host must stay ahead of a fast card. So a call makes no object
+    that it can keep: argument types are declared once, and each stream has one structure. A lock guards it. The lock
+    also keeps the two kernels of a sum together, so that another thread's launch does not take their scratch memory.
     """
 
     on_device = True
+    ahead = ctypes.c_void_p
     result = ctypes.c_int
 
     def __init__(self, path: Path, level: str) -> None:
         super().__init__(path, level)
-        self._scratch: dict[tuple[torch.device, int], list[Tensor]] = {}
+        self._scratch: dict[tuple[int, int], list[Tensor]] = {}
+        self._launches: dict[tuple[int, int], tuple[_Launch, Any]] = {}
+        self._lock = threading.Lock()
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         """Launch `name` on the current stream of the tensors' device, which need not be the current one.
@@ -50,12 +58,24 @@ class CudaLibrary(Library):
         Raises RuntimeError if the launch fails, or if tensors lie on several devices. CUDA reports later errors of the
         kernel as for any other kernel.
         """
-        device = _device_of(name, arguments)
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):  # a launch on a stream of another device than the current fails
-                self._queue(name, device, arguments)
+        function, pointers = self._typed.get(name) or self._types(name, arguments)
+        given, one, index, apart = [*arguments], None, -1, False
+        for at in pointers:
+            tensor = arguments[at]
+            if tensor is None:
+                continue
+            given[at], own = tensor.data_ptr(), tensor.get_device()  # type: ignore[union-attr]
+            if one is None:
+                one, index = tensor, own
+            if own != index or (own < 0 and not tensor.is_cpu):  # type: ignore[union-attr]
+                apart = True
+        if apart:
+            _assert_one_device(name, arguments)
+        if index < 0 or index == torch.cuda.current_device():
+            self._queue(name, function, one, index, given)
         else:
-            self._queue(name, device, arguments)
+            with torch.cuda.device(index):  # a launch on a stream of another device than the current fails
+                self._queue(name, function, one, index, given)
 
     def versions(self) -> tuple[int, int]:
         """Versions of CUDA, 12090 for 12.9: (the newest that the driver runs, that of the runtime in this library);
@@ -67,23 +87,29 @@ class CudaLibrary(Library):
             raise RuntimeError(f"CUDA says no version: {self._error(code)} (CUDA error {code})")
         return driver.value, runtime.value
 
-    def _queue(self, name: str, device: torch.device, arguments: Sequence[Tensor | int | float | None]) -> None:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        function, given = self.function(name), [as_c_argument(argument) for argument in arguments]
-        launch = self._launch(device, stream, 0)
-        code = function(ctypes.byref(launch), *given)
-        if code == MORE_SCRATCH:
-            launch = self._launch(device, stream, launch.needed)
-            code = function(ctypes.byref(launch), *given)
+    def _queue(self, name: str, function: Any, one: Any, index: int, given: list[Any]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+        with self._lock:
+            launch, reference = self._launches.get((index, stream)) or self._prepared(one, stream)
+            code = function(reference, *given)
+            if code == MORE_SCRATCH:
+                self._give_scratch(launch, one, launch.needed)
+                code = function(reference, *given)
         if code:
             raise RuntimeError(f"{name}: {self._error(code)} (CUDA error {code})")
 
-    def _launch(self, device: torch.device, stream: int, needed: int) -> _Launch:
-        kept = self._scratch.setdefault((device, stream), [])
-        held = kept[-1].numel() if kept else 0
-        if not kept or held < needed:
-            kept.append(torch.empty(max(needed, 2 * held, _FIRST_BYTES), dtype=torch.uint8, device=device))
-        return _Launch(stream, kept[-1].data_ptr(), kept[-1].numel(), 0)
+    def _prepared(self, one: Tensor, stream: int) -> tuple[_Launch, Any]:
+        """The structure for launches on a stream of the device of `one`, and a reference to it as an argument."""
+        launch = _Launch(stream)
+        self._give_scratch(launch, one, 0)
+        found = self._launches[one.get_device(), stream] = launch, ctypes.byref(launch)
+        return found
+
+    def _give_scratch(self, launch: _Launch, one: Tensor, needed: int) -> None:
+        kept = self._scratch.setdefault((one.get_device(), launch.stream or 0), [])
+        more = max(needed, 2 * launch.bytes, _FIRST_BYTES)
+        kept.append(torch.empty(more, dtype=torch.uint8, device=one.device))
+        launch.scratch, launch.bytes = kept[-1].data_ptr(), more
 
     def _error(self, code: int) -> str:
         function: Any = self.function("error_text")
@@ -92,9 +118,8 @@ class CudaLibrary(Library):
         return text.decode()
 
 
-def _device_of(name: str, arguments: Sequence[Tensor | int | float | None]) -> torch.device:
-    """The device of all tensors."""
-    devices = [argument.device for argument in arguments if isinstance(argument, Tensor)]
-    if any([device != devices[0] for device in devices]):  # noqa: C419 - a generator takes twice as long
-        raise RuntimeError(f"{name}: its tensors lie on {', '.join(sorted({str(device) for device in devices}))}")
-    return devices[0]
+def _assert_one_device(name: str, arguments: Sequence[Tensor | int | float | None]) -> None:
+    """Raise RuntimeError if tensors lie on several devices."""
+    found = {str(argument.device) for argument in arguments if isinstance(argument, Tensor)}
+    if len(found) > 1:
+        raise RuntimeError(f"{name}: its tensors lie on {', '.join(sorted(found))}")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.card_trial import card_refusal
-from fused_ops.native.cuda import CudaLibrary
+from fused_ops.native.cuda import MORE_SCRATCH, CudaLibrary
 
 CPU = torch.device("cpu")
 
@@ -91,20 +93,25 @@ class Streams:
     """Stands for torch.cuda in a process with several cards: which one is current, and the streams that were used."""
 
     def __init__(self, current: int) -> None:
-        self.current, self.launched = current, list[tuple[int, int]]()
+        self.current, self.launched, self.streams = current, list[tuple[int, int]](), dict[int, int]()
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "current_device", self.current_device)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", self.current_stream, raising=False)
 
     def current_device(self) -> int:
         return self.current
 
     @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self.current = self.current, device.index
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
         yield
         self.current = before
 
-    def current_stream(self, device: torch.device) -> Any:
-        self.launched.append((self.current, device.index))
-        return type("Stream", (), {"cuda_stream": 0})
+    def current_stream(self, index: int) -> int:
+        self.launched.append((self.current, index))
+        return self.streams.get(index, 0)
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -112,8 +119,7 @@ class Streams:
 def test_a_launch_is_on_the_device_of_its_tensors(current: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current device is that of the tensors while a kernel is launched, and afterwards what it was."""
     found, cards = CudaLibrary(path, "emulated"), Streams(current)
-    for name in ("current_device", "device", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cards, name))
+    cards.stand_in(monkeypatch)
     monkeypatch.setattr(found, "function", lambda name: lambda *arguments: 0)
     with FakeTensorMode():
         tensors = [torch.empty(4, device=torch.device("cuda", index)) for index in (1, 0, 1)]
@@ -126,3 +132,59 @@ def test_tensors_of_several_devices_are_refused(path: Path) -> None:
     found = CudaLibrary(path, "emulated")
     with pytest.raises(RuntimeError, match="softmax_f32: its tensors lie on cpu, meta"):
         found.call("softmax_f32", torch.ones(3), None, torch.ones(3, device="meta"))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_every_stream_has_a_structure_with_its_scratch_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is filled once, and again when a launcher asks for more; another stream's stays as it is."""
+    found, cards, given = CudaLibrary(path, "emulated"), Streams(0), list[tuple[int, int, int]]()
+
+    def launcher(launch: Any, elements: int, *rest: object) -> int:
+        own = launch._obj
+        given.append((own.stream or 0, own.scratch, own.bytes))
+        own.needed = elements
+        return MORE_SCRATCH if own.bytes < elements else 0
+
+    cards.stand_in(monkeypatch)
+    monkeypatch.setattr(found, "function", lambda name: launcher)
+    empty = torch.empty
+    addresses = iter(range(1000, 2000))
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: next(addresses))
+    with FakeTensorMode():
+        x = empty(4, device=torch.device("cuda", 0))
+        for stream, elements in ((7, 10), (7, 10), (9, 10), (7, 3 << 20), (7, 10), (9, 10)):
+            cards.streams[0] = stream
+            found.call("sum_of_squares_f32", elements, x)
+    assert [(stream, size) for stream, _, size in given] == [
+        *[(7, 1 << 20)] * 2,
+        (9, 1 << 20),
+        *[(7, 1 << 20), (7, 3 << 20)],  # called again
+        (7, 3 << 20),
+        (9, 1 << 20),
+    ]
+    scratch = [at for _, at, _ in given]
+    assert scratch[0] == scratch[1] == scratch[3] and scratch[4] == scratch[5] and scratch[2] == scratch[6]
+    assert len({*scratch}) == 3
+
+
+def test_threads_do_not_share_scratch_memory_in_the_middle_of_a_sum(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum is two kernels, the first of which leaves its parts in the scratch memory of the stream.
+
+    So no two threads are inside a launcher at once: each waits there for the other, in vain.
+    """
+    found, both, met = CudaLibrary(path, "emulated"), Barrier(2, timeout=0.3), list[bool]()
+
+    def launcher(*arguments: object) -> int:
+        try:
+            both.wait()
+            met.append(True)
+        except BrokenBarrierError:
+            met.append(False)
+        return 0
+
+    monkeypatch.setattr(found, "function", lambda name: launcher)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda x: found.call("column_sums_f32", 1, 1, 1, x, x), [torch.ones(1), torch.ones(1)]))
+    assert met == [False, False]
