@@ -192,7 +192,7 @@ def test_the_trial_compiles_what_training_uses_and_other_lengths_are_not_compile
     for _ in range(3):
         attend(mixed * 1.0, 4, 1, 64).sum().backward()
     with torch.no_grad():
-        short, whole = attend(mixed[:100], 4, 1, 64), attend(mixed, 4, 1, 64)
+        short, whole = attend(mixed.detach()[:100], 4, 1, 64), attend(mixed.detach(), 4, 1, 64)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # with a gradient and without
     assert (whole[:100] - short).abs().max() <= 0.05 * whole.abs().max()
 
