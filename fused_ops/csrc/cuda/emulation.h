@@ -5,6 +5,9 @@
 // Threads of a block run in a different order in every sweep, so that a missing barrier shows. Errors on which a GPU
 // would trap or hang end the process with a message: a misaligned access, a shuffle without a part of the warp, a
 // barrier that not all threads reach.
+//
+// With MZ_WATCHED it also tells another library what runs: tests/fused_ops/accesses.cpp, which sees every access to
+// memory and finds races.
 #pragma once
 
 #include <csetjmp>
@@ -22,8 +25,23 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __shared__ static thread_local
 #define __launch_bounds__(...)
+
+#ifdef MZ_WATCHED
+#define __shared__ static  // in the library's own data, where nothing else is that a kernel touches
+#define MZ_TELL(event) event
+extern "C" {
+void watch_launch(const void* kernel, const void* fibers, size_t bytes);
+void watch_launch_end();
+void watch_block(unsigned x, unsigned y);
+void watch_thread(int thread, const void* stack, size_t bytes);  // this one runs from here on
+void watch_barrier();                                            // all threads of the block have met
+void watch_warp_barrier();                                       // this thread has met those of its warp
+}
+#else
+#define __shared__ static thread_local
+#define MZ_TELL(event)
+#endif
 
 struct dim3 {
   unsigned x, y, z;
@@ -107,6 +125,7 @@ struct Block {
       if (fibers[at].state != READY) continue;
       current = at;
       threadIdx = dim3(at % blockDim.x, at / blockDim.x % blockDim.y, at / (blockDim.x * blockDim.y));
+      MZ_TELL(watch_thread(at, fibers[at].stack.data(), fibers[at].stack.size()));
       run_fiber(fibers[at]);
     }
   }
@@ -123,6 +142,7 @@ struct Block {
       if (any(AT_BLOCK, 0, count) && any(DONE, 0, count)) fail("threads wait at a barrier for others that have ended");
       if (!all(AT_BLOCK, 0, count)) fail("some threads wait at a barrier and others for their warp");
       release(0, count);
+      MZ_TELL(watch_barrier());
     }
   }
 };
@@ -149,12 +169,15 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, Argum
   own.count = (int)(threads.x * threads.y * threads.z);
   if (own.count < 1 || own.count > 1024 || !grid.x || !grid.y || grid.y > 65535 || grid.x > 0x7FFFFFFF) return 9;
   gridDim = grid, blockDim = threads;
+  MZ_TELL(watch_launch(reinterpret_cast<const void*>(kernel), own.fibers.data(), own.fibers.size() * sizeof(Fiber)));
   for (unsigned y = 0; y < grid.y; ++y)
     for (unsigned x = 0; x < grid.x; ++x) {
       blockIdx = dim3(x, y);
+      MZ_TELL(watch_block(x, y));
       own.release(0, own.count);
       own.run();
     }
+  MZ_TELL(watch_launch_end());
   return cudaSuccess;
 }
 
@@ -168,6 +191,10 @@ inline void check_alignment(const void* pointer, size_t alignment) {
 #define MZ_ALIGNED(pointer, alignment) mz::emulation::check_alignment(pointer, alignment)
 
 inline void __syncthreads() { mz::emulation::block().yield(mz::emulation::AT_BLOCK); }
+inline void __syncwarp() {
+  mz::emulation::block().yield(mz::emulation::AT_WARP);
+  MZ_TELL(watch_warp_barrier());
+}
 
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32) {
   auto& block = mz::emulation::block();
