@@ -6,7 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -113,15 +113,19 @@ def hooks() -> ctypes.CDLL:
     return found
 
 
-def watched_target(folder: str = "cuda") -> Target:
-    return Target(f"{folder}_watched", folder, WATCHED_FLAGS + WARNINGS)
-
-
 @cache
 def watched_kernels() -> CudaLibrary:
-    """All kernels. Raises CompileError without a compiler."""
+    """All kernels, compiled once per machine."""
     hooks()
-    return CudaLibrary(find_or_build(watched_target()), "watched CUDA")
+    return CudaLibrary(find_or_build(Target("cuda_watched", "cuda", WATCHED_FLAGS + WARNINGS)), "watched CUDA")
+
+
+def watched_sources(folder: Path) -> CudaLibrary:
+    """The sources of a folder, which may include those headers of ours that it has not itself."""
+    target = Target("watched", str(folder), WATCHED_FLAGS, includes=(str(compiling.SOURCES / "cuda"),))
+    (path,) = compiling.build([target], folder / "made", folder / "work")
+    hooks()
+    return CudaLibrary(path, "watched CUDA")
 
 
 @contextmanager
@@ -173,9 +177,7 @@ def _range(argument: Tensor | int | float | None) -> tuple[int, int]:
 def _traffic(launch: int, number: int) -> Traffic:
     count = _Count()
     hooks().watch_count(launch, number, ctypes.byref(count))
-    return Traffic(
-        count.read, count.fetched, count.written, count.stored, tuple(count.loads), tuple(count.stores)
-    )
+    return Traffic(count.read, count.fetched, count.written, count.stored, tuple(count.loads), tuple(count.stores))
 
 
 def _named(fault: str, path: Path) -> str:
@@ -191,6 +193,3 @@ def _kernels_of(path: Path) -> dict[int, str]:
     listed = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
     lines = [line.split(maxsplit=2) for line in listed.splitlines()]
     return {int(words[0], 16): words[2] for words in lines if len(words) == 3 and words[1] in "tTwWuV"}
-
-
-Run = Callable[[], None]
