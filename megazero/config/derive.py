@@ -43,6 +43,23 @@ def mlp_bias(model: ModelConfig) -> bool:
     return not model.disable_bias_linear if model.mlp_bias is None else model.mlp_bias
 
 
+BUCKET, BUCKET_NCCL, BUCKET_NCCL_PER_REPLICA = 8_388_608, 40_000_000, 1_000_000
+
+
+def bucket_size(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> int:
+    """Most elements of a bucket: the field, else by the backend.
+
+    replicas  number of ranks that share a bucket's reduction: dp x cp
+
+    An all-reduce in a ring has 2 (replicas - 1) steps, each with its latency, and each rank sends a part of 1 /
+    replicas at a time. So buckets grow with the replicas, to keep these parts large. The rule is Megatron's
+    (`DistributedDataParallelConfig.bucket_size`).
+    """
+    if parallel.bucket_size is not None:
+        return parallel.bucket_size
+    return max(BUCKET_NCCL, BUCKET_NCCL_PER_REPLICA * replicas) if nccl else BUCKET
+
+
 def max_positions(model: ModelConfig) -> int:
     """Number of positions in a learned position table: the field, else the sequence length."""
     return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings

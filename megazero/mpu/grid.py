@@ -54,6 +54,11 @@ class Group:
         """Whether the backend (gloo, MPI) takes host tensors only."""
         return self.handle is not None and dist.get_backend(self.handle) in ("gloo", "mpi")
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the backend (NCCL) takes device tensors. False in a group of one."""
+        return self.handle is not None and not self.is_on_host
+
 
 def single_rank_group(rank: int = 0) -> Group:
     """The group of one rank."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazero.config.derive import bucket_size
 from megazero.config.dtypes import compute_dtype, state_dtype
-from megazero.config.schema import Run
+from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.parameter_specs import specs_of
@@ -44,6 +45,12 @@ def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:
     return [_bytes_of_stage(run, axes, stage) for stage in range(axes.pp)]
 
 
+def _has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
+    """Whether the run will have NCCL. A bucket's size changes the bytes of a sharded state by its padding only."""
+    on_card = parallel.backend == "auto" and parallel.device == "cuda"
+    return axes.world_size > 1 and (parallel.backend == "nccl" or on_card)
+
+
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     sizes = group_sizes(axes, Coordinates(stage, 0, 0, 0))
     row = placements(run.parallel.zero_stage)
@@ -52,12 +59,13 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     )
     held = dict.fromkeys(Column, 0)
     parameters = 0
-    for bucket in pack(specs_of(run, stage, 0), sizes, run.parallel.bucket_size):
+    most = bucket_size(run.parallel, axes.dp * axes.cp, nccl=_has_nccl(run.parallel, axes))
+    for bucket in pack(specs_of(run, stage, 0), sizes, most):
         parameters += bucket.used
         for column, dtype in dtypes.items():
             elements = bucket.numel // sizes[bucket.group] if row[column] is Placement.SHARDED else bucket.numel
             held[column] += elements * dtype.itemsize
-    frozen = pack(specs_of(run, stage, 0, trained=False), UNSHARED, run.parallel.bucket_size)
+    frozen = pack(specs_of(run, stage, 0, trained=False), UNSHARED, most)
     parameters += sum(bucket.used for bucket in frozen)
     held[Column.PARAMETER] += sum(bucket.numel for bucket in frozen) * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)

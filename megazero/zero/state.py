@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megazero.config.derive import bucket_size
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu.grid import ProcessGrid
@@ -49,7 +50,8 @@ class ModelState:
     ) -> None:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
-        self.buckets = _buckets(chunks, grid, parallel.bucket_size)
+        most = bucket_size_on(grid, parallel)
+        self.buckets = _buckets(chunks, grid, most)
         row = placements(parallel.zero_stage)
         dtypes = columns(compute_dtype(optimizer.precision), state_dtype(optimizer.precision), optimizer.optimizer)
         self.columns: dict[Column, StoredColumn] = {}
@@ -57,7 +59,7 @@ class ModelState:
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
             self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate)
         self._adopt_parameters()
-        self.frozen = FrozenParameters(chunks, grid.device, parallel.bucket_size)
+        self.frozen = FrozenParameters(chunks, grid.device, most)
         self.reducer = GradientReducer(
             self.buckets,
             self.columns[Column.GRADIENT],
@@ -128,11 +130,16 @@ class ModelState:
         self.gatherer.wait()
 
 
-def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, bucket_size: int) -> tuple[Bucket, ...]:
+def bucket_size_on(grid: ProcessGrid, parallel: ParallelConfig) -> int:
+    """Most elements of a bucket on this grid, the same on every rank."""
+    return bucket_size(parallel, grid.replicas.size, nccl=grid.world.is_on_device)
+
+
+def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, most: int) -> tuple[Bucket, ...]:
     """The trained parameters of the chunks, packed into buckets."""
     by_name = parameters_by_name(chunks, trained=True)
     specs = specs_by_unit(chunks, trained=True)
-    layouts = pack(specs, group_sizes(grid.axes, grid.at), bucket_size)
+    layouts = pack(specs, group_sizes(grid.axes, grid.at), most)
     buckets = []
     for layout in layouts:
         held = tuple(by_name[entry.spec.name] for entry in layout.entries)

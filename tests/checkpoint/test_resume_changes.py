@@ -78,7 +78,8 @@ def test_the_layout_is_free_and_reported(change):
     (line,) = map(str, found.changes)
     ((path, value),) = change.items()
     section, name = path.split("__")
-    assert line == f"{name.replace('_', '-')} {getattr(getattr(BASE, section), name)} -> {value}"
+    before = getattr(getattr(BASE, section), name)
+    assert line == f"{name.replace('_', '-')} {'none' if before is None else before} -> {value}"
 
 
 def test_dp_is_reported():

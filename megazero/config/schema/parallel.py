@@ -45,7 +45,9 @@ class ParallelConfig:
     cuda_graphs: bool = option(False)
     """Capture forward and backward of a micro-batch as a CUDA graph and replay it, which is less work for the host.
     This needs CUDA, one pipeline stage, and ZeRO stage 0 or 1."""
-    bucket_size: int = option(8_388_608)
+    bucket_size: int | None = option(
+        None, metavar="N", derived="8,388,608; with NCCL 1,000,000 x dp, at least 40,000,000"
+    )
     "Number of elements of a gradient bucket. A bucket is reduced and gathered in one collective."
     grad_reduce_dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))
     "Dtype in which gradients are reduced. auto is fp32 for 16-bit parameters, else the parameters' own."
