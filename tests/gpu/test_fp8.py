@@ -4,6 +4,7 @@ compiled casts.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -67,24 +68,39 @@ def test_copies_are_those_of_the_cpu(
             assert torch.equal(there.transposed.view(torch.uint8).t(), there.values.view(torch.uint8))
 
 
+# An H100's tensor core aligns 32 products to the largest of them and cuts off the rest. Relative to the sum of absolute
+# products, one element was off by 2^-9.6 at most; with fast sums over k = 8192 by 2^-8.0. In the norm a result was off by
+# 2^-12.8 at most, and with fast sums by 2^-10.2.
+OF_SIZE = {True: 2.0**-7, False: 2.0**-9}
+OF_NORM = {True: 2.0**-9.5, False: 2.0**-12}
+
+
+def near(found: Tensor, exact: Tensor, size: Tensor, fast: bool = False) -> bool:
+    """Whether a product is the exact one but for the tensor core's sums and one rounding to its dtype.
+
+    size: the sums of absolute products.
+    """
+    error, rounding = found.double() - exact, torch.finfo(found.dtype).eps / 2
+    each = error.abs().le(1.01 * rounding * exact.abs() + OF_SIZE[fast] * size).all()
+    return bool(each and error.norm() <= math.hypot(OF_NORM[fast], rounding) * exact.norm())
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 16), (1, 32, 48), (4096, 1536, 512), (250, 2064, 4112)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_against_float64(m: int, n: int, k: int, bias: bool) -> None:
-    """The tensor core adds products of FP8 in fewer bits than fp32 has: 13 or 14, for the fast sums all along."""
     x, weight, grad = (
         copy_of(drawn(*shape, seed=seed).cuda(), dtype)
         for seed, (shape, dtype) in enumerate((((m, k), E4M3), ((n, k), E4M3), ((m, n), E5M2)))
     )
     added = drawn(n + 1, seed=4).cuda()[1:] if bias else None
+    exact = held(x) @ held(weight).t() + (0 if added is None else added.double())
+    size = held(x).abs() @ held(weight).abs().t()
     for fast in (True, False):
         y = product(x.values, weight.values, x.inverse, weight.inverse, torch.bfloat16, added, fast=fast)
-        exact = held(x) @ held(weight).t() + (0 if added is None else added.double())
-        size = held(x).abs() @ held(weight).abs().t()
-        assert (y.double() - exact).abs().le(2.0**-8 * exact.abs() + (2.0**-9 if fast else 2.0**-11) * size).all(), fast
+        assert near(y, exact, size, fast), fast
     assert weight.transposed is not None and grad.transposed is not None and x.transposed is not None
     back = product(grad.values, weight.transposed, grad.inverse, weight.inverse, torch.bfloat16)
-    exact, size = held(grad) @ held(weight), held(grad).abs() @ held(weight).abs()
-    assert (back.double() - exact).abs().le(2.0**-8 * exact.abs() + 2.0**-11 * size).all()
+    assert near(back, held(grad) @ held(weight), held(grad).abs() @ held(weight).abs())
     if m % 16:
         return
     exact, size = held(grad).t() @ held(x), held(grad).abs().t() @ held(x).abs()
@@ -92,10 +108,7 @@ def test_products_against_float64(m: int, n: int, k: int, bias: bool) -> None:
         into = torch.full((n * k + shift,), torch.nan, device="cuda")[shift:].view(n, k)
         for times in (1, 2):
             add_weight_gradient(grad.transposed, x.transposed, grad.inverse, x.inverse, into, times > 1)
-            assert (into.double() - times * exact).abs().le(times * 2.0**-11 * size + 1e-6 * exact.abs()).all(), (
-                shift,
-                times,
-            )
+            assert near(into, times * exact, times * size), (shift, times)
 
 
 def test_what_is_not_finite_is_in_every_element() -> None:
@@ -157,29 +170,18 @@ def test_a_step_waits_for_nothing(scaling: str, corpus: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_layouts_that_share_the_card_are_near_the_cpu(scaling: str, corpus: Path, tmp_path: Path) -> None:
-    model = [
-        "--num-layers",
-        4,
-        "--hidden-size",
-        64,
-        "--num-attention-heads",
-        4,
-        "--seq-length",
-        64,
-        "--vocab-size",
-        1003,
-    ]
-    flags = [*model, *NUMBERS, *SCALINGS[scaling], "--train-iters", 20, "--eval-iters", 0, "--data-path", corpus]
-    flags += ["--data-cache-path", tmp_path / "cache"]
+def test_layouts_that_share_the_card_are_near_one_process(scaling: str, corpus: Path, tmp_path: Path) -> None:
+    """And that process is near the CPU in its first two steps; a step takes torch 2.11 many seconds there."""
+    model = ["--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 64]
+    flags = [*model, *NUMBERS, *SCALINGS[scaling], "--vocab-size", 1003, "--train-iters", 20, "--eval-iters", 0]
+    flags += ["--data-path", corpus, "--data-cache-path", tmp_path / "cache"]
 
-    def losses(ranks: int, more: list[object], name: str) -> list[float]:
-        run(ranks, [*flags, *more, "--metrics-file", tmp_path / name], launcher=True)
-        return [line["loss"] for line in metrics(tmp_path / name)]
+    def losses(ranks: int, *more: object) -> list[float]:
+        path = tmp_path / "metrics" / str(len(list(tmp_path.glob("metrics/*"))))
+        run(ranks, [*flags, *more, "--metrics-file", path], launcher=True)
+        return [line["loss"] for line in metrics(path)]
 
-    cpu = losses(1, ["--device", "cpu"], "cpu")
-    for name, layout in {
-        "tp2-pp2": ["--tp", 2, "--pp", 2],
-        "tp2-sp-dp2": ["--tp", 2, "--sequence-parallel", "--zero-stage", 2],
-    }.items():
-        assert relative(losses(4, [*layout, "--device", "cuda", "--backend", "gloo"], name), cpu) < 2 * DISTANCE, name
+    alone, cpu = losses(1, "--device", "cuda"), losses(1, "--device", "cpu", "--exit-interval", 2)
+    assert len(cpu) == 2 and relative(alone[:2], cpu) < DISTANCE
+    for layout in (["--tp", 2, "--pp", 2], ["--tp", 2, "--sequence-parallel", "--zero-stage", 2]):
+        assert relative(losses(4, *layout, "--device", "cuda", "--backend", "gloo"), alone) < 2 * DISTANCE, layout
