@@ -68,9 +68,9 @@ def test_copies_are_those_of_the_cpu(
             assert torch.equal(there.transposed.view(torch.uint8).t(), there.values.view(torch.uint8))
 
 
-# An H100's tensor core aligns 32 products to the largest of them and cuts off the rest. Relative to the sum of absolute
-# products, one element was off by 2^-9.6 at most; with fast sums over k = 8192 by 2^-8.0. In the norm a result was off by
-# 2^-12.8 at most, and with fast sums by 2^-10.2.
+# An H100 aligns 32 products to the largest of them and cuts off the rest. Relative to the sum of absolute
+# products, one element was off by 2^-9.6 at most; with fast sums over k = 8192 by 2^-8.0. In the norm a result was off
+# by 2^-12.8 at most, and with fast sums by 2^-10.2.
 OF_SIZE = {True: 2.0**-7, False: 2.0**-9}
 OF_NORM = {True: 2.0**-9.5, False: 2.0**-12}
 
