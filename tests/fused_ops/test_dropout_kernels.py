@@ -54,6 +54,12 @@ def compare(shape: tuple[int, ...], biased: bool, p: float, dtype: torch.dtype, 
         assert_close(ours, theirs)
 
 
+@pytest.mark.slow
+def test_bias_gradient_of_more_rows_than_a_thread_reads_at_once(level):
+    """On a GPU this many columns leave all rows to one part, of which a thread reads four at once."""
+    compare((75, 33001), True, 0.3, torch.bfloat16)
+
+
 def test_dropped_values_are_zero_whatever_they_were(level, monkeypatch):
     x, keys = torch.full((4, 50), math.nan), keys_for(4)
     x[1], x[2] = math.inf, 1.0

@@ -22,17 +22,21 @@ template <typename Act, typename T, int W_> struct Forward {
 // dx and its part of the bias gradient.
 template <typename Act, typename T, int W_> struct Backward {
   static constexpr int W = W_, ARRAYS = 1, AHEAD = 1;
+  struct Inputs { Words<T, W> x, grad; };
   T* dx;
   const T *grad, *x, *bias;
   int64_t columns;
-  MZ_DEVICE Sums<1, W> operator()(int64_t row, int64_t column) const {
-    int64_t at = row * columns + column;
-    Floats<W> value = load<W>(x + at), in = load<W>(grad + at);
+  MZ_DEVICE Inputs read(int64_t row, int64_t column) const {
+    return {fetch<W>(x + row * columns + column), fetch<W>(grad + row * columns + column)};
+  }
+  MZ_DEVICE Sums<1, W> operator()(const Inputs& of, int64_t row, int64_t column) const {
+    Floats<W> value = widened(of.x);
     if (bias) value = value + load<W>(bias + column);
-    Floats<W> result = map([](float v, float g) { return Act::back(v, g); }, value, in);
-    store<W>(dx + at, result);
+    Floats<W> result = map([](float v, float g) { return Act::back(v, g); }, value, widened(of.grad));
+    store<W>(dx + row * columns + column, result);
     return {{result}};
   }
+  MZ_DEVICE void operator()(int64_t row, int64_t column) const { (*this)(read(row, column), row, column); }
 };
 
 template <typename Act, typename T, int W>

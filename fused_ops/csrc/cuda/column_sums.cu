@@ -9,7 +9,9 @@ template <typename T, int W_> struct Column {
   static constexpr int W = W_, ARRAYS = 1, AHEAD = 4;
   const T* x;
   int64_t stride;
-  MZ_DEVICE Sums<1, W> operator()(int64_t row, int64_t column) const { return {{load<W>(x + row * stride + column)}}; }
+  typedef Words<T, W> Inputs;
+  MZ_DEVICE Inputs read(int64_t row, int64_t column) const { return fetch<W>(x + row * stride + column); }
+  MZ_DEVICE Sums<1, W> operator()(const Inputs& x, int64_t, int64_t) const { return {{widened(x)}}; }
 };
 
 template <typename T> int column_sums(Launch& to, int64_t rows, int64_t columns, int64_t stride, const T* x, float* result) {

@@ -8,12 +8,13 @@
 namespace mz {
 
 constexpr int STRIP = 32, DEEP = 8;  // threads of a block beside each other, and below: they take every eighth row
+constexpr int DEEP_IN_PARTS = 32;    // where parts are added, of which there are many, by few blocks
 
 // The result of a body for a pack: the terms of ARRAYS sums.
 template <int ARRAYS, int W> struct Sums { Floats<W> of[ARRAYS]; };
 
 // The sum of x over the threads of a column of the block, valid in the first of them.
-template <int W> MZ_DEVICE Floats<W> over_depth(Floats<W> x) {
+template <int DEEP, int W> MZ_DEVICE Floats<W> over_depth(Floats<W> x) {
   __shared__ float below[DEEP][STRIP][W];
   __syncthreads();  // the values of the last call have been read
 #pragma unroll
@@ -29,45 +30,57 @@ template <int W> MZ_DEVICE Floats<W> over_depth(Floats<W> x) {
   return x;
 }
 
-// partial[part][array][column]: the sums over the rows of a part. Body: a struct of numbers and pointers with W, ARRAYS
-// and `Sums<ARRAYS, W> operator()(row, column)`, which may also write. AHEAD: rows that are read at once; 1 where it
-// writes, for then the accesses keep their order, and more threads have to hide them.
+// partial[part][array][column]: the sums over the rows of a part. Body: a struct of numbers and pointers with
+//   W, ARRAYS         elements of a pack, and how many sums there are
+//   AHEAD, Inputs     rows that a thread reads before it uses the first, and what it holds of each meanwhile
+//   read(row, column) gives the Inputs of a pack
+//   (inputs, row, column) gives its Sums<ARRAYS, W>, and may write
 template <typename Body>
-__global__ void __launch_bounds__(STRIP* DEEP, Body::AHEAD > 1 ? 2 : 4) sum_part(Body body, int64_t rows, int64_t columns, float* partial) {
-  constexpr int W = Body::W, ARRAYS = Body::ARRAYS;
+__global__ void __launch_bounds__(STRIP* DEEP, 4) sum_part(Body body, int64_t rows, int64_t columns, float* partial) {
+  constexpr int W = Body::W, ARRAYS = Body::ARRAYS, AHEAD = Body::AHEAD;
   int64_t column = ((int64_t)blockIdx.x * STRIP + threadIdx.x) * W, parts = gridDim.y, part = blockIdx.y;
   int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
   Sums<ARRAYS, W> total;
 #pragma unroll
   for (int k = 0; k < ARRAYS; ++k) total.of[k] = all_of<W>(0.0f);
   if (column < columns) {
-#pragma unroll Body::AHEAD
-    for (int64_t row = first + threadIdx.y; row < last; row += DEEP) {
-      Sums<ARRAYS, W> own = body(row, column);
+    for (int64_t row = first + threadIdx.y; row < last; row += AHEAD * DEEP) {
+      typename Body::Inputs inputs[AHEAD];
 #pragma unroll
-      for (int k = 0; k < ARRAYS; ++k) total.of[k] = total.of[k] + own.of[k];
+      for (int n = 0; n < AHEAD; ++n) {
+        if (row + n * DEEP < last) inputs[n] = body.read(row + n * DEEP, column);
+      }
+#pragma unroll
+      for (int n = 0; n < AHEAD; ++n) {
+        if (row + n * DEEP >= last) break;
+        Sums<ARRAYS, W> own = body(inputs[n], row + n * DEEP, column);
+#pragma unroll
+        for (int k = 0; k < ARRAYS; ++k) total.of[k] = total.of[k] + own.of[k];
+      }
     }
   }
 #pragma unroll
   for (int k = 0; k < ARRAYS; ++k) {
-    Floats<W> sum = over_depth(total.of[k]);
+    Floats<W> sum = over_depth<DEEP>(total.of[k]);
     if (threadIdx.y == 0 && column < columns) store<W>(partial + (part * ARRAYS + k) * columns + column, sum);
   }
 }
 
 // result[column] = the sum of partial[part][column] over the parts.
-static __global__ void MZ_BOUNDS(STRIP* DEEP) sum_parts(const float* partial, int64_t parts, int64_t columns, float* result) {
+static __global__ void __launch_bounds__(STRIP* DEEP_IN_PARTS) sum_parts(const float* partial, int64_t parts, int64_t columns, float* result) {
   int64_t column = (int64_t)blockIdx.x * STRIP + threadIdx.x;
   Floats<1> total = all_of<1>(0.0f);
   if (column < columns) {
-    for (int64_t part = threadIdx.y; part < parts; part += DEEP) total[0] += partial[part * columns + column];
+#pragma unroll 8
+    for (int64_t part = threadIdx.y; part < parts; part += DEEP_IN_PARTS) total[0] += partial[part * columns + column];
   }
-  total = over_depth(total);
+  total = over_depth<DEEP_IN_PARTS>(total);
   if (threadIdx.y == 0 && column < columns) result[column] = total[0];
 }
 
 inline int add_parts(const Launch& to, const float* partial, int64_t parts, int64_t columns, float* result) {
-  return launch(to, sum_parts, dim3((unsigned)parts_of(columns, STRIP)), dim3(STRIP, DEEP), partial, parts, columns, result);
+  dim3 threads(STRIP, DEEP_IN_PARTS);
+  return launch(to, sum_parts, dim3((unsigned)parts_of(columns, STRIP)), threads, partial, parts, columns, result);
 }
 
 // result[array][column]: the sums over all rows.

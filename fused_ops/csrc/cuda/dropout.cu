@@ -21,20 +21,21 @@ struct Mask {
     x = (x ^ (x >> 27)) * SECOND;
     second = x ^ (x >> 31);
   }
-  MZ_DEVICE uint64_t word(int64_t column) const {
-    uint64_t x = (uint64_t)(column / 2) * GOLDEN + key;
+  MZ_DEVICE uint64_t counter(int64_t column) const { return (uint64_t)column / 2 * GOLDEN + key; }
+  MZ_DEVICE uint64_t word(uint64_t x) const {
     x = ((x ^ (x >> 30)) * FIRST) ^ second;
     x = (x ^ (x >> 27)) * SECOND;
     return x ^ (x >> 31);
   }
   template <int W> MZ_DEVICE Floats<W> apply(Floats<W> x, int64_t column, float factor) const {
+    uint64_t first = counter(column);
     if constexpr (W == 1) {
-      uint64_t own = word(column);
+      uint64_t own = word(first);
       x[0] = (int32_t)(column % 2 ? own >> 32 : own) < threshold ? 0.0f : x[0] * factor;
     } else {
 #pragma unroll
       for (int j = 0; j < W; j += 2) {
-        uint64_t own = word(column + j);
+        uint64_t own = word(first + j / 2 * GOLDEN);
         x[j] = (int32_t)own < threshold ? 0.0f : x[j] * factor;
         x[j + 1] = (int32_t)(own >> 32) < threshold ? 0.0f : x[j + 1] * factor;
       }
@@ -63,17 +64,20 @@ template <typename T, int W_> struct Forward {
 
 // dx = dropout(grad), where there is one, and its part of the bias gradient.
 template <typename T, int W_> struct Backward {
-  static constexpr int W = W_, ARRAYS = 1, AHEAD = 1;
+  static constexpr int W = W_, ARRAYS = 1, AHEAD = 4;
+  struct Inputs { Words<T, W> grad; int64_t key; };
   T* dx;
   const T* grad;
   Dropout drop;
   int64_t columns;
-  MZ_DEVICE Sums<1, W> operator()(int64_t row, int64_t column) const {
-    int64_t at = row * columns + column;
-    Floats<W> value = load<W>(grad + at);
+  MZ_DEVICE Inputs read(int64_t row, int64_t column) const {
+    return {fetch<W>(grad + row * columns + column), drop.keys ? drop.keys[row] : 0};
+  }
+  MZ_DEVICE Sums<1, W> operator()(const Inputs& of, int64_t row, int64_t column) const {
+    Floats<W> value = widened(of.grad);
     if (drop.keys) {
-      value = Mask(drop.keys[row], drop.threshold).apply(value, column, drop.factor);
-      store<W>(dx + at, value);
+      value = Mask(of.key, drop.threshold).apply(value, column, drop.factor);
+      store<W>(dx + row * columns + column, value);
     }
     return {{value}};
   }

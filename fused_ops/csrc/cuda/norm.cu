@@ -123,15 +123,19 @@ template <bool CENTRED, typename T, typename Tiles> __global__ void MZ_BOUNDS(Ti
   backward_row<CENTRED, T, Tiles>(k, Tiles::row(), [](int, const auto&, const auto&) {});
 }
 template <bool CENTRED, typename T, int W_> struct ParameterGradient {
-  static constexpr int W = W_, ARRAYS = CENTRED ? 2 : 1, AHEAD = 4;
+  static constexpr int W = W_, ARRAYS = CENTRED ? 2 : 1, AHEAD = 2;
+  struct Inputs { Words<T, W> grad, x; float centre, factor; };
   const T *grad, *x;
   const float *mean, *scale;
   int64_t h;
-  MZ_DEVICE Sums<ARRAYS, W> operator()(int64_t row, int64_t column) const {
-    float centre = CENTRED ? mean[row] : 0.0f, factor = scale[row];
-    Floats<W> in = load<W>(grad + row * h + column), value = load<W>(x + row * h + column);
+  MZ_DEVICE Inputs read(int64_t row, int64_t column) const {
+    int64_t at = row * h + column;
+    return {fetch<W>(grad + at), fetch<W>(x + at), CENTRED ? mean[row] : 0.0f, scale[row]};
+  }
+  MZ_DEVICE Sums<ARRAYS, W> operator()(const Inputs& of, int64_t, int64_t) const {
+    Floats<W> in = widened(of.grad);
     Sums<ARRAYS, W> result;
-    result.of[0] = map([&](float g, float v) { return g * ((v - centre) * factor); }, in, value);
+    result.of[0] = map([&](float g, float v) { return g * ((v - of.centre) * of.factor); }, in, widened(of.x));
     if constexpr (CENTRED) result.of[1] = in;
     return result;
   }

@@ -146,24 +146,37 @@ template <typename T, int W> struct Pack {
   typedef Access<COUNT> In;
 };
 
-template <int W, typename T> MZ_DEVICE Floats<W> load(const T* from) {
+// W neighbours as they are stored. A load may still be on its way where only these are used.
+template <typename T, int W> struct Words { unsigned at[Pack<T, W>::WORDS]; };
+
+template <int W, typename T> MZ_DEVICE Words<T, W> fetch(const T* from) {
   MZ_ALIGNED(from, (Pack<T, W>::ALIGNMENT));
-  Floats<W> result;
+  Words<T, W> words;
   if constexpr (W * sizeof(T) < 4) {
-    result[0] = widened(*from);
+    words.at[0] = from->bits;
   } else {
     typedef Pack<T, W> P;
-    unsigned words[P::WORDS];
 #pragma unroll
-    for (int k = 0; k < P::WORDS / P::COUNT; ++k) P::In::load(reinterpret_cast<const char*>(from) + 4 * P::COUNT * k, words + P::COUNT * k);
+    for (int k = 0; k < P::WORDS / P::COUNT; ++k) P::In::load(reinterpret_cast<const char*>(from) + 4 * P::COUNT * k, words.at + P::COUNT * k);
+  }
+  return words;
+}
+
+template <typename T, int W> MZ_DEVICE Floats<W> widened(const Words<T, W>& words) {
+  Floats<W> result;
+  if constexpr (W * sizeof(T) < 4) {
+    result[0] = widened(T{(uint16_t)words.at[0]});
+  } else {
 #pragma unroll
-    for (int k = 0; k < P::WORDS; ++k) {
-      if constexpr (sizeof(T) == 4) result[k] = __uint_as_float(words[k]);
-      else unpack(words[k], result[2 * k], result[2 * k + 1], T());
+    for (int k = 0; k < Pack<T, W>::WORDS; ++k) {
+      if constexpr (sizeof(T) == 4) result[k] = __uint_as_float(words.at[k]);
+      else unpack(words.at[k], result[2 * k], result[2 * k + 1], T());
     }
   }
   return result;
 }
+
+template <int W, typename T> MZ_DEVICE Floats<W> load(const T* from) { return widened(fetch<W>(from)); }
 
 template <int W, typename T> MZ_DEVICE void store(T* to, const Floats<W>& x) {
   MZ_ALIGNED(to, (Pack<T, W>::ALIGNMENT));
