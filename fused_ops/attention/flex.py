@@ -28,6 +28,24 @@ blocks the same of query blocks. Numbers are int32 [b or 1, 1, s/128]. Indices h
 which the first entries count, as many as the number says.
 """
 
+CONTIGUOUS, SAFE = "BLOCKS_ARE_CONTIGUOUS", "ROWS_GUARANTEED_SAFE"
+
+
+def kernel_options(length: int, *, documents: bool) -> tuple[str, ...]:
+    """Options of torch's kernel that hold for `visible_blocks`.
+
+    CONTIGUOUS: each list counts up, so the kernel reads only its first entry. SAFE: each row sees a key in the very
+    first part of a block that the kernel takes, so no maximum of a row is ever -inf. The kernel takes the partly
+    visible blocks first. With one document that is the diagonal block, or block 0, whose first key each row sees.
+
+    With several documents neither holds: the partly visible blocks are the first of a document and the diagonal one,
+    and a row of a later document sees nothing of the former. Its results would be NaN, although it sees itself. Where
+    blocks do not fill the sequence, the query blocks of a key block that are partly visible are the first and the last.
+    """
+    if documents:
+        return ()
+    return (CONTIGUOUS, SAFE) if length % BLOCK == 0 else (SAFE,)
+
 
 def visible_blocks(length: int, documents: Tensor | None, device: torch.device) -> Blocks:
     """The blocks that are visible by causality and documents (int64 [b, s], equal numbers adjacent).
@@ -82,8 +100,13 @@ def flex_body(
     slopes: Tensor | None,
     documents: Tensor | None,
     blocks: Blocks,
+    options: tuple[str, ...] = (),
 ) -> Tensor:
-    """The function that is compiled. blocks: `visible_blocks` of `documents`, inputs of what is compiled."""
+    """The function that is compiled.
+
+    blocks   `visible_blocks` of `documents`, inputs of what is compiled
+    options  of torch's kernel, which are set
+    """
     from torch.nn.attention.flex_attention import (
         BlockMask,
         flex_attention,
@@ -104,10 +127,18 @@ def flex_body(
         assert documents is not None
         return (q >= k) & (documents[sample, q] == documents[sample, k])
 
+    chosen: Any = dict.fromkeys(options, True)
     mask = BlockMask((length, length), *blocks, (BLOCK, BLOCK), causal if documents is None else within)
     bias = None if slopes is None else biased
     context: Any = flex_attention(
-        query, key, value, score_mod=bias, block_mask=mask, scale=scale, enable_gqa=repeats > 1
+        query,
+        key,
+        value,
+        score_mod=bias,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=repeats > 1,
+        kernel_options=chosen,
     )
     return joined(context)
 
@@ -137,5 +168,6 @@ def flex_attention(
     else:
         with torch.no_grad():  # one compiled program, whether a gradient is recorded or not
             blocks = _compiled(visible_blocks)(length, documents, mixed.device)
-    result: Tensor = _compiled(flex_body)(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks)
+    options = kernel_options(length, documents=documents is not None)
+    result: Tensor = _compiled(flex_body)(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks, options)
     return result

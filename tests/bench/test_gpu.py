@@ -74,6 +74,17 @@ def test_a_rival_is_rehearsed() -> None:
     assert sorted(results.iterdir()) == before
 
 
+@pytest.mark.slow
+def test_flex_options_are_rehearsed() -> None:
+    """All bodies run, and the options change nothing where they do nothing: in eager."""
+    command = [sys.executable, "-W", "ignore", "-m", "bench.flex_options", "--rehearse"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["flex"] * 4 + ["softmax", "flash,"]
+    assert all("off by 0.0e+00" in line for line in lines[:4]) and "forward" in lines[4]
+
+
 def report() -> gpu.Report:
     return gpu.Report(None, {"rehearse": True}, {"card": {}, "note": "", "facts": {}, "ops": [], "training": []})
 
