@@ -65,17 +65,24 @@ template <typename T> struct Gradient {
   const float *mean, *scale;
 };
 
+// What a row's gradient is made of. As it is stored: the next row of a thread is on its way while it works on this one.
+template <bool CENTRED, typename T, typename Tiles> struct Row {
+  Stored<T, Tiles> x, grad, passed;
+  float centre, factor;
+
+  MZ_DEVICE Row(const Gradient<T>& k, int64_t row)
+      : x(k.x + row * k.h, k.h), grad(k.grad + row * k.h, k.h), passed(k.passed + row * k.h, k.passed ? k.h : 0),
+        centre(CENTRED ? k.mean[row] : 0.0f), factor(k.scale[row]) {}
+};
+
 // dx of a row: scale * (g w - its mean - unit * the mean of g w unit) + passed, unit being the normalised x.
-template <bool CENTRED, typename T, typename Tiles, typename PerPack>
-MZ_DEVICE void backward_row(const Gradient<T>& k, int64_t row, const PerPack& per_pack) {
+template <bool CENTRED, typename T, typename Tiles, typename Weight, typename PerPack>
+MZ_DEVICE void backward_row(const Gradient<T>& k, const Row<CENTRED, T, Tiles>& of, const Weight& weight, T* dx, const PerPack& per_pack) {
   constexpr int W = Tiles::W;
-  int64_t at = row * k.h;
-  Part<T, Tiles> x(k.x + at, k.h), grad(k.grad + at, k.h), passed(k.passed + at, k.passed ? k.h : 0);
-  float centre = CENTRED ? k.mean[row] : 0.0f, factor = k.scale[row];
   Floats<2> sums{{0.0f, 0.0f}};
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
-    Floats<W> gain = load<W>(k.weight + i), value = x.at(i, p), in = grad.at(i, p);
-    Floats<W> unit = map([&](float v) { return (v - centre) * factor; }, value);
+    Floats<W> gain = weight.at(i, p), in = of.grad.at(i, p);
+    Floats<W> unit = map([&](float v) { return (v - of.centre) * of.factor; }, of.x.at(i, p));
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       sums[0] += in[j] * gain[j];
@@ -86,12 +93,16 @@ MZ_DEVICE void backward_row(const Gradient<T>& k, int64_t row, const PerPack& pe
   sums = over_group<Tiles::GROUP>(sums, Sum());
   float average = CENTRED ? sums[0] / (float)k.h : 0.0f, along = sums[1] / (float)k.h;
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
-    Floats<W> gain = load<W>(k.weight + i), value = x.at(i, p), in = grad.at(i, p);
-    value = map([&](float v, float g, float w) { return factor * (g * w - average - (v - centre) * factor * along); }, value, in, gain);
-    if (k.passed) value = value + passed.at(i, p);
-    store<W>(k.dx + at + i, value);
+    Floats<W> value = map(
+        [&](float v, float g, float w) { return of.factor * (g * w - average - (v - of.centre) * of.factor * along); },
+        of.x.at(i, p), of.grad.at(i, p), weight.at(i, p));
+    if (k.passed) value = value + of.passed.at(i, p);
+    store<W>(dx + i, value);
   });
 }
+
+// Whether a thread's registers hold the weight and a second row too. Else the weight is read from the cache.
+template <typename T> constexpr bool FITS = sizeof(T) == 2;
 
 // Rows in registers: a group takes every groups-th row. partial[group][0 or 1][column]: sums of g unit, and of g.
 template <bool CENTRED, typename T, typename Tiles>
@@ -102,14 +113,26 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) backward(Gradient<T> k, int64_t groups
   Floats<W> of_weight[PACKS], of_bias[PACKS];
 #pragma unroll
   for (int p = 0; p < PACKS; ++p) of_weight[p] = of_bias[p] = all_of<W>(0.0f);
-  for (int64_t row = group; row < k.rows; row += groups) {
-    backward_row<CENTRED, T, Tiles>(k, row, [&](int p, const Floats<W>& in, const Floats<W>& unit) {
+  const Stored<T, std::conditional_t<FITS<T>, Tiles, Tiling<W, Tiles::GROUP, 0>>> weight(k.weight, k.h);
+  typedef Row<CENTRED, T, Tiles> Own;
+  auto add = [&](int64_t row, const Own& own) {
+    backward_row(k, own, weight, k.dx + row * k.h, [&](int p, const Floats<W>& in, const Floats<W>& unit) {
 #pragma unroll
       for (int j = 0; j < W; ++j) {
         of_weight[p][j] += in[j] * unit[j];
         if constexpr (CENTRED) of_bias[p][j] += in[j];
       }
     });
+  };
+  if constexpr (FITS<T>) {
+    Own next(k, group);
+    for (int64_t row = group; row < k.rows; row += groups) {
+      Own own = next;
+      if (row + groups < k.rows) next = Own(k, row + groups);
+      add(row, own);
+    }
+  } else {
+    for (int64_t row = group; row < k.rows; row += groups) add(row, Own(k, row));
   }
   float* own = partial + group * ARRAYS * k.h;
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
@@ -120,7 +143,8 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) backward(Gradient<T> k, int64_t groups
 
 // Longer rows: their dx alone, and the sums with a second reading.
 template <bool CENTRED, typename T, typename Tiles> __global__ void MZ_BOUNDS(Tiles::THREADS) backward_long(Gradient<T> k) {
-  backward_row<CENTRED, T, Tiles>(k, Tiles::row(), [](int, const auto&, const auto&) {});
+  Row<CENTRED, T, Tiles> own(k, Tiles::row());
+  backward_row(k, own, Stored<T, Tiles>(k.weight, k.h), k.dx + Tiles::row() * k.h, [](int, const auto&, const auto&) {});
 }
 template <bool CENTRED, typename T, int W_> struct ParameterGradient {
   static constexpr int W = W_, ARRAYS = CENTRED ? 2 : 1, AHEAD = 2;

@@ -49,6 +49,20 @@ template <typename T, typename Tiles> struct Part {
   }
 };
 
+// The same as it is stored: the loads are waited for where `at` is called.
+template <typename T, typename Tiles> struct Stored {
+  const T* row;
+  Words<T, Tiles::W> kept[Tiles::KEEPS ? Tiles::PACKS : 1];
+
+  MZ_DEVICE Stored(const T* row, int64_t stop) : row(row) {
+    if constexpr (Tiles::KEEPS) each_pack<Tiles>(stop, [&](int64_t i, int p) { kept[p] = fetch<Tiles::W>(row + i); });
+  }
+  MZ_DEVICE Floats<Tiles::W> at(int64_t i, int p) const {
+    if constexpr (Tiles::KEEPS) return widened(kept[p]);
+    else return load<Tiles::W>(row + i);
+  }
+};
+
 // Calls launcher(Tiling) with the one for rows of this length. W: 1 where a row cannot be read in wide packs. MOST: the elements of a row
 // of over 512 that a thread keeps, 16 or 64: with 64 one warp has 2,048, which need no barrier.
 template <int W, int MOST, typename Launcher> int with_group(int64_t columns, const Launcher& launcher) {
