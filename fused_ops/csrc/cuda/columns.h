@@ -39,21 +39,22 @@ template <typename Body>
 __global__ void __launch_bounds__(STRIP* DEEP, 4) sum_part(Body body, int64_t rows, int64_t columns, float* partial) {
   constexpr int W = Body::W, ARRAYS = Body::ARRAYS, AHEAD = Body::AHEAD;
   int64_t column = ((int64_t)blockIdx.x * STRIP + threadIdx.x) * W, parts = gridDim.y, part = blockIdx.y;
-  int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
+  int64_t first = rows * part / parts;
+  int count = (int)(rows * (part + 1) / parts - first);  // many rows have many parts
   Sums<ARRAYS, W> total;
 #pragma unroll
   for (int k = 0; k < ARRAYS; ++k) total.of[k] = all_of<W>(0.0f);
   if (column < columns) {
-    for (int64_t row = first + threadIdx.y; row < last; row += AHEAD * DEEP) {
+    for (int row = (int)threadIdx.y; row < count; row += AHEAD * DEEP) {
       typename Body::Inputs inputs[AHEAD];
 #pragma unroll
       for (int n = 0; n < AHEAD; ++n) {
-        if (row + n * DEEP < last) inputs[n] = body.read(row + n * DEEP, column);
+        if (row + n * DEEP < count) inputs[n] = body.read(first + row + n * DEEP, column);
       }
 #pragma unroll
       for (int n = 0; n < AHEAD; ++n) {
-        if (row + n * DEEP >= last) break;
-        Sums<ARRAYS, W> own = body(inputs[n], row + n * DEEP, column);
+        if (row + n * DEEP >= count) break;
+        Sums<ARRAYS, W> own = body(inputs[n], first + row + n * DEEP, column);
 #pragma unroll
         for (int k = 0; k < ARRAYS; ++k) total.of[k] = total.of[k] + own.of[k];
       }

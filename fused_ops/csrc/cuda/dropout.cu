@@ -10,25 +10,19 @@ namespace {
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, FIRST = 0xBF58476D1CE4E5B9u, SECOND = 0x94D049BB133111EBu;
 
+MZ_DEVICE uint64_t folded(uint64_t x, int by) { return x ^ (x >> by); }
+
 // A word decides two columns: its lower half the even one. Kept is what does not lie below the threshold.
 struct Mask {
-  uint64_t key, second;
+  uint64_t key, second;  // of the row; the second one is folded, so that a word needs one operation less for it
   int32_t threshold;
 
   MZ_DEVICE Mask(int64_t of_row, int32_t threshold) : key((uint64_t)of_row), threshold(threshold) {
-    uint64_t x = key + GOLDEN;
-    x = (x ^ (x >> 30)) * FIRST;
-    x = (x ^ (x >> 27)) * SECOND;
-    second = x ^ (x >> 31);
+    second = folded(folded(folded(folded(key + GOLDEN, 30) * FIRST, 27) * SECOND, 31), 27);
   }
-  MZ_DEVICE uint64_t counter(int64_t column) const { return (uint64_t)column / 2 * GOLDEN + key; }
-  MZ_DEVICE uint64_t word(uint64_t x) const {
-    x = ((x ^ (x >> 30)) * FIRST) ^ second;
-    x = (x ^ (x >> 27)) * SECOND;
-    return x ^ (x >> 31);
-  }
+  MZ_DEVICE uint64_t word(uint64_t counter) const { return folded((folded(folded(counter, 30) * FIRST, 27) ^ second) * SECOND, 31); }
   template <int W> MZ_DEVICE Floats<W> apply(Floats<W> x, int64_t column, float factor) const {
-    uint64_t first = counter(column);
+    uint64_t first = (uint64_t)column / 2 * GOLDEN + key;
     if constexpr (W == 1) {
       uint64_t own = word(first);
       x[0] = (int32_t)(column % 2 ? own >> 32 : own) < threshold ? 0.0f : x[0] * factor;
@@ -64,7 +58,7 @@ template <typename T, int W_> struct Forward {
 
 // dx = dropout(grad), where there is one, and its part of the bias gradient.
 template <typename T, int W_> struct Backward {
-  static constexpr int W = W_, ARRAYS = 1, AHEAD = 4;
+  static constexpr int W = W_, ARRAYS = 1, AHEAD = 2;
   struct Inputs { Words<T, W> grad; int64_t key; };
   T* dx;
   const T* grad;

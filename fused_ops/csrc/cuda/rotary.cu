@@ -5,8 +5,8 @@ using namespace mz;
 
 namespace {
 
-// turned: heads [0, turned) of every group of `group` heads are rotated, the others copied. Rows of one position: `repeat`.
-struct Shape { int64_t positions, repeat, groups, group, turned, half; };
+// turned: heads [0, turned) of every `group` heads are rotated, the others copied.
+struct Shape { Divisor heads_of_position, group; int64_t turned, half; };
 
 // A row is a head, its columns the first half of it: each pack goes with the one of the second half. sign -1: the rotation back.
 template <typename T, int W_> struct Rotate {
@@ -19,8 +19,8 @@ template <typename T, int W_> struct Rotate {
   MZ_DEVICE void operator()(int64_t head, int64_t column) const {
     int64_t at = head * 2 * s.half + column;
     Floats<W> first = load<W>(x + at), second = load<W>(x + at + s.half);
-    if (head % s.group < s.turned) {
-      int64_t angle = head / (s.repeat * s.groups * s.group) * s.half + column;
+    if (head - s.group(head) * s.group.by < s.turned) {
+      int64_t angle = s.heads_of_position(head) * s.half + column;
       Floats<W> c = load<W>(cos + angle), t = load<W>(sin + angle);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
@@ -34,18 +34,19 @@ template <typename T, int W_> struct Rotate {
   }
 };
 
-template <typename T> int rotate(const Launch& to, const Shape& s, T* y, const T* x, const float* cos, const float* sin, float sign) {
+template <typename T>
+int rotate(const Launch& to, int64_t heads, const Shape& s, T* y, const T* x, const float* cos, const float* sin, float sign) {
   constexpr int W = WIDEST<T>;
-  int64_t heads = s.positions * s.repeat * s.groups * s.group;
   if (s.half % W == 0 && aligned<W>(y, x) && aligned<W>(cos, sin)) return each_element(to, Rotate<T, W>{y, x, cos, sin, sign, s}, heads, s.half);
   return each_element(to, Rotate<T, 1>{y, x, cos, sin, sign, s}, heads, s.half);
 }
 
 }  // namespace
 
-#define MZ_KERNEL(SUFFIX, T)                                                                                               \
-  MZ_API int rotate_##SUFFIX(Launch* to, int64_t positions, int64_t repeat, int64_t groups, int64_t group, int64_t turned, \
-                             int64_t half, T* y, const T* x, const float* cos, const float* sin, float sign) {             \
-    return rotate(*to, {positions, repeat, groups, group, turned, half}, y, x, cos, sin, sign);                            \
+#define MZ_KERNEL(SUFFIX, T)                                                                                                 \
+  MZ_API int rotate_##SUFFIX(Launch* to, int64_t positions, int64_t repeat, int64_t groups, int64_t group, int64_t turned,   \
+                             int64_t half, T* y, const T* x, const float* cos, const float* sin, float sign) {               \
+    int64_t of_position = repeat * groups * group;                                                                           \
+    return rotate(*to, positions * of_position, {Divisor(of_position), Divisor(group), turned, half}, y, x, cos, sin, sign); \
   }
 MZ_FOR_DTYPES(MZ_KERNEL)
