@@ -1,6 +1,8 @@
 """Every CUDA source compiles alone, for every generation of cards that it is written for, without spilling a register.
+On an A100 and an H100 the hot kernels keep their budgets (bench/kernel_budgets.csv).
 
-A run compiles for one generation, which its seed draws, and `make test-all` for all.
+A run compiles for one generation, which its seed draws, and reads the machine code for one of those two cards.
+`make test-all` does so for all.
 """
 
 import re
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.kernel_budgets import BUDGETS, CARDS, found_in
+from bench.machine_code import disassembler
 from fused_ops.native import compile as compiling
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.card_trial import card_refusal
@@ -36,11 +40,17 @@ REPORTS = ("-Xptxas", "-v")
 
 @dataclass(frozen=True)
 class Card:
-    """The library for a card, for what else its sources were compiled, and what the compiler said of all."""
+    """The library for a card, for what its sources were compiled, what the compiler said of all, and the machine code
+    in files.
+    """
 
     library: Path
     capabilities: tuple[str, ...]
     said: str
+    kept: Path
+
+    def machine_code(self, capability: str) -> list[Path]:
+        return sorted(self.kept.glob(f"*_{capability}.cubin"))
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +62,12 @@ def card(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, 
     nvcc()
     known = [capability for capability in CAPABILITIES if capability in compiling.cuda_capabilities()]
     drawn = known[seed % len(known)]
-    others = [other for other in known if other != drawn and pytestconfig.option.depth == "all"]
-    more = " ".join([*REPORTS, *(f"-gencode=arch=compute_{other},code=sm_{other}" for other in others)])
+    read = [] if drawn in CARDS else [list(CARDS)[seed // len(known) % len(CARDS)]]
+    others = [other for other in (known if pytestconfig.option.depth == "all" else read) if other != drawn]
+    kept = folder / "kept"
+    kept.mkdir()
+    code = (f"-gencode=arch=compute_{other},code=sm_{other}" for other in others)
+    more = " ".join([*REPORTS, f"--keep --keep-dir {kept}", *code])
     wrapper = folder / "nvcc"
     # Each source's words in one piece: ninja has several compiled at once.
     wrapper.write_text(
@@ -66,7 +80,10 @@ def card(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, 
         patch.setenv("CUDACXX", str(wrapper))
         patch.setenv("MEGAZERO_KERNEL_CACHE", str(folder / "cache"))
         library = find_or_build(compiling.cuda_target(drawn))
-    return Card(library, (drawn, *others), (folder / "said").read_text())
+    for made in kept.iterdir():
+        if made.suffix != ".cubin":
+            made.unlink()
+    return Card(library, (drawn, *others), (folder / "said").read_text(), kept)
 
 
 def spills(said: str) -> list[tuple[str, ...]]:
@@ -98,6 +115,18 @@ def test_a_report_of_spills_is_seen(tmp_path):
     words = [nvcc(), *REPORTS, "-arch=sm_90", "-c", str(source), "-o", str(tmp_path / "spills.o")]
     ((_, stores, _),) = spills(subprocess.run(words, capture_output=True, text=True, check=True).stderr)
     assert int(stores) > 0
+
+
+@pytest.mark.slow
+def test_hot_kernels_keep_their_budgets(card):
+    tool = disassembler() or pytest.skip("no nvdisasm, which reads machine code; `pip install nvidia-cuda-nvdisasm`")
+    judged = [capability for capability in CARDS if capability in card.capabilities]
+    assert judged
+    for capability in judged:
+        found = found_in(card.machine_code(capability), capability, tool)
+        assert len(found) == sum(capability in budget.limits for budget in BUDGETS)
+        faults = [f"{one.budget.source}.cu, {one.budget.name}: {fault}" for one in found for fault in one.faults()]
+        assert not faults, f"for sm_{capability}:\n" + "\n".join(faults)
 
 
 def test_sources_include_nothing_of_torch():
