@@ -101,6 +101,14 @@ def test_every_source_compiles_alone_without_spills(card):
 
 
 @pytest.mark.slow
+def test_three_blocks_of_the_cross_entropy_fit_on_a_multiprocessor(card):
+    """A multiprocessor has 65,536 registers. (Turing's has 1,024 threads, which are two blocks.)"""
+    found = re.findall(r"function '\S*cross_entropy\S*' for 'sm_(\d+)'[^']*?Used (\d+) registers", card.said)
+    assert len(found) == 6 * len(card.capabilities)
+    assert max([int(used) for capability, used in found if capability != "75"], default=0) <= 65_536 // (3 * 512)
+
+
+@pytest.mark.slow
 def test_a_report_of_spills_is_seen(tmp_path):
     """The check above rests on the compiler's words."""
     source = tmp_path / "spills.cu"

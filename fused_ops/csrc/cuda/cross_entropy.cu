@@ -11,6 +11,13 @@ using namespace mz;
 namespace {
 
 constexpr int THREADS = 512;
+// Three blocks of a multiprocessor: while one adds up its row, two read. So at most 42 registers per thread. Turing has
+// room for two.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int RESIDENT = 2;
+#else
+constexpr int RESIDENT = 3;
+#endif
 
 // Calls body(column, loaded pack) for all columns of [0, n): packs of the widest access where the row allows them.
 template <typename T, typename Body> MZ_DEVICE void each_logit(const T* x, int64_t n, const Body& body) {
@@ -37,12 +44,12 @@ struct Running {
 };
 
 template <typename T>
-__global__ void MZ_BOUNDS(THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     statistics(int64_t stride, int64_t real, const T* logits, const int64_t* target, float* largest, float* sums, bool summed) {
   int64_t row = blockIdx.x, rows = gridDim.x;
   const T* x = logits + row * stride;
   Running own;
-  float logit_sum = 0.0f;
+  float logit_sum = 0.0f, of_label = threadIdx.x == 0 && target[row] >= 0 ? widened(x[target[row]]) : 0.0f;
   each_logit(x, real, [&](int64_t, const auto& pack) {
     constexpr int W = sizeof(pack) / sizeof(float);
     float top = pack[0];
@@ -62,7 +69,7 @@ __global__ void MZ_BOUNDS(THREADS)
   if (threadIdx.x == 0) {
     largest[row] = top;
     sums[row] = both[0];
-    sums[rows + row] = target[row] < 0 ? 0.0f : widened(x[target[row]]);
+    sums[rows + row] = of_label;
     if (summed) sums[2 * rows + row] = both[1];
   }
 }
@@ -75,7 +82,7 @@ template <typename T> struct Loss {
 };
 
 // exp(x - log_normaliser) weight - smooth, plus `hit` at the label; 0 in padding columns.
-template <typename T> __global__ void MZ_BOUNDS(THREADS) gradient(Loss<T> k) {
+template <typename T> __global__ void __launch_bounds__(THREADS, RESIDENT) gradient(Loss<T> k) {
   int64_t row = blockIdx.x, label = k.target[row];
   T* x = k.logits + row * k.stride;
   float shift = k.log_normaliser[row], factor = k.weight[row], less = k.smooth ? k.smooth[row] : 0.0f, hit = k.hit[row];
