@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from fused_ops.native import library
-from fused_ops.native.binding import as_c_argument
+from fused_ops.native.binding import Argument, as_c_argument
 from fused_ops.native.cuda import CudaLibrary, _Launch
 from megazero.system.device import cuda_available
 
 CALLS, ROUNDS = 2000, 15
 
 
-def prepared_anew(found: CudaLibrary, function: Any, arguments: Sequence[Tensor | int | float | None]) -> None:
+def prepared_anew(found: CudaLibrary, function: Any, arguments: Sequence[Argument]) -> None:
     """A launch as one writes it down first: torch's stream object, a structure, and an object for every argument.
 
     function: one whose argument types are not declared.
@@ -50,14 +50,14 @@ def microseconds(body: Callable[[], object]) -> float:
     return min(times)
 
 
-def cases(device: torch.device) -> dict[str, tuple[Tensor | int | float | None, ...]]:
+def cases(device: torch.device) -> dict[str, tuple[Argument, ...]]:
     """Launchers with few arguments and with many, each with a size of 0."""
     x, number = torch.zeros(64, device=device), torch.ones((), dtype=torch.float64, device=device)
     flag = torch.zeros((), dtype=torch.bool, device=device)
     return {
         "column_sums_f32": (0, 0, 0, x, x),
         "softmax_backward_f32": (0, 1, 1, 1, x, x, 1.0),
-        "adam_on_device_f32_f32": (0, None, x, x, x, x, number, number, flag, *[0.5] * 9),
+        "adam_on_device_f32_f32": (0, (x, x, x, x, x, 0, 1.0, 0.0), number, number, flag, *[0.5] * 7),
     }
 
 

@@ -10,7 +10,8 @@ cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,30 @@ from torch.autograd.graph import increment_version
 
 from fused_ops.blocks import block_elements
 from fused_ops.native.library import SUFFIXES, Library, kernels, suffix
+
+
+class AdamRange(NamedTuple):
+    """The tensors of a step, and the weight decay of their range."""
+
+    param_out: Tensor | None
+    master: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    weight_decay: float
+
+
+class _Numbers(NamedTuple):
+    """The arguments of `adam_steps` that all ranges share."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool
+    step: Tensor
+    multiplier: Tensor
+    skip: Tensor
 
 
 def _blocks(n: int, device: torch.device) -> Iterator[slice]:
@@ -54,6 +79,44 @@ def _scaled(grad: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
+def adam_steps(
+    ranges: Sequence[AdamRange],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decoupled: bool,
+    step: Tensor,
+    multiplier: Tensor,
+    skip: Tensor,
+) -> None:
+    """`adam_step` on each of the ranges. On a GPU those of the same dtypes are one launch (of up to 32 of them)."""
+    together: dict[tuple[Library, str], list[AdamRange]] = {}
+    for own in ranges:
+        library, name = _library(own.param_out, own.grad, own.master, own.exp_avg, own.exp_avg_sq)
+        if library is not None and library.on_device:
+            together.setdefault((library, name), []).append(own)
+        else:
+            _adam_range(own, library, name, _Numbers(lr, beta1, beta2, eps, decoupled, step, multiplier, skip))
+    for (library, name), several in together.items():
+        table = tuple(value for own in several for value in _described(own, lr, decoupled))
+        numbers = lr, _log(beta1), _log(beta2), 1 - beta1, beta2, 1 - beta2, eps
+        scalars = step.double(), multiplier.double(), skip
+        library.call(f"adam_on_device_{name}", len(several), table, *scalars, *map(float, numbers))
+        _changed(*(tensor for own in several for tensor in (own.param_out, own.master, own.exp_avg, own.exp_avg_sq)))
+
+
+def _factors(weight_decay: float, lr: float, decoupled: bool) -> tuple[float, float]:
+    """(factor of the weight, factor of the weight in the gradient)."""
+    return (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+
+
+def _described(own: AdamRange, lr: float, decoupled: bool) -> tuple[Tensor | int | float | None, ...]:
+    """A `Described` of csrc/cuda/adam.cu."""
+    return *own[:5], own.master.numel(), *map(float, _factors(own.weight_decay, lr, decoupled))
+
+
 def adam_step(
     param_out: Tensor | None,
     master: Tensor,
@@ -78,24 +141,33 @@ def adam_step(
     w = w (1 - lr weight_decay) - lr/(1-b1^step) * m / (sqrt(v)/sqrt(1-b2^step) + eps)
     (Kingma and Ba 2015, arXiv:1412.6980; Loshchilov and Hutter 2019, arXiv:1711.05101; the order of torch.optim.AdamW.)
     """
-    library, name = _library(param_out, grad, master, exp_avg, exp_avg_sq)
-    shrink, decay = (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
-    if library is not None and library.on_device:
-        scalars = step.double(), multiplier.double(), skip
-        logs = _log(beta1), _log(beta2)
-        numbers = lr, shrink, decay, *logs, 1 - beta1, beta2, 1 - beta2, eps
-        tensors = param_out, master, grad, exp_avg, exp_avg_sq
-        library.call(f"adam_on_device_{name}", master.numel(), *tensors, *scalars, *map(float, numbers))
-        _changed(param_out, master, exp_avg, exp_avg_sq)
-        return
+    own = AdamRange(param_out, master, grad, exp_avg, exp_avg_sq, weight_decay)
+    adam_steps(
+        [own],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        decoupled=decoupled,
+        step=step,
+        multiplier=multiplier,
+        skip=skip,
+    )
+
+
+def _adam_range(own: AdamRange, library: Library | None, name: str, numbers: _Numbers) -> None:
+    """A step of one range by the CPU kernel, or by the reference body."""
+    lr, beta1, beta2, eps, decoupled, step, multiplier, skip = numbers
+    param_out, master, grad, exp_avg, exp_avg_sq, weight_decay = own
+    shrink, decay = _factors(weight_decay, lr, decoupled)
     on_host = _is_readable(skip)
     if on_host and bool(skip):
         return
     step_size = lr / (1 - beta1**step)
     root = (1 - beta2**step).sqrt()
     if library is not None and on_host:
-        numbers = float(step_size), float(root), shrink, decay, 1 - beta1, beta2, 1 - beta2, eps, float(multiplier)
-        library.call(f"adam_{name}", master.numel(), param_out, master, grad, exp_avg, exp_avg_sq, *map(float, numbers))
+        given = float(step_size), float(root), shrink, decay, 1 - beta1, beta2, 1 - beta2, eps, float(multiplier)
+        library.call(f"adam_{name}", master.numel(), param_out, master, grad, exp_avg, exp_avg_sq, *map(float, given))
         _changed(param_out, master, exp_avg, exp_avg_sq)
         return
     for at in _blocks(master.numel(), master.device):
@@ -140,10 +212,8 @@ def sgd_step(
     """
     library, name = _library(param_out, grad, master, momentum_buffer)
     if library is not None and library.on_device:
-        tensors, scalars = (param_out, master, grad, momentum_buffer), (multiplier.double(), skip)
-        library.call(
-            f"sgd_on_device_{name}", master.numel(), *tensors, *scalars, *map(float, (lr, momentum, weight_decay))
-        )
+        table = param_out, master, grad, momentum_buffer, None, master.numel(), 1.0, float(weight_decay)
+        library.call(f"sgd_on_device_{name}", 1, table, multiplier.double(), skip, float(lr), float(momentum))
         _changed(param_out, master, momentum_buffer)
         return
     on_host = _is_readable(skip)

@@ -8,12 +8,15 @@ the weights, or the host would have to read `skip` first.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fused_ops.adam import AdamRange
 from fused_ops.blocks import DEVICE_ELEMENTS
 
 CHUNK = 2048 * 32
@@ -85,3 +88,9 @@ def adam_step(
     if param_out is not None:
         for out, weight in zip(param_out.split(DEVICE_ELEMENTS), master.split(DEVICE_ELEMENTS), strict=True):
             torch.where(skip, out, weight.to(out.dtype), out=out)
+
+
+def adam_steps(ranges: Sequence[AdamRange], **numbers: Any) -> None:
+    """`adam_step` on each of the ranges. numbers: as in `fused_ops.adam.adam_steps`."""
+    for own in ranges:
+        adam_step(*own[:5], weight_decay=own.weight_decay, **numbers)

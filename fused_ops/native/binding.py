@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Argument: TypeAlias = Tensor | int | float | tuple[Tensor | int | float | None, ...] | None
+"""What a function of a library is given. A tuple is an array in memory of the host, which the function reads before it
+returns: 8 bytes for each element, which are a pointer, an int64 or a double.
+"""
 
 
 class Library:
@@ -31,23 +37,24 @@ class Library:
         self._functions: dict[str, Any] = {}
         self._typed: dict[str, tuple[Any, list[int]]] = {}
 
-    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+    def call(self, name: str, *arguments: Argument) -> None:
         """Call the function `name` with the number of threads and these arguments.
 
-        Tensors (on the CPU) and None are passed as pointers, int as int64, float as float.
+        Tensors (on the CPU) and None are passed as pointers, int as int64, float as float, tuples as in `Argument`.
         """
         function, pointers = self._typed.get(name) or self._types(name, arguments)
-        given = [*arguments]
+        given: list[Any] = [*arguments]
         for at in pointers:
-            if arguments[at] is not None:
-                given[at] = arguments[at].data_ptr()  # type: ignore[union-attr]
+            argument = arguments[at]
+            if argument is not None:
+                given[at] = host_array(argument) if isinstance(argument, tuple) else argument.data_ptr()  # type: ignore[union-attr]
         function(torch.get_num_threads(), *given)
 
-    def _types(self, name: str, arguments: tuple[Tensor | int | float | None, ...]) -> tuple[Any, list[int]]:
-        """(function, the places of its pointers). It declares the argument types, which makes calls faster."""
+    def _types(self, name: str, arguments: tuple[Argument, ...]) -> tuple[Any, list[int]]:
+        """(function, the places of its pointers and arrays). It declares the types, which makes calls faster."""
         function, types = self.function(name), [type(as_c_argument(argument)) for argument in arguments]
         function.argtypes = [self.ahead, *types]
-        pointers = [at for at, kind in enumerate(types) if kind is ctypes.c_void_p]
+        pointers = [at for at, kind in enumerate(types) if kind in (ctypes.c_void_p, ctypes.c_char_p)]
         found = self._typed[name] = function, pointers
         return found
 
@@ -60,12 +67,21 @@ class Library:
         return found
 
 
-def as_c_argument(argument: Tensor | int | float | None) -> Any:
+def host_array(values: tuple[Tensor | int | float | None, ...]) -> bytes:
+    """The memory of a tuple as in `Argument`."""
+    kinds = "".join(["d" if isinstance(value, float) else "q" for value in values])
+    plain = [value.data_ptr() if isinstance(value, Tensor) else 0 if value is None else value for value in values]
+    return struct.pack(f"={kinds}", *plain)
+
+
+def as_c_argument(argument: Argument) -> Any:
     """An argument as a ctypes value."""
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     if argument is None:
         return ctypes.c_void_p(None)
+    if isinstance(argument, tuple):
+        return ctypes.c_char_p(host_array(argument))
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 

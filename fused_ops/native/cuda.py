@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.native.binding import Library
+from fused_ops.native.binding import Argument, Library, host_array
 
 MORE_SCRATCH = -1
 _FIRST_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class CudaLibrary(Library):
         self._launches: dict[tuple[int, int], tuple[_Launch, Any]] = {}
         self._lock = threading.Lock()
 
-    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+    def call(self, name: str, *arguments: Argument) -> None:
         """Launch `name` on the current stream of the tensors' device, which need not be the current one.
 
         Arguments as in `Library.call`, without threads.
@@ -59,10 +59,14 @@ class CudaLibrary(Library):
         kernel as for any other kernel.
         """
         function, pointers = self._typed.get(name) or self._types(name, arguments)
-        given, one, index, apart = [*arguments], None, -1, False
+        given: list[Any] = [*arguments]
+        one, index, apart = None, -1, False
         for at in pointers:
             tensor = arguments[at]
             if tensor is None:
+                continue
+            if isinstance(tensor, tuple):  # many tensors, which are looked at below
+                given[at], apart = host_array(tensor), True
                 continue
             given[at], own = tensor.data_ptr(), tensor.get_device()  # type: ignore[union-attr]
             if one is None:
@@ -118,8 +122,9 @@ class CudaLibrary(Library):
         return text.decode()
 
 
-def _assert_one_device(name: str, arguments: Sequence[Tensor | int | float | None]) -> None:
+def _assert_one_device(name: str, arguments: Sequence[Argument]) -> None:
     """Raise RuntimeError if tensors lie on several devices."""
-    found = {str(argument.device) for argument in arguments if isinstance(argument, Tensor)}
-    if len(found) > 1:
-        raise RuntimeError(f"{name}: its tensors lie on {', '.join(sorted(found))}")
+    flat = [one for argument in arguments for one in (argument if isinstance(argument, tuple) else (argument,))]
+    devices = [argument.device for argument in flat if isinstance(argument, Tensor)]
+    if any([device != devices[0] for device in devices]):  # noqa: C419 - a generator takes twice as long
+        raise RuntimeError(f"{name}: its tensors lie on {', '.join(sorted({str(device) for device in devices}))}")

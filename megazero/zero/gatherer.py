@@ -38,12 +38,17 @@ class ParameterGatherer:
             needed = sorted({bucket_of[id(parameter)] for parameter in unit.parameters() if parameter.requires_grad})
             unit.register_forward_pre_hook(partial(self._before_forward, needed))
 
+    @property
+    def communicates(self) -> bool:
+        """Whether `launch` sends anything."""
+        return self.state.is_sharded
+
     def launch(self, index: int) -> None:
         """Start to gather bucket `index` after this rank has updated its range. Communicates an all-gather over its
         group.
         """
         assert index not in self._gathers
-        if self.state.is_sharded:
+        if self.communicates:
             bucket = self.buckets[index]
             self._gathers[index] = collectives.all_gather(
                 self.column.held(index), self.column.shard(index), bucket.group

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fused_ops import apex
-from fused_ops.adam import adam_step, sgd_step
+from fused_ops.adam import AdamRange, adam_steps, sgd_step
 from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
 from megazero.mpu import collectives
@@ -17,8 +17,8 @@ from megazero.zero.fragment import Fragment
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 
-ADAM = {"megazero": adam_step, "apex": apex.adam_step}
-"""The Adam kernel by --optimizer-impl."""
+ADAM = {"megazero": adam_steps, "apex": apex.adam_steps}
+"""Adam by --optimizer-impl."""
 
 
 class ShardedOptimizer:
@@ -69,10 +69,10 @@ class ShardedOptimizer:
         """
         self.state.wait_parameters()
         number = self.step_count + 1.0
-        for index in range(len(self.state.buckets)):
-            for start, stop, decay in self._decay_ranges(index):
-                self._update(index, start, stop, decay, lr, number, multiplier, skip)
-            self.state.gatherer.launch(index)
+        for indices in self._together():
+            self._update([own for index in indices for own in self._ranges(index)], lr, number, multiplier, skip)
+            for index in indices:
+                self.state.gatherer.launch(index)
         self.state.gatherer.launched_all()
         self.step_count = torch.where(skip, self.step_count, number)
         self.state.reducer.reset()
@@ -129,6 +129,13 @@ class ShardedOptimizer:
                     runs.append((fragment.offset, stop))
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
 
+    def _together(self) -> list[list[int]]:
+        """Which buckets are updated by one call: a bucket alone where it is gathered as soon as it is updated, so that
+        its message travels while the next is updated; else all of them.
+        """
+        indices = list(range(len(self.state.buckets)))
+        return [[index] for index in indices] if self.state.gatherer.communicates else [indices]
+
     def _decay_ranges(self, index: int) -> Iterator[tuple[int, int, float]]:
         """The ranges of a bucket that this rank updates, as (start, stop, weight decay): two at most."""
         layout = self.state.buckets[index].layout
@@ -137,45 +144,40 @@ class ShardedOptimizer:
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop), decay
 
-    def _update(
-        self,
-        index: int,
-        start: int,
-        stop: int,
-        decay: float,
-        lr: float,
-        number: Tensor,
-        multiplier: Tensor,
-        skip: Tensor,
-    ) -> None:
-        cfg, table = self.cfg, self.state.columns
-        rounded = table[Column.PARAMETER].view(index, start, stop) if self.state.has_master else None
-        weights, gradient = self.state.weights.view(index, start, stop), table[Column.GRADIENT].view(index, start, stop)
-        first = table[Column.EXP_AVG].view(index, start, stop)
-        if cfg.optimizer == "sgd":
-            sgd_step(
-                rounded,
-                weights,
-                gradient,
-                first,
-                lr=lr,
-                momentum=cfg.sgd_momentum,
-                weight_decay=decay,
-                multiplier=multiplier,
-                skip=skip,
+    def _ranges(self, index: int) -> Iterator[AdamRange]:
+        """The tensors of these ranges. SGD has no second moment; the first stands in its place."""
+        table = self.state.columns
+        second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
+        for start, stop, decay in self._decay_ranges(index):
+            at = index, start, stop
+            yield AdamRange(
+                table[Column.PARAMETER].view(*at) if self.state.has_master else None,
+                self.state.weights.view(*at),
+                table[Column.GRADIENT].view(*at),
+                table[Column.EXP_AVG].view(*at),
+                second.view(*at),
+                decay,
             )
+
+    def _update(self, ranges: Sequence[AdamRange], lr: float, number: Tensor, multiplier: Tensor, skip: Tensor) -> None:
+        cfg = self.cfg
+        if cfg.optimizer == "sgd":
+            for own in ranges:
+                sgd_step(
+                    *own[:4],
+                    lr=lr,
+                    momentum=cfg.sgd_momentum,
+                    weight_decay=own.weight_decay,
+                    multiplier=multiplier,
+                    skip=skip,
+                )
             return
         ADAM[cfg.optimizer_impl](
-            rounded,
-            weights,
-            gradient,
-            first,
-            table[Column.EXP_AVG_SQ].view(index, start, stop),
+            ranges,
             lr=lr,
             beta1=cfg.adam_beta1,
             beta2=cfg.adam_beta2,
             eps=cfg.adam_eps,
-            weight_decay=decay,
             decoupled=cfg.optimizer == "adamw",
             step=number,
             multiplier=multiplier,

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
+from fused_ops.native.binding import Argument
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.card_trial import card_refusal
 from fused_ops.native.cuda import MORE_SCRATCH, CudaLibrary
@@ -35,7 +36,7 @@ def path() -> Path:
 class Wrong(CudaLibrary):
     """A kernel that launches and gives another number."""
 
-    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+    def call(self, name: str, *arguments: Argument) -> None:
         super().call(name, *arguments)
         (total,) = (given for given in arguments if isinstance(given, Tensor) and given.dim() == 0)
         total.mul_(1 + 1e-9)
@@ -44,7 +45,7 @@ class Wrong(CudaLibrary):
 class Failing(CudaLibrary):
     """A kernel that no code in the library is for."""
 
-    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+    def call(self, name: str, *arguments: Argument) -> None:
         raise RuntimeError(f"{name}: no kernel image is available for execution on the device (CUDA error 209)\nmore")
 
 
@@ -188,3 +189,11 @@ def test_threads_do_not_share_scratch_memory_in_the_middle_of_a_sum(
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda x: found.call("column_sums_f32", 1, 1, 1, x, x), [torch.ones(1), torch.ones(1)]))
     assert met == [False, False]
+
+
+def test_tensors_of_several_devices_are_refused_in_an_array_too(path: Path) -> None:
+    """A range of Adam whose gradient lies elsewhere."""
+    found, x = CudaLibrary(path, "emulated"), torch.ones(3)
+    given = x, x, torch.ones(3, device="meta"), x, None, 3, 1.0, 0.0
+    with pytest.raises(RuntimeError, match="sgd_on_device_f32_f32: its tensors lie on cpu, meta"):
+        found.call("sgd_on_device_f32_f32", 1, given, x, x, 0.1, 0.9)

@@ -60,7 +60,7 @@ def accessed(calls: list[Call]) -> int:
 
 
 def label(z: Sizes) -> int:
-    """The logit of the label, which the first thread of a row adds at the end."""
+    """The logit of the label, which the first thread of a row reads on its own."""
     return z.tokens * z.dtype.itemsize
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fused_ops.native import compile as compiling
+from fused_ops.native.binding import Argument
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.compile import EMULATION_FLAGS, WARNINGS, Target
 from fused_ops.native.cuda import CudaLibrary
@@ -82,12 +83,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a kernel library. of: the traffic of each argument, None for those that are no tensors. rest: that of
-    other memory, which is the scratch memory of the launcher. kernels: the addresses of those that ran.
+    """A call of a kernel library, with the elements of tuples as arguments.
+
+    of       the traffic of each argument, None for those that are no tensors
+    rest     that of other memory, which is the scratch memory of the launcher
+    kernels  the addresses of those that ran
     """
 
     name: str
-    arguments: tuple[Tensor | int | float | None, ...]
+    arguments: tuple[Argument, ...]
     of: tuple[Traffic | None, ...]
     rest: Traffic
     kernels: tuple[int, ...] = ()
@@ -133,8 +137,9 @@ def watching(library: CudaLibrary) -> Iterator[Record]:
     """What the library's calls do, until the end."""
     record, call = Record(), library.call
 
-    def watched(name: str, *arguments: Tensor | int | float | None) -> None:
-        with watching_one(name, arguments, library.path, record):
+    def watched(name: str, *arguments: Argument) -> None:
+        flat = [one for argument in arguments for one in (argument if isinstance(argument, tuple) else (argument,))]
+        with watching_one(name, flat, library.path, record):
             call(name, *arguments)
 
     library.call = watched  # type: ignore[method-assign]
@@ -145,9 +150,7 @@ def watching(library: CudaLibrary) -> Iterator[Record]:
 
 
 @contextmanager
-def watching_one(
-    name: str, arguments: Sequence[Tensor | int | float | None], path: Path, record: Record
-) -> Iterator[None]:
+def watching_one(name: str, arguments: Sequence[Argument], path: Path, record: Record) -> Iterator[None]:
     """What one call does, which is added to the record."""
     seen = hooks()
     seen.watch_begin()
@@ -166,7 +169,7 @@ def watching_one(
         record.faults.append(f"{name}: {_named(seen.watch_fault(i).decode(), path)}")
 
 
-def _range(argument: Tensor | int | float | None) -> tuple[int, int]:
+def _range(argument: Argument) -> tuple[int, int]:
     """(address, bytes) of what a view spans."""
     if not isinstance(argument, Tensor) or not argument.numel():
         return 0, 0

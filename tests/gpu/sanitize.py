@@ -25,6 +25,7 @@ from fused_ops.dropout import bias_dropout_residual, dropout
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fused_ops.linear import add_bias_gradient
 from fused_ops.native import library
+from fused_ops.native.binding import Argument
 from fused_ops.native.cuda import CudaLibrary
 from fused_ops.norm import sum_of_squares
 from fused_ops.rotary import apply_rotary, rotary_tables
@@ -203,7 +204,7 @@ def run(device: torch.device) -> Counter[str]:
     called: Counter[str] = Counter()
     call = found.call
 
-    def counted(name: str, *arguments: Tensor | int | float | None) -> None:
+    def counted(name: str, *arguments: Argument) -> None:
         called[name] += 1
         call(name, *arguments)
 
