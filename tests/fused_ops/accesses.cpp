@@ -222,8 +222,8 @@ void watch_warp_barrier() { ++watch.warp_barriers[watch.thread]; }
 // Of the tests. Ranges are numbered in the order in which they are given.
 void watch_begin() {
   watch.active = true;
-  watch.launches.clear(), watch.ranges.clear(), watch.faults.clear(), watch.pages.clear();
-  watch.page = nullptr;
+  watch.launches.clear(), watch.ranges.clear(), watch.faults.clear();
+  if (watch.pages.size() > 1000) watch.pages.clear(), watch.page = nullptr;  // 200 MB; cells of earlier launches count for nothing
 }
 void watch_end() { watch.active = false; }
 void watch_range(const void* begin, size_t bytes) { watch.ranges.push_back(span(begin, bytes)); }

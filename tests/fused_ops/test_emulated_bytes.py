@@ -128,6 +128,26 @@ def test_the_bytes_of_the_benchmark_are_those_that_kernels_move(kernels, name, s
                 assert of.moved <= tensor.nbytes, (call.name, of)
 
 
+def weights(z: Sizes) -> int:
+    """The 16-bit weights, of which Adam writes four at once, as many as of the rest."""
+    return 2 * z.parameters
+
+
+NARROW: dict[str, Callable[[Sizes], int]] = {"cross-entropy": label, "adam": weights}
+"""Case -> bytes of matrices that are not moved 16 at once where shapes allow it; all others none."""
+
+
+@pytest.mark.sampled(strength=1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [name for name in ONES if name != "softmax"])  # its rows end anywhere
+def test_matrices_are_moved_in_the_widest_accesses(kernels, name, dtype):
+    z = replace(SIZES["packs"], dtype=dtype)
+    forward, backward = run_apart(CASES[name](z), kernels)
+    ways = [of for call in forward + backward for _, of in matrices(call)]
+    wide = sum(16 * (of.loads[-1] + of.stores[-1]) for of in ways)
+    assert sum(of.accessed for of in ways) - wide == NARROW.get(name, lambda z: 0)(z)
+
+
 SCRATCH = 0.05
 """Of a case's claim at the sizes that are timed: what its sums over rows may move beside it."""
 ANYWHERE = 1 << 20
