@@ -1,10 +1,13 @@
 """Causal attention by torch's scaled_dot_product_attention, whose kernels have no ALiBi and no documents.
 
 s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The kernels read queries, keys and values
-from the projection and write the context in its order, [s, b, n, d], so forward copies nothing. Only for 1 < g < n are
-the query heads not evenly spaced, and queries are copied once. In backward the kernels allocate three gradients, and
-autograd joins them by one `cat`, the adjoint of split. (Slices of the projection would each make a zero-filled copy of
-it.) Another autograd.Function could not save this pass, since torch's backward kernels allocate their outputs.
+from the projection and write the context in its order, [s, b, n, d], so forward copies nothing. There are two
+exceptions. For 1 < g < n the query heads are not evenly spaced, and queries are copied once. The memory-efficient
+kernel writes the samples one after the other, [b, s, n, d], and the context is copied once if b > 1.
+
+In backward the kernels allocate three gradients, and autograd joins them by one `cat`, the adjoint of split. (Slices of
+the projection would each make a zero-filled copy of it.) Another autograd.Function could not save this pass, since
+torch's backward kernels allocate their outputs.
 """
 
 from __future__ import annotations
