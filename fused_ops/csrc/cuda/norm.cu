@@ -29,14 +29,14 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) forward(int64_t rows, int64_t h, T* y,
     });
     part.row = total;  // a thread reads again only elements that it has written itself
   }
-  float centre = 0.0f;
+  float centre = 0.0f, length = (float)(typename Tiles::Index)h;
   if constexpr (CENTRED) {
     each_pack<Tiles>(h, [&](int64_t i, int p) {
       Floats<W> value = part.at(i, p);
 #pragma unroll
       for (int j = 0; j < W; ++j) centre += value[j];
     });
-    centre = over_group<Tiles::GROUP>(centre, Sum()) / (float)h;
+    centre = over_group<Tiles::GROUP>(centre, Sum()) / length;
   }
   float square = 0.0f;
   each_pack<Tiles>(h, [&](int64_t i, int p) {
@@ -44,7 +44,7 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) forward(int64_t rows, int64_t h, T* y,
 #pragma unroll
     for (int j = 0; j < W; ++j) square += (value[j] - centre) * (value[j] - centre);
   });
-  float factor = 1.0f / sqrtf(over_group<Tiles::GROUP>(square, Sum()) / (float)h + eps);
+  float factor = 1.0f / sqrtf(over_group<Tiles::GROUP>(square, Sum()) / length + eps);
   each_pack<Tiles>(h, [&](int64_t i, int p) {
     Floats<W> value = part.at(i, p), gain = load<W>(weight + i);
     value = map([&](float v, float g) { return (v - centre) * factor * g; }, value, gain);
@@ -79,6 +79,7 @@ template <bool CENTRED, typename T, typename Tiles> struct Row {
 template <bool CENTRED, typename T, typename Tiles, typename Weight, typename PerPack>
 MZ_DEVICE void backward_row(const Gradient<T>& k, const Row<CENTRED, T, Tiles>& of, const Weight& weight, T* dx, const PerPack& per_pack) {
   constexpr int W = Tiles::W;
+  float length = (float)(typename Tiles::Index)k.h;
   Floats<2> sums{{0.0f, 0.0f}};
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
     Floats<W> gain = weight.at(i, p), in = of.grad.at(i, p);
@@ -91,7 +92,7 @@ MZ_DEVICE void backward_row(const Gradient<T>& k, const Row<CENTRED, T, Tiles>& 
     per_pack(p, in, unit);
   });
   sums = over_group<Tiles::GROUP>(sums, Sum());
-  float average = CENTRED ? sums[0] / (float)k.h : 0.0f, along = sums[1] / (float)k.h;
+  float average = CENTRED ? sums[0] / length : 0.0f, along = sums[1] / length;
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
     Floats<W> value = map(
         [&](float v, float g, float w) { return of.factor * (g * w - average - (v - of.centre) * of.factor * along); },

@@ -14,9 +14,10 @@ struct Largest {
   MZ_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-template <typename Of, int N> MZ_DEVICE Floats<N> over_warp(Floats<N> x, const Of& of) {
+// Over each WIDTH neighbouring threads of a warp.
+template <int WIDTH = WARP, typename Of, int N> MZ_DEVICE Floats<N> over_warp(Floats<N> x, const Of& of) {
 #pragma unroll
-  for (int distance = WARP / 2; distance; distance /= 2) {
+  for (int distance = WIDTH / 2; distance; distance /= 2) {
 #pragma unroll
     for (int k = 0; k < N; ++k) x[k] = of(x[k], __shfl_xor_sync(WHOLE_WARP, x[k], distance));
   }
@@ -37,8 +38,8 @@ template <int GROUP, typename Of, int N> MZ_DEVICE Floats<N> over_group(Floats<N
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < N; ++k) x[k] = lane < WARPS ? parts[k][lane] : Of::neutral();
-    x = over_warp(x, of);
+    for (int k = 0; k < N; ++k) x[k] = parts[k][lane % WARPS];
+    x = over_warp<WARPS>(x, of);
   }
   return x;
 }
