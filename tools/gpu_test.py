@@ -77,17 +77,17 @@ def sanitized(program: str, tool: str) -> Stage:
 
 def phases() -> Iterator[tuple[Stage, ...]]:
     """The phases in order. The stages of one phase run in parallel."""
-    apart = ("tests/gpu/test_training.py", "tests/gpu/test_parity.py", "tests/gpu/test_attention.py")
-    fp8, graphs = "tests/gpu/test_fp8.py", "tests/gpu/test_graphs.py"
+    rooms = {
+        "ranks": ("tests/gpu/test_training.py", 3),
+        "parity": ("tests/gpu/test_parity.py", 0),
+        "attention": ("tests/gpu/test_attention.py", 3),
+        "fp8": ("tests/gpu/test_fp8.py", 2),
+        "graphs": ("tests/gpu/test_graphs.py", 0),
+    }
     yield (Stage("every kernel once", (sys.executable, "-m", "tests.gpu.sanitize"), 150),)
-    yield (
-        pytest_stage("kernels", 240, "tests/fused_ops", workers=4),
-        pytest_stage("ranks", 300, apart[0], workers=3),
-        pytest_stage("parity", 240, apart[1]),
-        pytest_stage("attention", 240, apart[2], workers=3),
-    )
-    yield pytest_stage("fp8", 240, fp8), pytest_stage("graphs", 240, graphs)
-    yield (pytest_stage("steps", 240, "tests/gpu", *(f"--ignore={path}" for path in (*apart, fp8, graphs))),)
+    kernels = pytest_stage("kernels", 240, "tests/fused_ops", workers=4)
+    yield kernels, *(pytest_stage(name, 300, path, workers=workers) for name, (path, workers) in rooms.items())
+    yield (pytest_stage("steps", 240, "tests/gpu", *(f"--ignore={path}" for path, _ in rooms.values())),)
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not installed here: memcheck and racecheck are left out", flush=True)
