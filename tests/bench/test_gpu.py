@@ -85,6 +85,19 @@ def test_flex_options_are_rehearsed() -> None:
     assert all("off by 0.0e+00" in line for line in lines[:4]) and "forward" in lines[4]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_everything_is_rehearsed(tmp_path: Path) -> None:
+    """Nothing is left out but for a reason that a CPU has."""
+    rehearse("--results", str(tmp_path))
+    (path,) = tmp_path.glob("*-gpu-rehearsal.json")
+    found = json.loads(path.read_text())
+    assert {tuple(item["item"]) for item in found["ops"]} | {("facts", "", "")} == set(gpu_ops.items())
+    assert {run["name"] for run in found["training"]} == {runner.entry.name for runner in gpu_train.RUNNERS}
+    skipped = {entry["skipped"] for entry in [*found["ops"], *found["training"]] if "skipped" in entry}
+    assert all("apex" in reason or "ConfigError" in reason for reason in skipped), skipped
+
+
 def report() -> gpu.Report:
     return gpu.Report(None, {"rehearse": True}, {"card": {}, "note": "", "facts": {}, "ops": [], "training": []})
 

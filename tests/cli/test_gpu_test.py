@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,17 @@ def test_stages_run_beside_each_other_and_have_an_end(tmp_path: Path, capfd: pyt
     assert "Traceback" in results[2].output  # it was asked before it was killed, and told where it was
     assert time.monotonic() - began < 20
     assert "    what went wrong" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_test_of_a_card_is_found_without_one() -> None:
+    """Each file imports, and has tests with the mark. They are started by stages that are named after files."""
+    root = Path(__file__).resolve().parents[2]
+    command = [PYTHON, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "--depth", "all", "tests/gpu"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert found == {str(path.relative_to(root)) for path in (root / "tests" / "gpu").glob("test_*.py")}
 
 
 def test_every_test_of_a_card_is_in_one_stage() -> None:
