@@ -26,7 +26,7 @@ from torch import Tensor
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.linear import write_or_add
 from fused_ops.native.binding import Library
-from fused_ops.native.library import kernels, suffix
+from fused_ops.native.library import kernels, kernels_on, suffix
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST: Mapping[torch.dtype, int] = MappingProxyType({E4M3: 8, E5M2: 15})
@@ -174,6 +174,16 @@ def _fill_on_device(library: Library, x: Tensor, scale: Tensor | None, amax: Ten
     copies = into.inverse, into.values, into.transposed
     library.call(name, *x.shape, x.stride(0), x, *numbers, *copies, int(scale is None), int(amax is None))
     return numbers[0]
+
+
+def transpose(values: Tensor) -> Tensor:
+    """FP8 values [m, k] as [k, m], contiguous, where they were not cast by columns too: what other ranks have sent."""
+    library = kernels_on(values.device)
+    if library is None or not library.on_device or not values.is_contiguous():
+        return values.t().contiguous()
+    result = values.new_empty(values.shape[::-1])
+    library.call("transpose_bytes", *values.shape, values, result)
+    return result
 
 
 def product(

@@ -38,9 +38,11 @@ def choice() -> str:
 
 def kernels(*tensors: Tensor) -> Library | None:
     """The kernels for these tensors, which must be on one device and of one dtype among fp32, bf16, fp16; else None."""
-    if not _can_take(tensors):
-        return None
-    device = tensors[0].device
+    return kernels_on(tensors[0].device) if _can_take(tensors) else None
+
+
+def kernels_on(device: torch.device) -> Library | None:
+    """The kernels of a device, for functions that take other dtypes."""
     if device.type == "cpu":
         return cpu_library(choice())
     return cuda_library(choice(), device.index) if device.type == "cuda" else None

@@ -102,7 +102,7 @@ class _Fp8Linear(torch.autograd.Function):
         gathering.wait()
         found: list[Tensor | None] = [None] * len(parameters)
         if needs_weights:
-            by_columns = kept.t().contiguous() if ctx.narrow and ctx.gathers else kept
+            by_columns = fp8.transpose(kept) if ctx.narrow and ctx.gathers else kept
             found = _parameter_gradients(ctx, grad, quantised, by_columns, x_inverse, parameters)
         reducing.wait()
         return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, None, None, *found

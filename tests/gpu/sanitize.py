@@ -178,6 +178,7 @@ def copies(draw: Draw) -> None:
         return
     for rows, columns in ((3, 7), (129, 264), (144, 272)):
         x = draw(rows, columns)
+        fp8.transpose(draw.integers(256, rows, columns).to(torch.uint8))
         for form in (fp8.E4M3, fp8.E5M2):
             for transposed in (True, False):
                 fp8.fill("input", x, fp8.empty(x, form, transposed))

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.fp8 import ROLES
+from fused_ops.native.library import EMULATED, cpu_library
 from fused_ops.swiglu import swiglu
 from megazero.mpu import fp8 as module
 from megazero.mpu.axes import Axes
 from megazero.mpu.fp8 import Fp8, Fp8Layer
+from megazero.mpu.fp8_linear import _Fp8Linear
 from megazero.mpu.grid import Group, build_grid, single_rank_group
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_pair
 from megazero.mpu.parameter import spec_of
@@ -216,6 +218,28 @@ def test_a_layers_products_are_those_of_its_copies(packed: bool, monkeypatch: py
     assert relative(weights, narrow.t() @ rows) < 2.0**-8
     biases = torch.cat([bias.grad for bias in (gate.bias, up.bias) if bias.grad is not None])
     assert relative(biases, grad.reshape(-1, 2 * FFN).double().sum(0)) < 2.0**-8
+
+
+def test_a_gathered_copy_is_transposed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under sequence parallelism ranks send FP8 by rows, and backward wants it by columns. torch moves single bytes."""
+    found, called, gradients = cpu_library(EMULATED), list[str](), list[Tensor]()
+    if found is None:
+        pytest.skip("no compiler, no kernels")
+    call = found.call
+
+    def counted(name: str, *given: Any) -> None:
+        called.append(name)
+        call(name, *given)
+
+    monkeypatch.setattr(found, "call", counted)
+    for bodies in ("reference", EMULATED):
+        monkeypatch.setenv("MEGAZERO_FUSED", bodies)
+        layer, weight = state(0, ("wide",)).layer("wide", frozenset()), data(3, FFN, HIDDEN).requires_grad_()
+        y = _Fp8Linear.apply(data(1, S, B, HIDDEN), layer, single_rank_group(), True, 1, False, weight)
+        y.backward(data(2, S, B, FFN))
+        assert weight.grad is not None
+        gradients.append(weight.grad)
+    assert called.count("transpose_bytes") == 1 and torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("history", [0, 4])

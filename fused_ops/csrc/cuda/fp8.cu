@@ -1,7 +1,7 @@
 // FP8 copies of 16-bit matrices, by rows and by columns, in one reading, with the largest absolute value beside them.
 //
 // A block takes a tile of 128 x 128. It writes the tile by rows, stores it in shared memory, and writes it by columns
-// from there. Values are multiplied by a scale in device memory, saturate at the format's largest number, and are
+// from there. A kernel of its own transposes what is FP8 already. Values are multiplied by a scale in device memory, saturate at the format's largest number, and are
 // rounded to nearest even.
 #include "launch.h"
 #include "reduce.h"
@@ -10,7 +10,14 @@ using namespace mz;
 
 namespace {
 
-constexpr int TILE = 128, PITCH = TILE + 4, THREADS = 256, RUN = 16;  // RUN: bytes that are written at once by columns
+constexpr int TILE = 128, THREADS = 256, RUN = 16;  // RUN: bytes that are written at once by columns
+
+// Four blocks of a multiprocessor, so at most 64 registers per thread; without a conversion instruction more are needed.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int RESIDENT = 2;
+#else
+constexpr int RESIDENT = 4;
+#endif
 
 // MANTISSA bits, exponents with this bias, and the bits of the largest number.
 template <int MANTISSA_, int BIAS_, unsigned LARGEST_> struct Format {
@@ -93,7 +100,10 @@ template <typename T, int W> struct Tile {
   static constexpr int ACROSS = TILE / W, PACKS = TILE * ACROSS / THREADS, AHEAD = 4;
   int64_t row0, column0;
 
-  MZ_DEVICE explicit Tile(int64_t across) : row0(blockIdx.x / across * TILE), column0(blockIdx.x % across * TILE) {}
+  MZ_DEVICE explicit Tile(int64_t across, bool backwards = false) {
+    unsigned number = backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    row0 = number / across * TILE, column0 = number % across * TILE;
+  }
   template <typename Body> MZ_DEVICE void each(const Matrix<T>& of, const Body& body) const {
 #pragma unroll 1
     for (int first = 0; first < PACKS; first += AHEAD) {
@@ -113,6 +123,75 @@ template <typename T, int W> struct Tile {
   }
 };
 
+// N words that are accessed at once.
+template <int N> struct alignas(4 * N) Words { unsigned at[N]; };
+
+// Bytes of a (0 to 3) and b (4 to 7), four bits of the selector for each, the first in the lowest.
+MZ_DEVICE unsigned picked(unsigned a, unsigned b, unsigned selector) {
+#ifdef __CUDACC__
+  return __byte_perm(a, b, selector);
+#else
+  uint64_t both = (uint64_t)b << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return result;
+#endif
+}
+
+// Four rows of four bytes become four columns.
+MZ_DEVICE void transpose(const unsigned* rows, unsigned* columns) {
+  unsigned left = picked(rows[0], rows[1], 0x5140), right = picked(rows[0], rows[1], 0x7362);
+  unsigned left_below = picked(rows[2], rows[3], 0x5140), right_below = picked(rows[2], rows[3], 0x7362);
+  columns[0] = picked(left, left_below, 0x5410), columns[1] = picked(left, left_below, 0x7632);
+  columns[2] = picked(right, right_below, 0x5410), columns[3] = picked(right, right_below, 0x7632);
+}
+
+// A tile of bytes in shared memory. Sixteen rows, of which a thread reads four columns, have their words exchanged in
+// groups of four: then the 32 words that a warp reads at once lie in 32 banks, and so do those that it writes.
+struct Bytes {
+  unsigned words[TILE][TILE / 4];
+
+  static MZ_DEVICE int place(int row, int word) { return word ^ (row / RUN * 4); }
+  template <int N> MZ_DEVICE void put(int row, int column, const unsigned* from) {
+    Words<N> all;
+#pragma unroll
+    for (int k = 0; k < N; ++k) all.at[k] = from[k];
+    *reinterpret_cast<Words<N>*>(&words[row][place(row, column / 4)]) = all;
+  }
+  MZ_DEVICE uint8_t& byte(int row, int column) { return reinterpret_cast<uint8_t*>(&words[row][place(row, column / 4)])[column % 4]; }
+
+  // Writes the tile by columns. transposed: the whole [columns, rows]. together: whether RUN rows of a column can be
+  // written at once. Each thread has RUN rows of four columns, and eight threads write 128 rows of a column.
+  MZ_DEVICE void write_columns(uint8_t* transposed, int64_t row0, int64_t column0, int64_t rows, int64_t columns, bool together) {
+    int r = (int)threadIdx.x % (TILE / RUN) * RUN, c = (int)threadIdx.x / (TILE / RUN) * 4;
+    if (row0 + r >= rows || column0 + c >= columns) return;
+    uint8_t* out = transposed + (column0 + c) * rows + row0 + r;
+    if (!together) {
+      for (int j = 0; j < 4 && column0 + c + j < columns; ++j)
+        for (int k = 0; k < RUN && row0 + r + k < rows; ++k) out[j * rows + k] = byte(r + k, c + j);
+      return;
+    }
+    unsigned by_columns[RUN / 4][4];
+#pragma unroll
+    for (int k = 0; k < RUN / 4; ++k) {
+      unsigned by_rows[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) by_rows[i] = words[r + 4 * k + i][place(r, c / 4)];
+      transpose(by_rows, by_columns[k]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (column0 + c + j >= columns) return;
+      unsigned run[RUN / 4];
+#pragma unroll
+      for (int k = 0; k < RUN / 4; ++k) run[k] = by_columns[k][j];
+      MZ_ALIGNED(out + j * rows, RUN);
+      Access<RUN / 4>::store(out + j * rows, run);
+    }
+  }
+};
+static_assert(TILE / RUN * (TILE / 4) == THREADS, "each thread writes RUN rows of four columns");
+
 template <int W> MZ_DEVICE unsigned largest_in(unsigned found, const Floats<W>& pack) {
 #pragma unroll
   for (int j = 0; j < W; ++j) found = larger(found, size_of(pack[j]));
@@ -127,32 +206,34 @@ template <typename T, int W> __global__ void MZ_BOUNDS(THREADS) measure(Matrix<T
 }
 
 // The copies of a matrix [rows, columns]: values of the same shape, transposed [columns, rows] or null. together:
-// whether RUN rows of a column can be written at once. partial: the largest of each tile, or null.
+// whether RUN rows of a column can be written at once. partial: the largest of each tile, or null. backwards: the last
+// tiles first, since the cache still has them when another kernel has read the matrix just before.
 struct Copies {
   const float* scale;
   uint8_t *values, *transposed;
   bool together;
   unsigned* partial;
+  bool backwards;
 };
 
-template <typename F, typename T, int W> __global__ void MZ_BOUNDS(THREADS) quantise(Matrix<T> of, int64_t across, Copies to) {
-  __shared__ uint8_t MZ_PLACED(16) held[TILE][PITCH];
-  Tile<T, W> tile(across);
+template <typename F, typename T, int W> __global__ void __launch_bounds__(THREADS, RESIDENT) quantise(Matrix<T> of, int64_t across, Copies to) {
+  __shared__ Bytes MZ_PLACED(16) held;
+  Tile<T, W> tile(across, to.backwards);
   float scale = *to.scale;
   unsigned largest = 0;
   tile.each(of, [&](int r, int c, const Floats<W>& pack) {
     largest = largest_in(largest, pack);
     uint8_t* out = to.values + (tile.row0 + r) * of.columns + tile.column0 + c;
     if constexpr (W == 1) {
-      *out = held[r][c] = (uint8_t)two_bits<F>(pack[0] * scale, 0.0f);
+      *out = held.byte(r, c) = (uint8_t)two_bits<F>(pack[0] * scale, 0.0f);
     } else {
       unsigned words[W / 4];
 #pragma unroll
       for (int k = 0; k < W / 4; ++k) {
         unsigned low = two_bits<F>(pack[4 * k] * scale, pack[4 * k + 1] * scale);
         words[k] = low | two_bits<F>(pack[4 * k + 2] * scale, pack[4 * k + 3] * scale) << 16;
-        *reinterpret_cast<unsigned*>(&held[r][c + 4 * k]) = words[k];
       }
+      held.put<W / 4>(r, c, words);
       MZ_ALIGNED(out, W);
       Access<W / 4>::store(out, words);
     }
@@ -163,26 +244,42 @@ template <typename F, typename T, int W> __global__ void MZ_BOUNDS(THREADS) quan
   }
   if (!to.transposed) return;
   __syncthreads();
-  // A warp writes 128 neighbouring rows of four columns.
-  for (int at = threadIdx.x; at < TILE * TILE / RUN; at += THREADS) {
-    int r = at % (TILE / RUN) * RUN, c = at / (TILE / RUN);
-    int64_t row = tile.row0 + r, column = tile.column0 + c;
-    if (row >= of.rows || column >= of.columns) continue;
-    uint8_t* out = to.transposed + column * of.rows + row;
-    if (to.together) {
-      unsigned words[RUN / 4];
+  held.write_columns(to.transposed, tile.row0, tile.column0, of.rows, of.columns, to.together);
+}
+
+// transposed [columns, rows] of x [rows, columns], both contiguous. wide: whether rows are read in packs of RUN bytes.
+static __global__ void MZ_BOUNDS(THREADS)
+    transpose_tile(const uint8_t* x, int64_t rows, int64_t columns, int64_t across, uint8_t* transposed, bool wide, bool together) {
+  __shared__ Bytes MZ_PLACED(16) held;
+  int64_t row0 = blockIdx.x / across * TILE, column0 = blockIdx.x % across * TILE;
+  if (wide) {
+    constexpr int PACKS = TILE * TILE / RUN / THREADS;
+    unsigned words[PACKS][RUN / 4];
 #pragma unroll
-      for (int k = 0; k < RUN / 4; ++k) {
-        words[k] = held[r + 4 * k][c] | (unsigned)held[r + 4 * k + 1][c] << 8 | (unsigned)held[r + 4 * k + 2][c] << 16 |
-                   (unsigned)held[r + 4 * k + 3][c] << 24;
+    for (int p = 0; p < PACKS; ++p) {
+      int at = p * THREADS + (int)threadIdx.x, r = at / (TILE / RUN), c = at % (TILE / RUN) * RUN;
+      const uint8_t* from = x + (row0 + r) * columns + column0 + c;
+      if (row0 + r < rows && column0 + c < columns) {
+        MZ_ALIGNED(from, RUN);
+        Access<RUN / 4>::load(from, words[p]);
       }
-      MZ_ALIGNED(out, RUN);
-      Access<RUN / 4>::store(out, words);
-    } else {
-      for (int k = 0; k < RUN && row + k < of.rows; ++k) out[k] = held[r + k][c];
+    }
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+      int at = p * THREADS + (int)threadIdx.x, r = at / (TILE / RUN), c = at % (TILE / RUN) * RUN;
+      if (row0 + r < rows && column0 + c < columns) held.put<RUN / 4>(r, c, words[p]);
+    }
+  } else {
+    for (int at = threadIdx.x; at < TILE * TILE; at += THREADS) {
+      int r = at / TILE, c = at % TILE;
+      if (row0 + r < rows && column0 + c < columns) held.byte(r, c) = x[(row0 + r) * columns + column0 + c];
     }
   }
+  __syncthreads();
+  held.write_columns(transposed, row0, column0, rows, columns, together);
 }
+
+inline bool at_runs(const uint8_t* x) { return reinterpret_cast<uintptr_t>(x) % RUN == 0; }
 
 template <typename T> constexpr bool in_packs(const Matrix<T>& of) {
   return of.columns % WIDEST<T> == 0 && of.stride % WIDEST<T> == 0 && aligned<WIDEST<T>>(of.x);
@@ -196,7 +293,7 @@ template <typename T> int measure_tiles(const Launch& to, const Matrix<T>& of, u
 
 template <typename F, typename T> int quantise_tiles(const Launch& to, const Matrix<T>& of, Copies copies) {
   dim3 tiles((unsigned)of.tiles()), threads(THREADS);
-  copies.together = of.rows % RUN == 0 && reinterpret_cast<uintptr_t>(copies.transposed) % RUN == 0;
+  copies.together = of.rows % RUN == 0 && at_runs(copies.transposed);
   bool wide = in_packs(of) && reinterpret_cast<uintptr_t>(copies.values) % WIDEST<T> == 0;
   if (wide) return launch(to, quantise<F, T, WIDEST<T>>, tiles, threads, of, of.across(), copies);
   return launch(to, quantise<F, T, 1>, tiles, threads, of, of.across(), copies);
@@ -215,7 +312,7 @@ int copy(Launch& to, const Matrix<T>& of, const Scalars& scalars, uint8_t* value
   unsigned* partial = find_amax ? scratch<unsigned>(to, of.tiles()) : nullptr;
   if (find_amax && !partial) return MORE_SCRATCH;
   int error = find_scale && find_amax ? measure_tiles(to, of, partial) : 0;
-  Copies copies{scalars.scale, values, transposed, false, find_scale ? nullptr : partial};
+  Copies copies{scalars.scale, values, transposed, false, find_scale ? nullptr : partial, find_scale && find_amax};
   if (!error && !find_scale) error = quantise_tiles<F>(to, of, copies);
   int64_t parts = find_amax ? of.tiles() : 0;
   int exponent = find_scale ? F::exponent() : -1;
@@ -239,3 +336,10 @@ int copy(Launch& to, const Matrix<T>& of, const Scalars& scalars, uint8_t* value
   MZ_COPY(e4m3, E4m3, SUFFIX, T) MZ_COPY(e5m2, E5m2, SUFFIX, T)
 MZ_KERNEL(bf16, mz::bf16)
 MZ_KERNEL(fp16, mz::fp16)
+
+MZ_API int transpose_bytes(Launch* to, int64_t rows, int64_t columns, const uint8_t* x, uint8_t* transposed) {
+  int64_t across = parts_of(columns, TILE), tiles = across * parts_of(rows, TILE);
+  bool wide = columns % RUN == 0 && at_runs(x), together = rows % RUN == 0 && at_runs(transposed);
+  if (!tiles) return cudaSuccess;
+  return launch(*to, transpose_tile, dim3((unsigned)tiles), dim3(THREADS), x, rows, columns, across, transposed, wide, together);
+}
