@@ -1,5 +1,6 @@
 """Every CUDA source compiles alone, for every generation of cards that it is written for, without spilling a register.
-On an A100 and an H100 the hot kernels keep their budgets (bench/kernel_budgets.csv).
+On an A100 and an H100 the hot kernels keep their budgets (bench/kernel_budgets.csv). Over a stand-in for the runtime,
+which records launches, every launcher does what it should.
 
 A run compiles for one generation, which its seed draws, and reads the machine code for one of those two cards.
 `make test-all` does so for all.
@@ -17,10 +18,13 @@ import torch
 from bench.kernel_budgets import BUDGETS, CARDS, found_in
 from bench.machine_code import disassembler
 from fused_ops.native import compile as compiling
+from fused_ops.native import library
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.card_trial import card_refusal
 from fused_ops.native.compile import NVCC, SOURCES, CompileError
 from fused_ops.native.cuda import CudaLibrary
+from tests.fused_ops.stand_in_runtime import Watched, link
+from tests.gpu.sanitize import run
 
 FOLDER = SOURCES / "cuda"
 CAPABILITIES = ("75", "80", "86", "89", "90", "100", "103", "120")
@@ -72,18 +76,18 @@ def card(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, 
     # Each source's words in one piece: ninja has several compiled at once.
     wrapper.write_text(
         f'#!/bin/sh\ncase "$*" in *--version*|*-shared*) exec {nvcc()} "$@";; esac\n'
-        f'words=$({nvcc()} "$@" {more} 2>&1); status=$?\nprintf "%s\\n" "$words" >> {folder}/said; echo "$words"; exit '
-        "$status\n"
+        f'words=$({nvcc()} "$@" {more} 2>&1); status=$?\nprintf "%s\\n" "$words" >> {folder}/said; echo "$words"\n'
+        f'for object; do :; done; [ $status != 0 ] || cp "$object" {kept}; exit $status\n'
     )
     wrapper.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDACXX", str(wrapper))
         patch.setenv("MEGAZERO_KERNEL_CACHE", str(folder / "cache"))
-        library = find_or_build(compiling.cuda_target(drawn))
+        built = find_or_build(compiling.cuda_target(drawn))
     for made in kept.iterdir():
-        if made.suffix != ".cubin":
+        if made.suffix not in (".cubin", ".o"):
             made.unlink()
-    return Card(library, (drawn, *others), (folder / "said").read_text(), kept)
+    return Card(built, (drawn, *others), (folder / "said").read_text(), kept)
 
 
 def spills(said: str) -> list[tuple[str, ...]]:
@@ -153,6 +157,104 @@ def test_the_library_for_a_card_is_built_and_has_every_function_of_the_emulated_
     assert runtime >= 11000 and (driver == 0) == (not Path("/dev/nvidiactl").exists())
     if driver == 0:
         assert "no driver was found" in card_refusal(found, torch.device("cuda", 0))
+
+
+@pytest.fixture(scope="module")
+def stood_in(card, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link(sorted(card.kept.glob("*.o")), tmp_path_factory.mktemp("stood_in"))
+
+
+@pytest.mark.slow
+def test_every_launcher_launches_on_its_stream_and_hands_errors_on(card, stood_in, monkeypatch):
+    """Within the limits of a grid, also for sizes that no test has. Behind a launch that failed nothing is launched."""
+    watched = Watched(stood_in)
+    monkeypatch.setenv("MEGAZERO_FUSED", library.EMULATED)
+    monkeypatch.setattr(library, "cpu_library", lambda asked: watched)
+    run(torch.device("cpu"))
+    assert not watched.faults, "\n".join(dict.fromkeys(watched.faults))
+    assert watched.launched.keys() == exported(card.library) - {"error_text", "cuda_versions"}
+    assert min(watched.launched.values()) > 0
+
+
+LAUNCHERS = """
+#include "launch.h"
+using namespace mz;
+__global__ void k(float* x) { *x = 1.0f; }
+MZ_API int good(Launch* to, int64_t n, float* x) {
+  int error = launch(*to, k, dim3((unsigned)parts_of(n, 256)), dim3(256), x);
+  return error ? error : launch(*to, k, dim3(1), dim3(32), x);
+}
+MZ_API int default_stream(Launch* to, int64_t n, float* x) { k<<<1, 32>>>(x); return 0; }
+MZ_API int deaf(Launch* to, int64_t n, float* x) { launch(*to, k, dim3(1), dim3(32), x); return 0; }
+MZ_API int goes_on(Launch* to, int64_t n, float* x) {
+  int error = launch(*to, k, dim3(1), dim3(32), x), other = launch(*to, k, dim3(1), dim3(32), x);
+  return error ? error : other;
+}
+MZ_API int tall(Launch* to, int64_t n, float* x) { return launch(*to, k, dim3(1, (unsigned)n), dim3(32), x); }
+MZ_API int wide_block(Launch* to, int64_t n, float* x) { return launch(*to, k, dim3(1), dim3(2048), x); }
+MZ_API int part_of_a_warp(Launch* to, int64_t n, float* x) { return launch(*to, k, dim3(1), dim3(40), x); }
+MZ_API int hasty(Launch* to, int64_t n, float* x) {
+  int error = launch(*to, k, dim3(1), dim3(32), x);
+  return scratch<float>(*to, 1 << 30) ? error : MORE_SCRATCH;
+}
+"""
+PLANTED = {
+    "good": "",
+    "default_stream": "is on stream None",
+    "deaf": "returns 0 where its launch 0 fails with 700",
+    "goes_on": "goes on where its launch 0 fails",
+    "tall": "has a grid of (1, 1048576, 1) with 262144 times its argument 0",
+    "wide_block": "has blocks of 2048 threads",
+    "part_of_a_warp": "has blocks of 40 threads",
+    "hasty": "launches 1 kernels and asks for scratch memory",
+}
+
+
+@pytest.mark.slow
+def test_faults_of_launchers_are_seen(tmp_path):
+    source, made = tmp_path / "launchers.cu", tmp_path / "launchers.o"
+    source.write_text(LAUNCHERS)
+    words = [
+        nvcc(),
+        "-std=c++17",
+        "-arch=sm_90",
+        "-Xcompiler",
+        "-fPIC",
+        f"-I{FOLDER}",
+        "-c",
+        str(source),
+        "-o",
+        str(made),
+    ]
+    subprocess.run(words, check=True, capture_output=True)
+    watched = Watched(link([made], tmp_path))
+    for name, fault in PLANTED.items():
+        watched.faults.clear()
+        watched.call(name, 4, torch.zeros(()))
+        assert any(fault in words for words in watched.faults) if fault else not watched.faults, (name, watched.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("driver", "runtime", "failure", "words"),
+    [
+        (12080, 13000, 0, "linked to CUDA 13.0, and the driver runs CUDA 12.8 at most"),
+        (0, 13000, 0, "no driver was found"),
+        (13000, 13000, 0, "a trial launch on cpu is wrong"),
+        (
+            13000,
+            13000,
+            209,
+            "no kernel image is available for execution on the device (CUDA error 209)",
+        ),
+    ],
+)
+def test_a_library_that_no_driver_runs_is_refused(stood_in, driver, runtime, failure, words):
+    """As it is in the library itself: the runtime says the versions, a launch fails or computes nothing."""
+    found = CudaLibrary(stood_in, "stood in")
+    found.function("stand_in_versions")(driver, runtime)
+    found.function("stand_in_begin")(0 if failure else -1, failure)
+    assert words in card_refusal(found, torch.device("cpu"))
 
 
 def exported(path: Path) -> set[str]:
