@@ -114,17 +114,34 @@ class Way:
         return self.wide_bytes, len(self.instructions) - RARE * rare
 
     @cached_property
+    def _fullest(self) -> tuple[int, int]:
+        """(bytes of loads of 16 that are under way when the first of them is used, instructions from the last of them
+        to that use), where these bytes are most. Loads that are not used on the way are by its end.
+        """
+        found, outstanding = (0, 0), list[tuple[int, Instruction]]()
+        for place, instruction in enumerate((*self.instructions, None)):
+            used = [
+                at
+                for at, (_, load) in enumerate(outstanding)
+                if not instruction or load.written & instruction.mentioned
+            ]
+            if used:
+                lead = place - 1 - outstanding[-1][0]
+                found = max(found, (sum(load.width for _, load in outstanding), lead))
+                outstanding = outstanding[1 + max(used) :]
+            if instruction and instruction.loads and instruction.width == 16:
+                outstanding.append((place, instruction))
+        return found
+
+    @property
     def in_flight(self) -> int:
         """The most bytes of loads of 16 that are under way when the first of them is used."""
-        most, outstanding = 0, list[Instruction]()
-        for instruction in self.instructions:
-            used = [load for load in outstanding if load.written & instruction.mentioned]
-            if used:
-                most = max(most, sum(load.width for load in outstanding))
-                outstanding = outstanding[1 + max(map(outstanding.index, used)) :]
-            if instruction.loads and instruction.width == 16:
-                outstanding.append(instruction)
-        return most
+        return self._fullest[0]
+
+    @property
+    def lead(self) -> int:
+        """Instructions that are issued while these loads are under way."""
+        return self._fullest[1]
 
 
 class Kernel:
