@@ -28,23 +28,20 @@ blocks the same of query blocks. Numbers are int32 [b or 1, 1, s/128]. Indices h
 which the first entries count, as many as the number says.
 """
 
-CONTIGUOUS, SAFE = "BLOCKS_ARE_CONTIGUOUS", "ROWS_GUARANTEED_SAFE"
+CONTIGUOUS = "BLOCKS_ARE_CONTIGUOUS"
 
 
 def kernel_options(length: int, *, documents: bool) -> tuple[str, ...]:
     """Options of torch's kernel that hold for `visible_blocks`.
 
-    CONTIGUOUS: each list counts up, so the kernel reads only its first entry. SAFE: each row sees a key in the very
-    first part of a block that the kernel takes, so no maximum of a row is ever -inf. The kernel takes the partly
-    visible blocks first. With one document that is the diagonal block, or block 0, whose first key each row sees.
+    CONTIGUOUS: each list counts up, so the kernel reads only its first entry. On an H100 forward is 7% faster with it,
+    and backward 3%. It does not hold for several documents: the partly visible blocks are the first of a document and
+    the diagonal one. Where blocks do not fill the sequence, the query blocks of a key block that are partly visible are
+    the first and the last.
 
-    With several documents neither holds: the partly visible blocks are the first of a document and the diagonal one,
-    and a row of a later document sees nothing of the former. Its results would be NaN, although it sees itself. Where
-    blocks do not fill the sequence, the query blocks of a key block that are partly visible are the first and the last.
+    ROWS_GUARANTEED_SAFE (no row's maximum is ever -inf) holds for one document as well, and gained nothing there.
     """
-    if documents:
-        return ()
-    return (CONTIGUOUS, SAFE) if length % BLOCK == 0 else (SAFE,)
+    return (CONTIGUOUS,) if not documents and length % BLOCK == 0 else ()
 
 
 def visible_blocks(length: int, documents: Tensor | None, device: torch.device) -> Blocks:
