@@ -1,6 +1,6 @@
 """Causal self-attention from the fused projection to the context, with grouped queries, ALiBi and document boundaries.
 
-s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function has five bodies;
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. One function has six bodies;
 fused_ops/attention/selection.py chooses one. On the CPU it is a blocked kernel on the matrix units
 (csrc/torch/attention_*.cpp), whose memory is linear in s. It reads queries, keys and values from the projection and
 writes their gradients into one tensor of the same layout.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import kernel_attention, refusal
+from fused_ops.attention.package import package_attention
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.sdpa import efficient_attention, flash_attention, flash_backends
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionCase, AttentionSupport, Body, capability, choose
@@ -70,6 +71,8 @@ def causal_attention(
         return flash_attention(mixed, *heads, scale=scale, backends=backends)
     if body is Body.EFFICIENT:
         return efficient_attention(mixed, *heads, scale=scale)
+    if body is Body.PACKAGE:
+        return package_attention(mixed, *heads, scale=scale, slopes=slopes)
     if body is Body.FLEX:
         return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
     return reference_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout)

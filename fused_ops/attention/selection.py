@@ -23,12 +23,15 @@ class Body(Enum):
     KERNEL = "C++ kernel"
     FLASH = "torch's flash attention"
     EFFICIENT = "torch's memory-efficient attention"
+    PACKAGE = "the package flash_attn"
     FLEX = "FlexAttention, compiled"
     SOFTMAX = "products and fused softmax"
 
 
 ORDER = tuple(Body)
-ASKED: Mapping[str, Body] = MappingProxyType({"flash": Body.FLASH, "flex": Body.FLEX, "softmax": Body.SOFTMAX})
+ASKED: Mapping[str, Body] = MappingProxyType(
+    {"flash": Body.FLASH, "flash-attn": Body.PACKAGE, "flex": Body.FLEX, "softmax": Body.SOFTMAX}
+)
 """Values of --attention other than auto -> their bodies."""
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -71,6 +74,7 @@ class AttentionSupport:
     kernel     why this body does not work on this machine, which the table does not know; empty if it does
     flash      the same
     efficient  the same
+    package    the same
     flex       the same
     cudnn      why cuDNN's attention does not compute what flash does; empty if it does
     """
@@ -80,6 +84,7 @@ class AttentionSupport:
     kernel: str = ""
     flash: str = ""
     efficient: str = ""
+    package: str = "it was not tried in this process"
     flex: str = "it was not tried in this process"
     cudnn: str = "it was not tried in this process"
 
@@ -114,6 +119,13 @@ def _before_ampere(case: AttentionCase) -> bool:
     return case.capability is not None and case.capability < (8, 0)
 
 
+_FLASH_ON_CUDA: tuple[_Obstacle, ...] = (
+    (lambda c, o: c.kind == "cuda" and c.dtype not in HALVES, "on CUDA it takes bf16 and fp16 only"),
+    (lambda c, o: c.kind == "cuda" and c.head_dim > 256, "on CUDA it takes heads of up to 256"),
+    (lambda c, o: c.kind == "cuda" and _before_ampere(c), "it needs a card of compute capability 8.0"),
+)
+"""What the kernels of flash attention, torch's and the package's, cannot compute on a card."""
+
 OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
     {
         Body.KERNEL: (
@@ -124,9 +136,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
         Body.FLASH: (
             *_PLAIN_CAUSAL,
             (lambda c, o: c.kind not in ("cpu", "cuda"), "it is made for CPUs and CUDA"),
-            (lambda c, o: c.kind == "cuda" and c.dtype not in HALVES, "on CUDA it takes bf16 and fp16 only"),
-            (lambda c, o: c.kind == "cuda" and c.head_dim > 256, "on CUDA it takes heads of up to 256"),
-            (lambda c, o: c.kind == "cuda" and _before_ampere(c), "it needs a card of compute capability 8.0"),
+            *_FLASH_ON_CUDA,
             (lambda c, o: bool(o.flash), "{support.flash}"),
         ),
         Body.EFFICIENT: (
@@ -139,6 +149,12 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
             ),
             (lambda c, o: c.head_dim % 8 != 0, "it takes heads of a multiple of 8"),
             (lambda c, o: bool(o.efficient), "{support.efficient}"),
+        ),
+        Body.PACKAGE: (
+            *_PLAIN_CAUSAL[1:],
+            (lambda c, o: c.kind != "cuda", "it is made for CUDA"),
+            *_FLASH_ON_CUDA,
+            (lambda c, o: bool(o.package), "{support.package}"),
         ),
         Body.FLEX: (
             (lambda c, o: c.dropout, "it draws no dropout"),

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend
 from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import refusal
+from fused_ops.attention.package import MISSING, is_installed, package_attention
 from fused_ops.attention.sdpa import CUDNN, efficient_attention, flash_attention, flash_backends
 from fused_ops.attention.selection import ASKED, AttentionCase, AttentionSupport, Body, capability, choose, obstacle
 from fused_ops.known import disagreement, known_numbers
@@ -90,7 +91,8 @@ def kernel_refusal(kind: str, dtype: torch.dtype) -> str | None:
 
 def static_support(asked: str, length: int | None) -> AttentionSupport:
     """The support as far as it is known without using a device."""
-    return AttentionSupport(asked, length, flex="" if find_spec("triton") else NO_TRITON)
+    package = "" if is_installed() else MISSING
+    return AttentionSupport(asked, length, package=package, flex="" if find_spec("triton") else NO_TRITON)
 
 
 @cache
@@ -105,14 +107,16 @@ def find_support(asked: str, workload: AttentionWorkload, device: torch.device) 
         if choose(case, support).body is Body.FLASH:
             support = replace(support, cudnn=_cudnn_failure(workload, device))
         backends = flash_backends(device, workload.groups, workload.length, cudnn=not support.cudnn)
-        left = {Body.FLASH: "flash", Body.EFFICIENT: "efficient", Body.FLEX: "flex"}
+        left = {Body.FLASH: "flash", Body.EFFICIENT: "efficient", Body.PACKAGE: "package", Body.FLEX: "flex"}
         while (body := choose(case, support).body) in left:
             reason = failure(partial(_trial, body, workload, device, backends), workload, device)
             told: dict[str, Any] = {left.pop(body): reason}
             support = replace(support, **told)
             if not reason:
                 break
-        # If FlexAttention was not tried, evaluation (which has no dropout) must not be the first to compile it.
+        # Evaluation (which has no dropout) must not be the first to compute by what was not tried, or to compile it.
+        if Body.PACKAGE in left and not support.package:
+            support = replace(support, package=AttentionSupport.package)
         if Body.FLEX in left and not support.flex:
             support = replace(support, flex=AttentionSupport.flex)
     choose(case, support)
@@ -137,6 +141,8 @@ def _trial(
     if body is Body.EFFICIENT:
         return efficient_attention(mixed, *heads, scale=scale)
     slopes, documents = _slopes(workload, device), _documents(workload, device)
+    if body is Body.PACKAGE:
+        return package_attention(mixed, *heads, scale=scale, slopes=slopes)
     return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
 
 

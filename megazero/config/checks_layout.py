@@ -198,21 +198,31 @@ def _backend(f: CheckContext) -> Found:
         yield "--backend nccl cannot send tensors of --device cpu; nearest: --backend gloo"
 
 
+_WITHOUT_DROPOUT = ("flash", "flash-attn", "flex")
+_HEADS = {"flash-attn": (1, 256), "flex": (16, 256)}
+"""Sizes of heads that a body of --attention takes."""
+_NOT_IN = {"flash-attn": ("fp64", "fp32"), "flex": ("fp64",)}
+
+
 def _attention(f: CheckContext) -> Found:
     """What the chosen --attention cannot compute on any machine. Limits of this machine are checked on its ranks."""
     m, asked, precision = f.run.model, f.run.parallel.attention, f.run.optimizer.precision
     alibi, documents = m.position_embedding == "alibi", m.document_mask
     cannot = (
-        {f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0} if asked in ("flash", "flex") else {}
+        {f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0} if asked in _WITHOUT_DROPOUT else {}
     )
     if asked == "flash":
         cannot |= {"--position-embedding alibi": alibi, "--document-mask": documents}
-    if asked == "flex":
+    cannot |= {f"--precision {precision}": precision in _NOT_IN.get(asked, ())}
+    if asked in _HEADS:
         given = m.kv_channels is not None
         size = head_dim(m) if given or m.hidden_size % m.num_attention_heads == 0 else 16
         ratio = f"--hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {size}"
-        heads = f"{f'--kv-channels {size}' if given else ratio} (16 to 256 it does)"
-        cannot |= {f"--precision {precision}": precision == "fp64", heads: not 16 <= size <= 256}
+        least, most = _HEADS[asked]
+        heads = f"{f'--kv-channels {size}' if given else ratio} ({least} to {most} it does)"
+        cannot |= {heads: not least <= size <= most}
+    if asked == "flash-attn":
+        cannot |= {"--document-mask": documents}
     found = [words for words, wrong in cannot.items() if wrong]
     if found:
         yield (

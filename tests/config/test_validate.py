@@ -607,7 +607,7 @@ def test_attention_is_refused_for_what_the_rule_of_its_bodies_refuses_on_every_m
                 AttentionCase(
                     kind, compute_dtype(precision), size, 384, positions == "alibi", documents, dropout > 0, **fit
                 ),
-                AttentionSupport(length=384, flex=""),
+                AttentionSupport(length=384, package="", flex=""),
                 asked=True,
             )
             for kind in ("cpu", "cuda")

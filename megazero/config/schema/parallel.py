@@ -39,9 +39,10 @@ class ParallelConfig:
     "Reduce gradients and gather parameters while computing. The results are the same either way."
     compile: bool = option(False)
     "Run the ops of the blocks that have no kernel through torch.compile."
-    attention: str = option("auto", choices=("auto", "flash", "flex", "softmax"))
-    """How attention is computed: torch's flash attention (without ALiBi or --document-mask), FlexAttention (CUDA only),
-    or matrix products and a softmax. auto takes the best one for the run, and the banner names it."""
+    attention: str = option("auto", choices=("auto", "flash", "flash-attn", "flex", "softmax"))
+    """How attention is computed: torch's flash attention (without ALiBi or --document-mask), the package flash_attn
+    (CUDA only, without --document-mask), FlexAttention (CUDA only), or matrix products and a softmax. auto takes the
+    best one for the run, and the banner names it."""
     cuda_graphs: bool = option(False)
     """Capture forward and backward of a micro-batch as a CUDA graph and replay it, which is less work for the host.
     This needs CUDA, one pipeline stage, and ZeRO stage 0 or 1."""

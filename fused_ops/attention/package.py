@@ -1,0 +1,46 @@
+"""Causal attention by the package flash_attn, whose kernels take ALiBi's slopes. It is optional.
+
+s sequence, b micro-batch, n heads, g key-value heads, r = n/g, d head dim. The package (Tri Dao's flash-attention 2,
+arXiv 2307.08691) adds -slope |query position - key position| to the scores. Under a causal mask that is ALiBi. Torch's
+own copy of these kernels has no place for slopes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "flash_attn"
+MISSING = f"the package {NAME} is not installed"
+
+
+def is_installed() -> bool:
+    """Whether the package can be found. It is not imported."""
+    return find_spec(NAME) is not None
+
+
+def package_attention(
+    mixed: Tensor, groups: int, repeats: int, head_dim: int, *, scale: float, slopes: Tensor | None
+) -> Tensor:
+    """As `fused_ops.attention.causal_attention` without documents: [s, b, g(r + 2)d] -> [s, b, nd].
+
+    The kernels read queries, keys and values where the projection left them. Their backward sums in a fixed order where
+    torch's deterministic algorithms are on. Raises ImportError without the package.
+    """
+    attend: Any = import_module(NAME).flash_attn_func
+    parts = mixed.unflatten(2, (groups, repeats + 2, head_dim)).split([repeats, 1, 1], dim=3)
+    query, key, value = (part.flatten(2, 3).transpose(0, 1) for part in parts)
+    context: Tensor = attend(
+        query,
+        key,
+        value,
+        softmax_scale=scale,
+        causal=True,
+        alibi_slopes=None if slopes is None else slopes.float(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return context.transpose(0, 1).flatten(2)
