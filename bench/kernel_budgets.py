@@ -61,12 +61,13 @@ UNITS = {
 @dataclass(frozen=True)
 class Limits:
     """The most registers, the most instructions of a thread per counted byte in the main loop, and the least bytes of
-    loads that are under way when the first of them is used.
+    loads that are under way when the first of them is used. The least estimate of the share of a copy's bandwidth.
     """
 
     registers: int
     slots: float
     in_flight: int
+    estimate: float
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Budget:
     limits           by capability; none where the op is not used on such a card
     threads          of a block
     most             threads that the launch has for a multiprocessor of an H100, where they are few
-    excuse           why it takes more slots than SLOT_SHARE; empty: it may not
+    excuse           why it takes more slots than SLOT_SHARE, or is estimated below COPY_SHARE; empty: it may not
+    measured         the op, dtype and part of the measurements that are of this kernel
     """
 
     op: str
@@ -93,6 +95,7 @@ class Budget:
     threads: int
     most: int = RESIDENT
     excuse: str = ""
+    measured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,14 @@ class Found:
             (registers > limits.registers, f"{registers} registers, {limits.registers} at most"),
             (self.slots > limits.slots, f"{self.slots:.2f} instructions per byte, {limits.slots} at most"),
             (
+                self.estimate < (0.0 if self.budget.excuse else COPY_SHARE),
+                f"is estimated at {self.estimate:.0%} of the copy, {COPY_SHARE:.0%} at least",
+            ),
+            (
+                self.estimate < limits.estimate,
+                f"{self.estimate:.2f} of the copy is estimated, {limits.estimate} at least",
+            ),
+            (
                 under_way < limits.in_flight,
                 f"{under_way} bytes of loads under way when the first is used, {limits.in_flight} at least",
             ),
@@ -163,15 +174,20 @@ class Found:
         yield from (words for fault, words in found if fault)
 
 
+LIMITS = ("registers", "slots", "in flight", "estimate")
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
 def _budget(row: dict[str, str]) -> Budget:
     limits = {}
     for capability in CARDS:
-        registers, slots, in_flight = (row[f"{what} {capability}"] for what in ("registers", "slots", "in flight"))
+        registers, slots, in_flight, estimate = (row[f"{what} {capability}"] for what in LIMITS)
         if slots:
-            limits[capability] = Limits(int(registers), float(slots), int(in_flight))
+            limits[capability] = Limits(int(registers), float(slots), int(in_flight), float(estimate))
     op, dtype, part, source, name = (row[word] for word in ("op", "dtype", "part", "source", "kernel"))
     share, threads, most = Fraction(row["share"]), int(row["threads"]), int(row["most"] or RESIDENT)
-    return Budget(op, dtype, part, source, name, share, limits, threads, most, row["excuse"])
+    measured = row["measured"].split("/") if row["measured"] else (op, DTYPES[dtype], part)
+    return Budget(op, dtype, part, source, name, share, limits, threads, most, row["excuse"], tuple(measured))
 
 
 BUDGETS = tuple(map(_budget, csv.DictReader(Path(__file__).with_suffix(".csv").read_text().splitlines())))

@@ -1,4 +1,4 @@
-"""The directives: flags of a section, what each command's --help says, a drawing."""
+"""The directives: flags of a section, what each command's --help says, a drawing, the costs of kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
+from bench.kernel_table import kernel_table
 from docs.extension import drawings, options
 from megazero.cli.main import SUBCOMMANDS
 from megazero.config.options import Option
@@ -65,6 +66,15 @@ class Commands(SphinxDirective):
         rows = [f"| `megazero {name}` | `{known.script}` | {known.sentence} |" for name, known in SUBCOMMANDS.items()]
         table = "\n".join(["| command | in a clone | what it does |", "|---|---|---|", *rows])
         return self.parse_text_to_nodes(table)
+
+
+class KernelBudgets(SphinxDirective):
+    """A table of what each hot CUDA kernel costs, and of the rate that was measured."""
+
+    def run(self) -> Sequence[nodes.Node]:
+        headings, *rows = kernel_table()
+        lines = [headings, ("---",) * len(headings), *rows]
+        return self.parse_text_to_nodes("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
 class CommandHelps(SphinxDirective):

@@ -4,6 +4,7 @@
     ```{commands}               the words behind `megazero`
     ```{command-helps}          what each of their --help says
     ```{drawing} grid tp=2      a picture that `docs.extension.drawings` makes
+    ```{kernel-budgets}         what the hot CUDA kernels cost
 
 A flag in a page's code font leads to its entry.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from docs.extension.directives import CommandHelps, Commands, Drawing, Flags
+from docs.extension.directives import CommandHelps, Commands, Drawing, Flags, KernelBudgets
 from docs.extension.docstrings import restructured
 from docs.extension.links import FlagLinks
 
@@ -25,6 +26,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("commands", Commands)
     app.add_directive("command-helps", CommandHelps)
     app.add_directive("drawing", Drawing)
+    app.add_directive("kernel-budgets", KernelBudgets)
     app.add_post_transform(FlagLinks)
     app.connect("autodoc-process-docstring", in_place)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,13 +1,18 @@
-"""Reading the machine code of CUDA kernels: a fault that is planted in a kernel is found, and none in a good one."""
+"""Reading the machine code of CUDA kernels: a fault that is planted in a kernel is found, and none in a good one. The
+table of what they cost.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
-from bench.kernel_budgets import CARDS, H100, Budget, Found, Limits
+from bench.kernel_budgets import BUDGETS, CARDS, H100, Budget, Found, Limits
+from bench.kernel_table import kernel_table
 from bench.machine_code import Kernel, disassembler, kernels_of
 from fused_ops.native import compile as compiling
 
@@ -49,6 +54,19 @@ __global__ void __launch_bounds__(256) computes(float* x, int n) {
     store<4>(x + i, pack);
   }
 }
+// Each pack waits for its neighbours.
+__global__ void __launch_bounds__(256) exchanges(float* x, int n) {
+#pragma unroll 1
+  for (int i = threadIdx.x * 4; i < n; i += 1024) {
+    Floats<4> pack = load<4>(x + i);
+#pragma unroll 1
+    for (int k = 0; k < 1; ++k) {
+#pragma unroll
+      for (int j = 0; j < 99; ++j) pack[0] += __shfl_xor_sync(WHOLE_WARP, pack[0], 1 << j % 5);
+    }
+    store<4>(x + i, pack);
+  }
+}
 // More numbers than registers.
 __global__ void __launch_bounds__(1024, 2) spills(float* x, int n) {
   Floats<4> pack[20];
@@ -64,6 +82,7 @@ FAULTS = {
     "converts": "converts 64-bit integers to floats (I2F.S64)",
     "divides": "divides 64-bit integers",
     "computes": "of the issue slots at 85% of the copy, 60% at most",
+    "exchanges": "is estimated at",
     "spills": "keeps registers in local memory (LDL",
 }
 
@@ -84,7 +103,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
 
 
 def found(kernel: Kernel, **limits: float) -> Found:
-    most = Limits(**{"registers": 64, "slots": 99.0, "in_flight": 64} | limits)  # type: ignore[arg-type]
+    most = Limits(**{"registers": 64, "slots": 99.0, "in_flight": 64, "estimate": 0.0} | limits)  # type: ignore[arg-type]
     return Found(kernel, Budget("", "", "", "", kernel.name, Fraction(1), {"90": most}, 256), H100)
 
 
@@ -146,3 +165,18 @@ def test_the_limit_of_slots_is_that_of_the_cards() -> None:
     """132 multiprocessors issue four instructions of 32 threads a cycle: at 1.7 GHz 9.4 for each byte of a copy."""
     assert H100.slot_share(9.45) == pytest.approx(0.85, rel=1e-3)
     assert {name: round(card.slot_share(1.0), 3) for name, card in CARDS.items()} == {"90": 0.09, "80": 0.075}
+
+
+def test_the_table_has_every_kernel_before_and_now_and_the_last_measurement(tmp_path: Path) -> None:
+    """Of two files of results the first is before and the last is now; one of another card does not count."""
+    for day, card, seconds in (("21", H100.name, 4.0), ("22", H100.name, 2.0), ("23", "T4", 1.0)):
+        item = {"item": ["rotary", "bfloat16", "ours"], "shape": "", "bytes": {"forward": 6}}
+        ops = [item | {"seconds": {"forward": [seconds]}}]
+        results = {"card": {"card": f"NVIDIA {card}"}, "facts": {"copy_bytes_per_second": 3.0}, "ops": ops}
+        (tmp_path / f"2026-11-{day}-gpu.json").write_text(json.dumps(results))
+    headings, *rows = kernel_table(tmp_path)
+    assert len(rows) == sum("90" in budget.limits for budget in BUDGETS)
+    assert {len(row) for row in rows} == {len(headings)}
+    measured = {row[:2]: row[-1] for row in rows if row[-1]}
+    assert measured == {("rotary, bf16", "both"): "50%, 100%"}
+    assert all(", " in cell for row in rows for cell in row[2:7])
