@@ -35,27 +35,30 @@ class Library:
         _load_openmp()
         self._handle = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
-        self._typed: dict[str, tuple[Any, list[int]]] = {}
+        self._typed: dict[str, tuple[Any, list[int], list[int]]] = {}
 
     def call(self, name: str, *arguments: Argument) -> None:
         """Call the function `name` with the number of threads and these arguments.
 
         Tensors (on the CPU) and None are passed as pointers, int as int64, float as float, tuples as in `Argument`.
         """
-        function, pointers = self._typed.get(name) or self._types(name, arguments)
+        function, pointers, arrays = self._typed.get(name) or self._types(name, arguments)
         given: list[Any] = [*arguments]
         for at in pointers:
-            argument = arguments[at]
-            if argument is not None:
-                given[at] = host_array(argument) if isinstance(argument, tuple) else argument.data_ptr()  # type: ignore[union-attr]
+            if arguments[at] is not None:
+                given[at] = arguments[at].data_ptr()  # type: ignore[union-attr]
+        for at in arrays:
+            given[at] = host_array(given[at])
         function(torch.get_num_threads(), *given)
 
-    def _types(self, name: str, arguments: tuple[Argument, ...]) -> tuple[Any, list[int]]:
-        """(function, the places of its pointers and arrays). It declares the types, which makes calls faster."""
+    def _types(self, name: str, arguments: tuple[Argument, ...]) -> tuple[Any, list[int], list[int]]:
+        """(function, the places of its pointers, of its arrays). It declares the types, which makes calls faster."""
         function, types = self.function(name), [type(as_c_argument(argument)) for argument in arguments]
         function.argtypes = [self.ahead, *types]
-        pointers = [at for at, kind in enumerate(types) if kind in (ctypes.c_void_p, ctypes.c_char_p)]
-        found = self._typed[name] = function, pointers
+        pointers, arrays = (
+            [at for at, kind in enumerate(types) if kind is wanted] for wanted in (ctypes.c_void_p, ctypes.c_char_p)
+        )
+        found = self._typed[name] = function, pointers, arrays
         return found
 
     def function(self, name: str) -> Any:

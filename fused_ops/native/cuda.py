@@ -15,6 +15,9 @@ from fused_ops.native.binding import Argument, Library, host_array
 
 MORE_SCRATCH = -1
 _FIRST_BYTES = 1 << 20
+# What torch.cuda.current_device and current_stream ask. They check before that CUDA is initialised; a tensor is there.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class _Launch(ctypes.Structure):
@@ -58,24 +61,26 @@ class CudaLibrary(Library):
         Raises RuntimeError if the launch fails, or if tensors lie on several devices. CUDA reports later errors of the
         kernel as for any other kernel.
         """
-        function, pointers = self._typed.get(name) or self._types(name, arguments)
+        function, pointers, arrays = self._typed.get(name) or self._types(name, arguments)
         given: list[Any] = [*arguments]
         one, index, apart = None, -1, False
         for at in pointers:
-            tensor = arguments[at]
+            tensor: Any = given[at]
             if tensor is None:
                 continue
-            if isinstance(tensor, tuple):  # many tensors, which are looked at below
-                given[at], apart = host_array(tensor), True
-                continue
-            given[at], own = tensor.data_ptr(), tensor.get_device()  # type: ignore[union-attr]
+            given[at], own = tensor.data_ptr(), tensor.get_device()
             if one is None:
                 one, index = tensor, own
-            if own != index or (own < 0 and not tensor.is_cpu):  # type: ignore[union-attr]
+            if own != index or (own < 0 and not tensor.is_cpu):
                 apart = True
+        for at in arrays:
+            inside = [value.get_device() for value in given[at] if isinstance(value, Tensor)]
+            if index < 0 or inside.count(index) != len(inside):
+                apart = True
+            given[at] = host_array(given[at])
         if apart:
             _assert_one_device(name, arguments)
-        if index < 0 or index == torch.cuda.current_device():
+        if index < 0 or index == _current_device():
             self._queue(name, function, one, index, given)
         else:
             with torch.cuda.device(index):  # a launch on a stream of another device than the current fails
@@ -92,7 +97,7 @@ class CudaLibrary(Library):
         return driver.value, runtime.value
 
     def _queue(self, name: str, function: Any, one: Any, index: int, given: list[Any]) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+        stream = _current_stream(index) if index >= 0 else 0
         with self._lock:
             launch, reference = self._launches.get((index, stream)) or self._prepared(one, stream)
             code = function(reference, *given)

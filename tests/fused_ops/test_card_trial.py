@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_ops.native import compile as compiling
-from fused_ops.native import library
+from fused_ops.native import cuda, library
 from fused_ops.native.binding import Argument
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.card_trial import card_refusal
@@ -97,9 +97,9 @@ class Streams:
         self.current, self.launched, self.streams = current, list[tuple[int, int]](), dict[int, int]()
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "current_device", self.current_device)
+        monkeypatch.setattr(cuda, "_current_device", self.current_device)
         monkeypatch.setattr(torch.cuda, "device", self.device)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", self.current_stream, raising=False)
+        monkeypatch.setattr(cuda, "_current_stream", self.current_stream)
 
     def current_device(self) -> int:
         return self.current

@@ -25,8 +25,12 @@ template <typename T, typename Body> MZ_DEVICE void each_logit(const T* x, int64
   int64_t ahead = smaller<int64_t>(n, (-(int64_t)(reinterpret_cast<uintptr_t>(x) / sizeof(T))) & (W - 1));
   int64_t packed = ahead + (n - ahead) / W * W;
   if (threadIdx.x < ahead) body((int64_t)threadIdx.x, load<1>(x + threadIdx.x));
-#pragma unroll 2
-  for (int64_t i = ahead + (int64_t)threadIdx.x * W; i < packed; i += THREADS * W) body(i, load<W>(x + i));
+  int64_t i = ahead + (int64_t)threadIdx.x * W;
+  for (; i + THREADS * W < packed; i += 2 * THREADS * W) {  // both are on their way before the first is written
+    Floats<W> first = load<W>(x + i), second = load<W>(x + i + THREADS * W);
+    body(i, first), body(i + THREADS * W, second);
+  }
+  if (i < packed) body(i, load<W>(x + i));
   if (packed + threadIdx.x < n) body(packed + threadIdx.x, load<1>(x + packed + threadIdx.x));
 }
 
