@@ -18,13 +18,13 @@ from fused_ops.native.library import kernels, suffix
 def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool = True) -> None:
     """Add each id's gradient rows to into[id]. accumulate=False: zero `into` first.
 
-    ids int64 of any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64 gradients) and contiguous. The CPU kernel
+    ids of whole numbers and any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64 gradients) and contiguous. The CPU kernel
     adds in the order of the tokens, whatever the number of threads. The GPU kernel adds sums over pieces of them; the
     pieces depend on the ids only. Raises IndexError for an id outside the table (on a CPU).
     """
     if not accumulate:
         into.zero_()
-    ids, rows = ids.reshape(-1), grad.reshape(-1, into.shape[1])
+    ids, rows = ids.reshape(-1).long(), grad.reshape(-1, into.shape[1])
     library = kernels(rows) if into.dtype == torch.float32 and into.is_contiguous() else None
     if library is None:
         into.index_add_(0, ids, rows.to(into.dtype))
@@ -75,7 +75,7 @@ class _WideEmbedding(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (ids,) = ctx.saved_tensors
-        return None, _rounded_gradient(ids.reshape(-1), grads[0].reshape(-1, ctx.shape[1]), ctx.shape[0])
+        return None, _rounded_gradient(ids.reshape(-1).long(), grads[0].reshape(-1, ctx.shape[1]), ctx.shape[0])
 
 
 def _rounded_gradient(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
@@ -99,7 +99,7 @@ def _rounded_gradient(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[ids]: ids int64 of any shape, weight [rows, h] -> [..., h]. 16-bit gradients are summed in fp32."""
+    """weight[ids]: ids int64 or int32 of any shape, weight [rows, h] -> [..., h]. 16-bit gradients are summed in fp32."""
     if opmath_dtype(weight.dtype) == weight.dtype:
         return F.embedding(ids, weight)
     result: Tensor = _WideEmbedding.apply(ids, weight)

@@ -145,8 +145,13 @@ _SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers",
 """Fields that affect time only, so a change of them is not reported. (The sections `checkpoint` and `trainer` are not
 compared: they describe one start of the program, not the run.)
 """
-_LEFT_OPEN = {"model.vocab_size": None, "parallel.device": "auto", "parallel.backend": "auto"}
-"""Values that mean "found out later" (from the tokenizer or the machine). A field with such a value is not compared."""
+_LEFT_OPEN = {
+    "model.vocab_size": None,
+    "parallel.device": "auto",
+    "parallel.backend": "auto",
+    "parallel.bucket_size": None,
+}
+"""Values that mean "found out later" (from the tokenizer, the machine or the layout). A field with such a value is not compared."""
 _RUN_LENGTH = ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size")
 _DECAY_FROM = ("lr_decay_iters", "lr_decay_samples", *_RUN_LENGTH)
 _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {

@@ -46,7 +46,10 @@ def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:
 
 
 def _has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
-    """Whether the run will have NCCL. A bucket's size changes the bytes of a sharded state by its padding only."""
+    """Whether the run says that it will have NCCL: with `auto` for both, the machine decides later, and this is False.
+
+    A bucket's size changes the bytes of a sharded state by its padding only.
+    """
     on_card = parallel.backend == "auto" and parallel.device == "cuda"
     return axes.world_size > 1 and (parallel.backend == "nccl" or on_card)
 

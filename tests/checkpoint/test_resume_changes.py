@@ -66,7 +66,6 @@ def test_a_record_of_another_version():
         {"parallel__tp": 4},
         {"parallel__zero_stage": 2},
         {"parallel__recompute_granularity": "full"},
-        {"parallel__bucket_size": 1},
         {"optimizer__precision": "fp64"},
         {"schedule__micro_batch_size": 1},
         {"model__make_vocab_size_divisible_by": 1},
@@ -80,6 +79,13 @@ def test_the_layout_is_free_and_reported(change):
     section, name = path.split("__")
     before = getattr(getattr(BASE, section), name)
     assert line == f"{name.replace('_', '-')} {'none' if before is None else before} -> {value}"
+
+
+def test_a_bucket_size_is_compared_where_both_runs_name_one():
+    """An older run names the size that gloo has without a flag; without one it follows from the layout."""
+    old, new = (changed(BASE, parallel__bucket_size=size) for size in (8_388_608, 1000))
+    assert compare(old, BASE).changes == () and compare(BASE, old).changes == ()
+    assert [str(change) for change in compare(old, new).changes] == ["bucket-size 8388608 -> 1000"]
 
 
 def test_dp_is_reported():

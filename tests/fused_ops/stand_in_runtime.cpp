@@ -22,18 +22,16 @@ struct Record {
   dim3 grid, block;
   uint64_t shared;
   void* stream;
-  int32_t limit;  // the threads for which the kernel is compiled, -1 if it does not say
 };
 
 namespace {
 std::map<const void*, std::string> kernels;
-std::map<const void*, int> limits;
 std::vector<Record> records;
 Configuration pushed;
 int failing = -1, failure = 0, driver = 0, runtime = 0;
 
 int record(const void* function, dim3 grid, dim3 block, size_t shared, void* stream) {
-  records.push_back({kernels[function].c_str(), grid, block, shared, stream, limits[function]});
+  records.push_back({kernels[function].c_str(), grid, block, shared, stream});
   return failing == (int)records.size() - 1 ? failure : 0;
 }
 }  // namespace
@@ -42,8 +40,8 @@ RUNTIME void** __cudaRegisterFatBinary(void* binary) { return static_cast<void**
 RUNTIME void __cudaRegisterFatBinaryEnd(void**) {}
 RUNTIME void __cudaUnregisterFatBinary(void**) {}
 RUNTIME char __cudaInitModule(void**) { return 0; }
-RUNTIME void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int limit, void*, void*, void*, void*, int*) {
-  kernels[function] = name, limits[function] = limit;
+RUNTIME void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*, void*, void*, void*, int*) {
+  kernels[function] = name;
 }
 RUNTIME unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
   pushed = {grid, block, shared, stream, nullptr, 0};

@@ -25,7 +25,6 @@ class Record(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared", ctypes.c_uint64),
         ("stream", ctypes.c_void_p),
-        ("limit", ctypes.c_int32),
     ]
 
     def faults(self) -> Iterator[str]:
@@ -69,9 +68,6 @@ class Watched(CudaLibrary):
         first = ctypes.POINTER(Record)()
         count = super().function("stand_in_launches")(ctypes.byref(first))
         return first[:count]
-
-    def say_versions(self, driver: int, runtime: int) -> None:
-        super().function("stand_in_versions")(driver, runtime)
 
 
 class Launcher:

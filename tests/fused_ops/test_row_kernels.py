@@ -76,6 +76,20 @@ def test_embedding_gradient_equals_float64(level, tokens, rows, h, dtype):
     assert_close(leaf.grad, torch.zeros(rows, h, dtype=torch.float64).index_add(0, ids, grad.double()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ids_of_32_bits_are_those_of_64(level, dtype):
+    """The lookup takes both, and kernels read 64 bits."""
+    ids, grad = integers(0, 9, (4, 25)), drawn(4, 25, 8, seed=2, dtype=dtype)
+    results = []
+    for given in (ids, ids.int()):
+        into, leaf = torch.zeros(9, 8), drawn(9, 8, dtype=dtype).requires_grad_()
+        embedding_gradient(given, grad, into)
+        embedding(given, leaf).backward(grad)
+        assert leaf.grad is not None and into.abs().sum() > 0
+        results.append((into, leaf.grad))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("level", [*CPU_LEVELS, EMULATED], indirect=True)
 def test_embedding_gradient_refuses_ids_outside_the_table(level):
     """A card's kernel passes over them: the lookup has failed by then."""
