@@ -18,9 +18,9 @@ from fused_ops.native.library import kernels, suffix
 def embedding_gradient(ids: Tensor, grad: Tensor, into: Tensor, accumulate: bool = True) -> None:
     """Add each id's gradient rows to into[id]. accumulate=False: zero `into` first.
 
-    ids of whole numbers and any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64 gradients) and contiguous. The CPU kernel
-    adds in the order of the tokens, whatever the number of threads. The GPU kernel adds sums over pieces of them; the
-    pieces depend on the ids only. Raises IndexError for an id outside the table (on a CPU).
+    ids int64 or int32 of any shape, grad [..., h], into [rows, h], fp32 (fp64 for fp64 gradients) and contiguous. The
+    CPU kernel adds in the order of the tokens, whatever the number of threads. The GPU kernel adds sums over pieces of
+    them; the pieces depend on the ids only. Raises IndexError for an id outside the table (on a CPU).
     """
     if not accumulate:
         into.zero_()
@@ -99,7 +99,10 @@ def _rounded_gradient(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[ids]: ids int64 or int32 of any shape, weight [rows, h] -> [..., h]. 16-bit gradients are summed in fp32."""
+    """weight[ids]: ids int64 or int32 of any shape, weight [rows, h] -> [..., h].
+
+    16-bit gradients are summed in fp32.
+    """
     if opmath_dtype(weight.dtype) == weight.dtype:
         return F.embedding(ids, weight)
     result: Tensor = _WideEmbedding.apply(ids, weight)

@@ -151,7 +151,9 @@ _LEFT_OPEN = {
     "parallel.backend": "auto",
     "parallel.bucket_size": None,
 }
-"""Values that mean "found out later" (from the tokenizer, the machine or the layout). A field with such a value is not compared."""
+"""Values that mean "found out later" (from the tokenizer, the machine or the layout). A field with such a value is not
+compared.
+"""
 _RUN_LENGTH = ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size")
 _DECAY_FROM = ("lr_decay_iters", "lr_decay_samples", *_RUN_LENGTH)
 _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
