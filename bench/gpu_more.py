@@ -1,7 +1,7 @@
 """Kernels of a GPU that are no row of `bench.gpu_ops`: the embedding's gradient, FP8 copies, Adam over many ranges.
 
-    python -m bench.gpu_more                                        # on a GPU
-    MEGAZERO_FUSED=emulated python -m bench.gpu_more --tiny         # the same program on a CPU; its times say nothing
+    python -m bench.gpu_more                  # on a GPU
+    python -m bench.gpu_more --rehearse       # tiny sizes on the CPU, with the emulated kernels: does everything run?
 
 Prints microseconds, and the bytes that have to be moved in that time as a share of what a plain copy moves.
 """
@@ -9,7 +9,9 @@ Prints microseconds, and the bytes that have to be moved in that time as a share
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.card import why_not
 from bench.gpu_ops import Bench, facts
 from fused_ops import fp8
 from fused_ops.adam import AdamRange, adam_steps
 from fused_ops.embedding import embedding_gradient
+from fused_ops.native import library
 from megazero.system import device as devices
 
 Timed = tuple[str, float, Callable[[], object]]
@@ -75,9 +79,13 @@ def ranges(tiny: bool) -> Iterator[Timed]:
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, which show that the program runs")
-    tiny = parser.parse_args().tiny
-    bench = Bench.on(devices.resolve("auto", 0), tiny)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny, with the emulated kernels")
+    tiny = parser.parse_args().rehearse
+    if tiny:
+        os.environ["MEGAZERO_FUSED"] = library.EMULATED
+    elif missing := why_not():
+        sys.exit(f"bench.gpu_more: {missing}; nothing was measured")
+    bench = Bench.on(devices.resolve("cpu" if tiny else "cuda", 0), tiny)
     torch.manual_seed(1)
     copy = facts(bench, tiny)["copy_bytes_per_second"]
     print(f"{'kernel':50} {'us':>9} {'of the copy':>11}")

@@ -18,7 +18,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_kernels_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_more", "--tiny"])
+    monkeypatch.setattr(sys, "argv", ["gpu_more", "--rehearse"])
     gpu_more.main()
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(lines) == 14 and all(line.endswith("%") for line in lines)
