@@ -202,7 +202,7 @@ def main() -> None:
     report = Report(folder, settings, {"card": about, "note": note, "facts": {}, "ops": [], "training": []})
     for part in args.parts:
         deadline = began + args.seconds
-        if part == "ops" and "training" in args.parts:
+        if part == "ops" and "training" in args.parts and not args.rehearse:
             deadline = min(deadline, time.monotonic() + OPS_SECONDS)
         say(f"{part}:")
         PARTS[part](report, args.only, args.rehearse, deadline)
