@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.attention.sdpa import heads_of, joined
+
 NAME = "flash_attn"
 MISSING = f"the package {NAME} is not installed"
 
@@ -32,8 +34,7 @@ def package_attention(
     torch's deterministic algorithms are on. Raises ImportError without the package.
     """
     attend: Any = import_module(NAME).flash_attn_func
-    parts = mixed.unflatten(2, (groups, repeats + 2, head_dim)).split([repeats, 1, 1], dim=3)
-    query, key, value = (part.flatten(2, 3).transpose(0, 1) for part in parts)
+    query, key, value = (part.transpose(1, 2) for part in heads_of(mixed, groups, repeats, head_dim))
     context: Tensor = attend(
         query,
         key,
@@ -43,4 +44,4 @@ def package_attention(
         alibi_slopes=None if slopes is None else slopes.float(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return context.transpose(0, 1).flatten(2)
+    return joined(context.transpose(1, 2))

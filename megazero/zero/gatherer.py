@@ -40,7 +40,7 @@ class ParameterGatherer:
 
     @property
     def communicates(self) -> bool:
-        """Whether `launch` sends anything."""
+        """Whether `launch` gathers buckets. In a group of one rank nothing travels then."""
         return self.state.is_sharded
 
     def launch(self, index: int) -> None:
