@@ -20,6 +20,7 @@ from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
 from megazero.config.derive import head_dim, query_groups
 from megazero.config.inventory import OUTPUT, QKV
+from megazero.config.recompute import SELECTIVE
 from megazero.model.batch import MicroBatch
 from megazero.model.dropout import AttentionDropout
 from megazero.model.layout import ModelLayout
@@ -51,7 +52,7 @@ class Attention(nn.Module):
         self.angles = RotaryAngles(size, model.rotary_base) if model.position_embedding == "rotary" else None
         self.dropout = AttentionDropout(number, layout)
         self.recompute_core, self.compile_ops, self.support = (
-            layout.recompute == "selective",
+            layout.recompute_of(number) == SELECTIVE,
             layout.compile,
             layout.attention,
         )

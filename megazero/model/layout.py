@@ -11,6 +11,7 @@ import torch
 
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from megazero.config.inventory import Linear, block, linears
+from megazero.config.recompute import NONE, RECOMPUTE, RecomputeTable
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
@@ -20,7 +21,6 @@ from megazero.mpu.norm import LayerNorm, RMSNorm
 from megazero.mpu.random import sequence_offset
 
 CPU = torch.device("cpu")
-RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class ModelLayout:
     tp                   tensor-parallel group; construction reads only its size and index
     dtype                dtype of parameters, activations and messages between stages
     sequence_parallel    whether activations outside the tensor-parallel regions are sharded along s
-    recompute            none, selective (the attention core), full (whole blocks)
-    recompute_num_layers with full: only blocks whose global number is a multiple of this are recomputed
+    recompute            what backward computes again, for every block of the model by its global number: none,
+                         selective (the attention core) or full (the whole block); empty: none of any block
     seed                 keys dropout
     label_smoothing      of the training loss; evaluation uses none
     z_loss               weight of the z-loss in the training loss; evaluation uses none
@@ -42,7 +42,7 @@ class ModelLayout:
     lora                 low-rank adapters of the blocks' linear layers, which alone are trained; None: no adapters, all
                          parameters are trained
 
-    Raises ValueError for an unknown `recompute` or a `recompute_num_layers` below 1.
+    Raises ValueError for an unknown word in `recompute`, and for a table of another length than the model.
     """
 
     model: ModelConfig
@@ -51,8 +51,7 @@ class ModelLayout:
     _: KW_ONLY
     device: torch.device = CPU
     sequence_parallel: bool = False
-    recompute: str = "none"
-    recompute_num_layers: int = 1
+    recompute: RecomputeTable = ()
     seed: int = 1234
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -62,10 +61,11 @@ class ModelLayout:
     lora: LowRank | None = None
 
     def __post_init__(self) -> None:
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute is {self.recompute!r}, not one of {', '.join(RECOMPUTE)}")
-        if self.recompute_num_layers < 1:
-            raise ValueError(f"recompute_num_layers is {self.recompute_num_layers}, less than 1")
+        unknown = sorted(set(self.recompute) - set(RECOMPUTE))
+        if unknown:
+            raise ValueError(f"recompute of a block is {unknown[0]!r}, not one of {', '.join(RECOMPUTE)}")
+        if self.recompute and len(self.recompute) != self.model.num_layers:
+            raise ValueError(f"recompute has {len(self.recompute)} words for {self.model.num_layers} blocks")
 
     @property
     def std(self) -> float:
@@ -109,9 +109,9 @@ class ModelLayout:
     def _linears(self) -> dict[str, Linear]:
         return {linear.name: linear for linear in linears(self.model)}
 
-    def recomputes_block(self, number: int) -> bool:
-        """Whether backward recomputes the whole block with this global number."""
-        return self.recompute == "full" and number % self.recompute_num_layers == 0
+    def recompute_of(self, number: int) -> str:
+        """What backward computes again of the block with this global number: none, selective or full."""
+        return self.recompute[number] if self.recompute else NONE
 
     def sequence_offset(self, local_length: int) -> int:
         """Global position of the first of this rank's `local_length` positions outside the tensor-parallel regions."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megazero.config.recompute import FULL
 from megazero.config.schema import ModelConfig
 from megazero.model.batch import MicroBatch
 from megazero.model.block import Block
@@ -112,7 +113,7 @@ class Stage(nn.Module):
             hidden = self.embedding(batch)
         assert hidden is not None, "a stage without the embedding needs the hidden state of the stage before"
         for number, block in zip(self.spec.blocks, self.blocks.values(), strict=True):
-            if self.layout.recomputes_block(number):
+            if self.layout.recompute_of(number) == FULL:
                 hidden = checkpoint(block, hidden, batch, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = block(hidden, batch)

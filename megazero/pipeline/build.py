@@ -13,6 +13,7 @@ from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
+from megazero.config.recompute import recompute_by_flags
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout
@@ -66,8 +67,7 @@ def stages_of(
         compute_dtype(run.optimizer.precision),
         device=device,
         sequence_parallel=run.parallel.sequence_parallel,
-        recompute=run.parallel.recompute_granularity,
-        recompute_num_layers=run.parallel.recompute_num_layers,
+        recompute=recompute_by_flags(run),
         seed=run.data.seed,
         label_smoothing=run.optimizer.label_smoothing,
         z_loss=run.optimizer.z_loss,

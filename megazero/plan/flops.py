@@ -16,6 +16,7 @@ from __future__ import annotations
 from megazero.config.derive import head_dim
 from megazero.config.inventory import WORDS, elements, embedding_shapes, linears
 from megazero.config.lora import adapted
+from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
 from megazero.config.schema import ModelConfig, Run
 
 
@@ -50,20 +51,13 @@ def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
     return samples * (2 * weights + 3 * cores + 6 * model.seq_length * adapters)
 
 
-def recomputed_flops(model: ModelConfig, samples: int, recompute: str, recompute_num_layers: int = 1) -> int:
+def recomputed_flops(model: ModelConfig, samples: int, table: RecomputeTable) -> int:
     """The operations that recompute adds to one training step. With the model's they are the hardware's operations.
 
-    recompute: "none"; "selective" computes every attention core again; "full" counts one block again for every
-    `recompute_num_layers` blocks. Raises ValueError for any other word.
+    table: what is computed again of every block: nothing, the attention core, or the block.
     """
-    again = {
-        "none": 0,
-        "selective": model.num_layers * attention_core_flops(model),
-        "full": -(-model.num_layers // recompute_num_layers) * block_flops(model),
-    }
-    if recompute not in again:
-        raise ValueError(f"--recompute-granularity {recompute}: choose none, selective or full")
-    return samples * again[recompute]
+    again = {NONE: 0, SELECTIVE: attention_core_flops(model), FULL: block_flops(model)}
+    return samples * sum(again[kind] for kind in table)
 
 
 def trained_parameters(run: Run) -> int:
@@ -88,4 +82,4 @@ def step_flops(run: Run) -> int:
 
 def recompute_step_flops(run: Run) -> int:
     """The operations that recompute adds to `step_flops`, for one sample."""
-    return recomputed_flops(run.model, 1, run.parallel.recompute_granularity, run.parallel.recompute_num_layers)
+    return recomputed_flops(run.model, 1, recompute_by_flags(run))

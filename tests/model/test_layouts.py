@@ -5,13 +5,16 @@ in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from megazero.config.recompute import every_kth
 from megazero.config.schema import ModelConfig
+from megazero.model.block import Block
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
 from tests.model.cases import MODELS, batch_of, load, stage_of, weights_of
@@ -34,8 +37,7 @@ def loss_and_gradients(layout: Layout, weights: dict[str, Tensor], tp: object) -
         layout.model,
         tp,  # type: ignore[arg-type]
         sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
-        recompute_num_layers=layout.recompute_num_layers,
+        recompute=every_kth(layout.model.num_layers, layout.recompute, layout.recompute_num_layers),
         label_smoothing=0.1,
         z_loss=1e-3,
     )
@@ -97,6 +99,39 @@ def test_fault_25_recompute_is_bitwise_the_same(name: str) -> None:
         again, others = loss_and_gradients(Layout(model, False, kind, every), weights, None)
         assert torch.equal(loss, again)
         assert all(torch.equal(a.values, b.values) for a, b in zip(pieces, others, strict=True))
+
+
+def test_every_block_has_its_own_word() -> None:
+    """Blocks of one stage that drop everything, the core, and nothing: the same bits, and each as its word says."""
+    model = MODELS["bloom"]
+    table = ("full", "selective", "none")
+    stages = [stage_of(model), stage_of(model, recompute=table)]
+    found = []
+    for stage in stages:
+        load(stage, weights_of(model))
+        runs = [0] * 6
+        for number, block in enumerate(stage.blocks.values()):
+            assert isinstance(block, Block)
+            for place, module in ((number, block.attention_norm), (3 + number, block.attention.dropout)):
+                module.register_forward_hook(partial(count, runs, place))
+        loss = stage(None, batch_of(model))
+        loss.backward()
+        found.append((loss.detach(), gradients_of(stage), runs))
+    (loss, pieces, once), (again, others, runs) = found
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a.values, b.values) for a, b in zip(pieces, others, strict=True))
+    assert once == [1, 1, 1, 1, 1, 1] and runs == [2, 1, 1, 2, 2, 1]
+
+
+def count(runs: list[int], place: int, *_: object) -> None:
+    runs[place] += 1
+
+
+def test_a_table_that_does_not_fit_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 words for 3 blocks"):
+        stage_of(MODELS["bloom"], recompute=("full", "none"))
+    with pytest.raises(ValueError, match="'some', not one of none, selective, full"):
+        stage_of(MODELS["bloom"], recompute=("full", "none", "some"))
 
 
 def test_dropout_is_on_in_training_only() -> None:

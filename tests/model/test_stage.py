@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megazero.config.dtypes import compute_dtype
+from megazero.config.recompute import every_kth
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec, initialise
@@ -34,7 +35,7 @@ def by_hand(
     results = []
     for model in models:
         first, last = two_stages(
-            model, tp, sequence_parallel=sequence_parallel, recompute="full", recompute_num_layers=2
+            model, tp, sequence_parallel=sequence_parallel, recompute=every_kth(model.num_layers, "full", 2)
         )
         load([first, last], weights_of(model))
         batch = batch_of(model)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.config.recompute import every_kth
 from megazero.config.schema import ModelConfig
 from megazero.plan.flops import model_flops, recomputed_flops
 from megazero.telemetry.units import teraflops_per_rank
@@ -13,7 +14,7 @@ BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_attention_heads=112, v
 
 def test_blooms_log_line() -> None:
     """105.22 s per iteration of 2048 samples on 384 GPUs: the log says 149.02 TFLOP/s, counted with recompute."""
-    hardware = model_flops(BLOOM, 2048) + recomputed_flops(BLOOM, 2048, "full")
+    hardware = model_flops(BLOOM, 2048) + recomputed_flops(BLOOM, 2048, ("full",) * 70)
     assert f"{teraflops_per_rank(hardware, 105.22, 384):.2f}" == "149.02"
     assert f"{teraflops_per_rank(model_flops(BLOOM, 2048), 105.22, 384):.2f}" == "112.33"
 
@@ -32,10 +33,10 @@ def test_a_standard_model_has_the_published_formula(
     attention = sequence / (6 * hidden)
     head = vocabulary / (layers * hidden)
     assert model_flops(model, samples) == pytest.approx(72 * common * (1 + attention + head / 12), rel=1e-15)
-    hardware = model_flops(model, samples) + recomputed_flops(model, samples, "full")
+    hardware = model_flops(model, samples) + recomputed_flops(model, samples, ("full",) * layers)
     assert hardware == pytest.approx(96 * common * (1 + attention + head / 16), rel=1e-15)
-    assert recomputed_flops(model, samples, "none") == 0
-    assert recomputed_flops(model, samples, "selective") == samples * layers * 4 * sequence**2 * hidden
+    assert recomputed_flops(model, samples, ("none",) * layers) == 0
+    assert recomputed_flops(model, samples, ("selective",) * layers) == samples * layers * 4 * sequence**2 * hidden
 
 
 def test_grouped_query_and_swiglu_product_by_product() -> None:
@@ -59,8 +60,8 @@ def test_grouped_query_and_swiglu_product_by_product() -> None:
 
 def test_every_kth_block_recomputed() -> None:
     model = replace(BLOOM, num_layers=7)
-    block = recomputed_flops(replace(model, num_layers=1), 1, "full")
-    assert [recomputed_flops(model, 1, "full", k) for k in (1, 2, 3, 7, 8)] == [
+    block = recomputed_flops(model, 1, ("full",))
+    assert [recomputed_flops(model, 1, every_kth(7, "full", k)) for k in (1, 2, 3, 7, 8)] == [
         7 * block,
         4 * block,
         3 * block,
@@ -69,9 +70,16 @@ def test_every_kth_block_recomputed() -> None:
     ]
 
 
+def test_a_table_counts_block_by_block() -> None:
+    core, block = (recomputed_flops(BLOOM, 1, (kind,)) for kind in ("selective", "full"))
+    assert recomputed_flops(BLOOM, 3, ("full", "none", "selective", "full")) == 3 * (2 * block + core)
+
+
 def test_unknown_recompute_is_refused() -> None:
     with pytest.raises(ValueError, match="--recompute-granularity some"):
-        recomputed_flops(BLOOM, 1, "some")
+        every_kth(4, "some")
+    with pytest.raises(ValueError, match="--recompute-num-layers 0"):
+        every_kth(4, "full", 0)
 
 
 def test_narrow_ffn_and_wide_heads() -> None:
