@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, fields
 
+from tests.stages import STAGES
+
 MAX_RANKS = 8
 SEQUENCE = 12
 BATCH = 12
@@ -171,7 +173,7 @@ def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
             "tp": pick((1, 2, 3, 4)),
             "pp": pick((1, 2, 3, 4)),
             "dp": pick((1, 2, 3)),
-            "zero": pick((0, 1, 2)),
+            "zero": pick(STAGES),
             "schedule": pick(tuple(CHUNKS)),
             "virtual": pick((1, 2)),
             "sequence_parallel": pick((True, False)),

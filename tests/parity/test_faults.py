@@ -14,8 +14,9 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.parameter import Parameter
 from tests.parameters import Piece, assemble, values_of
-from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
+from tests.stages import SHARDED_GRADIENTS, STAGES
 
 MODEL = small_model(2, heads=4)
 STEPS = 4
@@ -66,7 +67,9 @@ def masked_reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (4, ["--zero-stage", "2"]),  # one dp rank has no prediction that counts, another has one
+        # one dp rank has no prediction that counts, another has one
+        *((4, ["--zero-stage", str(stage)]) for stage in SHARDED_GRADIENTS),
+        (4, ["--pp", "2", "--zero-stage", str(STAGES[-1])]),
         (4, ["--pp", "2", "--zero-stage", "1"]),
         (4, ["--tp", "2", "--pp", "2", "--sequence-parallel"]),
         (2, ["--tp", "2", "--sequence-parallel"]),
@@ -142,7 +145,7 @@ def _state(optimizer: object) -> list[Tensor]:
         (["--tp", "2"], 1),
         (["--pp", "2"], 0),
         (["--pp", "2"], 1),
-        (["--zero-stage", "2"], 1),
+        *((["--zero-stage", str(stage)], 1) for stage in STAGES[1:]),
         (["--zero-stage", "0"], 0),
     ],
 )
@@ -159,6 +162,21 @@ def test_fault_15_one_ranks_overflow_skips_the_step_on_all(
         assert [step["scale"] for step in steps] == ([256.0, 128.0, 128.0] if precision == "fp16" else [1.0, 1.0, 1.0])
         if summary["skipped"]:
             assert summary["skipped"] == [False, True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_fault_25_recompute_changes_no_bit_of_a_run(stage: int, corpus: Path, tmp_path: Path) -> None:
+    """TT#1323, #2380: the second forward reads the same parameters and draws the same masks as the first."""
+    numbers = ["--precision", "bf16", "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "3"]
+    dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    flags = [*MODEL, *numbers, *dropout, "--zero-stage", str(stage), *data_flags(corpus, tmp_path / "cache")]
+    plain, *others = [train(2, [*flags, "--recompute-granularity", kind]) for kind in ("none", "selective", "full")]
+    assert plain.records[0].loss != plain.records[1].loss and plain.records[0].grad_norm > 0
+    for other in others:
+        for key in ("loss", "grad_norm"):
+            assert [getattr(r, key) for r in other.records] == [getattr(r, key) for r in plain.records], key
+        assert all(torch.equal(other.weights[name], weight) for name, weight in plain.weights.items())
 
 
 def train_and_tell(rank: int, size: int, flags: list[str], folder: str) -> list[float]:

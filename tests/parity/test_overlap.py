@@ -14,6 +14,7 @@ from tests.late import late_collectives
 from tests.parameters import Piece, assemble
 from tests.parity.training import Outcome, data_flags, small_model, train_on_rank
 from tests.ranks import run_ranks
+from tests.stages import SHARDED_GRADIENTS
 
 MODEL = small_model(4, heads=4)
 NUMBERS = [
@@ -51,10 +52,10 @@ def outcome(flags: list[str], late: bool) -> Outcome:
     ("layout", "late"),
     [
         (["--zero-stage", "1", "--pp", "2", "--no-shared-memory"], False),
-        (["--zero-stage", "2", "--pp", "2"], True),
+        *((["--zero-stage", str(stage), "--pp", "2"], True) for stage in SHARDED_GRADIENTS),
         (["--zero-stage", "1", "--tp", "2", "--sequence-parallel"], True),
     ],
-    ids=["gloo", "late", "late-sequence-parallel"],
+    ids=["gloo", *(f"late-z{stage}" for stage in SHARDED_GRADIENTS), "late-sequence-parallel"],
 )
 def test_fault_19_overlap_changes_no_bit(layout: list[str], late: bool, corpus: Path, tmp_path: Path) -> None:
     flags = [*MODEL, *NUMBERS, *layout, "--bucket-size", "2000", *data_flags(corpus, tmp_path / "cache")]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
+from tests.stages import SHARDED_GRADIENTS, STAGES
 
 MODEL = small_model(5, heads=12)
 NUMBERS = [
@@ -31,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp4-sp": (4, ["--tp", "4", "--sequence-parallel", "--micro-batch-size", "1"]),
     "pp3": (3, ["--pp", "3", "--zero-stage", "1"]),
-    "tp2-dp3-z2": (6, ["--tp", "2", "--zero-stage", "2", "--bucket-size", "700"]),
+    **{f"tp2-dp3-z{z}": (6, ["--tp", "2", "--zero-stage", str(z), "--bucket-size", "700"]) for z in SHARDED_GRADIENTS},
     "pp2-dp2-z1": (
         4,
         ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"],
@@ -106,9 +107,11 @@ def test_fault_26_any_layout_to_any_layout(
 
 
 @pytest.mark.slow
-def test_fault_27_30_three_resumes_in_a_row_are_bitwise(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.sampled(cases=2)
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_fault_27_30_three_resumes_in_a_row_are_bitwise(stage: int, corpus: Path, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS["pp2-dp2-z1"]
-    flags = [*flags_for(corpus, tmp_path), *layout, "--precision", "bf16"]
+    flags = [*flags_for(corpus, tmp_path), *layout, "--zero-stage", str(stage), "--precision", "bf16"]
     flags = [
         word for i, word in enumerate(flags) if word != "fp64" and (word != "--precision" or flags[i + 1] == "bf16")
     ]

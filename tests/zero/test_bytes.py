@@ -10,6 +10,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
 from megazero.zero.placement import Column
 from tests.ranks import run_ranks
+from tests.stages import STAGES
 from tests.zero.toy import Case, build
 
 # bytes per parameter: weights, gradients, optimizer
@@ -47,7 +48,7 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
 
 def cases(bucket_size: int) -> list[Case]:
     base = Case(Axes(dp=N), accumulation=3, bucket_size=bucket_size, samples=24)
-    return [replace(base, zero_stage=stage, precision=precision) for precision in PRECISIONS for stage in range(3)]
+    return [replace(base, zero_stage=stage, precision=precision) for precision in PRECISIONS for stage in STAGES]
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_fault_13_the_dtype_that_travels_is_the_one_asked_for(wanted: str) -> No
     Here fp32 travels unless a narrower dtype is asked for, and the sum stays fp32.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
-    asked = [Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=wanted) for stage in range(3)]
+    asked = [Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=wanted) for stage in STAGES]
     for found in run_ranks(2, measure, asked):
         for case, got in zip(asked, found, strict=True):
             assert {d for operation, d in got["traffic"] if operation != "all_gather"} == {dtype}, case
@@ -143,7 +144,7 @@ def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
 def test_fault_13_the_sum_is_that_of_the_dtype() -> None:
     asked = [
         Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=dtype)
-        for stage in range(3)
+        for stage in STAGES
         for dtype in ("fp32", "bf16")
     ]
     for found in run_ranks(2, reduce_tiny, asked):

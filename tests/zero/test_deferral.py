@@ -19,6 +19,7 @@ from megazero.pipeline.build import build_stages
 from megazero.train.probe import probe_batches
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
+from tests.stages import STAGES
 
 FLAGS = (
     "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 12 --vocab-size 101 "
@@ -55,7 +56,7 @@ def gradients(state: ModelState) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", STAGES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_same_bits_whenever_they_are_made(precision: str, zero_stage: int, tied: bool) -> None:
     """Three micro-batches at once, and with the second part one or two behind; twice, as the sums start anew."""

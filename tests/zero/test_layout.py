@@ -15,6 +15,7 @@ from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, sha
 from megazero.zero.layout import UNSHARED, owned_fragments, pack
 from megazero.zero.placement import placements
 from tests.ranks import run_ranks
+from tests.stages import STAGES
 from tests.zero.toy import Case, build, build_chunks
 
 
@@ -142,7 +143,7 @@ def _fragments(rank: int, cases: list[Case]) -> list[list[tuple[str, int, int]]]
 def test_owned_fragments_are_the_fragments_of_the_rank() -> None:
     """What rank 0 writes into a manifest about others is what they hold, at every ZeRO stage."""
     axes = Axes(pp=2, dp=2, tp=2)
-    for rank, stages in enumerate(run_ranks(8, _fragments, [Case(axes, stage, bucket_size=50) for stage in range(3)])):
+    for rank, stages in enumerate(run_ranks(8, _fragments, [Case(axes, stage, bucket_size=50) for stage in STAGES])):
         at = axes.coordinates(rank)
         pieces = owned_fragments(specs_of(Case(axes), at.pp, at.tp), axes, at, 50)
         assert stages == [[(piece.spec.name, piece.start, piece.stop) for _, piece in pieces]] * 3

@@ -11,9 +11,8 @@ import torch
 from megazero.mpu.axes import Axes
 from tests.parameters import assemble, worst_difference
 from tests.ranks import run_ranks
+from tests.stages import STAGES
 from tests.zero.toy import Case, joined, reference, train_all, train_late
-
-STAGES = (0, 1, 2)
 
 
 def train_on(axes: Axes, cases: list[Case]) -> Iterable[tuple[Case, list[dict[str, Any]]]]:
