@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -163,7 +163,7 @@ class Checkpoints:
         cfg = self._cfg
         kept = cfg.keep_last, cfg.save_retain_interval
         self._saving = SavePhases(
-            root, fence, filesystems, self._writers, self._run, asdict(grid.axes), *kept, self._write_extra
+            root, fence, filesystems, self._writers, self._run, grid.axes.sizes, *kept, self._write_extra
         )
 
     def reserve(self) -> int:

@@ -4,7 +4,7 @@ ranks are adjacent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megazero.config.schema import ParallelConfig
@@ -23,16 +23,26 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of the axes of the grid."""
+    """Sizes of the axes of the grid, and how many ranks share out the state of the same parameters.
+
+    shard_size  number of neighbours among the dp x cp ranks of a stage over which model state is sharded; it divides
+                dp x cp. None: all ranks that hold the same parameters, those of a tied embedding's other stage included
+    """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    shard_size: int | None = None
 
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes by name."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     def rank(self, at: Coordinates) -> int:
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
@@ -60,7 +70,7 @@ class Axes:
         return tuple(self.rank(Coordinates(at.pp, at.dp, i, at.tp)) for i in range(self.cp))
 
     def replica_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that hold the same parameters and shard their state: dp x cp."""
+        """Ranks that hold the same layers: dp x cp."""
         return tuple(self.rank(Coordinates(at.pp, d, c, at.tp)) for d, c in product(range(self.dp), range(self.cp)))
 
     def tied_ranks(self, at: Coordinates) -> tuple[int, ...]:
@@ -69,9 +79,32 @@ class Axes:
         return tuple(rank for end in ends for rank in self.replica_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
 
     def state_ranks(self, group: StateGroup, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that hold the same parameters of this group, in the order of their shards."""
+        """Ranks that hold the same parameters of this group. `inner_ranks` and `across_ranks` divide them."""
         ranks = {StateGroup.REPLICAS: self.replica_ranks, StateGroup.TIED: self.tied_ranks}
         return ranks[group](at)
+
+    def inner_ranks(self, group: StateGroup, at: Coordinates) -> tuple[int, ...]:
+        """The neighbours over which the state of this group's parameters is sharded, in the order of their shards.
+
+        A `shard_size` divides the replicas of a stage, so with one all neighbours are on the same stage. A rank that
+        holds no such parameters gets the answer of its counterpart on the first stage, as from `tied_ranks`.
+        """
+        ranks = self.state_ranks(group, at)
+        size = self.shard_size or len(ranks)
+        first = self._place(ranks, at) // size * size
+        return ranks[first : first + size]
+
+    def across_ranks(self, group: StateGroup, at: Coordinates) -> tuple[int, ...]:
+        """The ranks that store the same shard: one of each set of neighbours, for a tied embedding those of both
+        stages.
+        """
+        ranks = self.state_ranks(group, at)
+        size = self.shard_size or len(ranks)
+        return ranks[self._place(ranks, at) % size :: size]
+
+    def _place(self, ranks: tuple[int, ...], at: Coordinates) -> int:
+        own = self.rank(at)
+        return ranks.index(own if own in ranks else self.rank(replace(at, pp=0)))
 
 
 def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:

@@ -15,15 +15,13 @@ def connect(grid: ProcessGrid) -> None:
     NCCL creates a communicator at the first collective and connects its channels at the first of each kind. It waits
     for the other ranks on the host for that, and memory that it allocates waits for the device. In a step, ranks would
     come to the first collectives of their groups in different orders, with receives of a pipeline posted before. Here
-    all ranks take the groups in one order: the world, tp, replicas, tied.
+    all ranks take the groups in one order (`ProcessGrid.step_groups`).
 
     All ranks call it. Returns when this rank's device has run the collectives. The bytes are not counted as traffic.
     """
-    used: dict[tuple[int, ...], Group] = {}
-    for group in (grid.world, grid.tp, grid.replicas, grid.tied):
-        if group is not None and group.ranks not in used and group.handle is not None and not group.is_on_host:
-            used[group.ranks] = group
-            use_once(group, grid.device)
+    used = [group for group in grid.step_groups if group.is_on_device]
+    for group in used:
+        use_once(group, grid.device)
     if used:
         synchronize(grid.device)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,15 +61,27 @@ class Group:
         return self.handle is not None and not self.is_on_host
 
 
+@dataclass(frozen=True)
+class StateGroups:
+    """The ranks that hold the same parameters, as this rank divides them (`Axes.inner_ranks`, `across_ranks`).
+
+    inner   the neighbours over which state is sharded, in the order of their shards
+    across  the ranks that store the same shards: one of each set of neighbours. One rank where all are neighbours
+    """
+
+    inner: Group
+    across: Group
+
+
 def single_rank_group(rank: int = 0) -> Group:
     """The group of one rank."""
     return Group((rank,), 0, None)
 
 
 @contextmanager
-def uncounted(*groups: Group | None) -> Iterator[None]:
+def uncounted(*groups: Group) -> Iterator[None]:
     """A context after which the traffic of these groups is what it was before."""
-    before = [(group, group.traffic.copy()) for group in groups if group is not None]
+    before = [(group, group.traffic.copy()) for group in groups]
     yield
     for group, traffic in before:
         group.traffic.clear()
@@ -91,24 +104,31 @@ class ProcessGrid:
     cp: Group
     """The ranks that split a sample's tokens."""
     replicas: Group
-    """dp x cp: the ranks that hold the same parameters, reduce gradients and shard the state. With cp 1: `dp`."""
-    tied: Group | None
-    """{first, last stage} x replicas; None on ranks of other stages. With pp 1: `replicas`."""
+    """dp x cp: the ranks that hold the same layers. With cp 1: `dp`."""
+    shared: dict[StateGroup, StateGroups]
+    """The groups over which parameters are reduced and their state is sharded; without those of a tied embedding on
+    ranks of stages in the middle."""
     timeout: timedelta | None = None
     """How long a collective may take; None: torch's default."""
     made: list[dist.ProcessGroup] = field(default_factory=list)
     """Groups made next to a caller's default group. They have to be destroyed one by one."""
 
-    def state_group(self, group: StateGroup) -> Group:
-        """The group over which parameters of this kind are reduced and sharded. This rank must be in it."""
-        found = {StateGroup.REPLICAS: self.replicas, StateGroup.TIED: self.tied}[group]
-        assert found is not None, f"rank {self.rank} of stage {self.at.pp} shares no {group.value} parameters"
-        return found
+    def state_groups(self, group: StateGroup) -> StateGroups:
+        """The groups over which parameters of this kind are reduced and sharded. This rank must hold such ones."""
+        assert group in self.shared, f"rank {self.rank} of stage {self.at.pp} shares no {group.value} parameters"
+        return self.shared[group]
+
+    @property
+    def step_groups(self) -> list[Group]:
+        """The groups of whose collectives a step consists, each once, in one order on all ranks."""
+        of_state = [each for groups in self.shared.values() for each in (groups.inner, groups.across)]
+        return list({group.ranks: group for group in (self.world, self.tp, *of_state)}.values())
 
 
 def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
     """The grid of a single process: every group is of size 1."""
     dp = single_rank_group()
+    shared = StateGroups(single_rank_group(), single_rank_group())
     return ProcessGrid(
         Axes(),
         0,
@@ -120,7 +140,7 @@ def single_process_grid(device: str | torch.device = "cpu") -> ProcessGrid:
         dp,
         single_rank_group(),
         dp,
-        dp,
+        dict.fromkeys(StateGroup, shared),
     )
 
 
@@ -141,7 +161,7 @@ def build_grid(
 
     All ranks call this. A rank creates only the groups that it is a member of, in the same order everywhere, so
     start-up does not grow with the number of groups (with `guest_backend` it does). Raises ValueError when the product
-    of the axes is not the world size.
+    of the axes is not the world size, or when the shard size does not divide dp x cp.
     """
     if axes.world_size == 1 and not dist.is_initialized():
         return single_process_grid(device)
@@ -151,6 +171,8 @@ def build_grid(
             f"pp({axes.pp}) * dp({axes.dp}) * cp({axes.cp}) * tp({axes.tp}) = {axes.world_size} != world size "
             f"({world_size})"
         )
+    if axes.shard_size is not None and axes.dp * axes.cp % axes.shard_size:
+        raise ValueError(f"the shard size {axes.shard_size} does not divide dp({axes.dp}) * cp({axes.cp})")
     at = axes.coordinates(rank)
     made: dict[tuple[int, ...], Group] = {}
     listed: list[dist.ProcessGroup] = []
@@ -171,12 +193,16 @@ def build_grid(
     everybody = group(lambda _: world)
     tp, dp, pp = group(axes.tensor_ranks), group(axes.data_ranks), group(axes.pipeline_ranks)
     cp, replicas = group(axes.context_ranks), group(axes.replica_ranks)
-    tied: Group | None = None
-    if at.pp in (0, axes.pp - 1):
-        tied = group(axes.tied_ranks)
-    elif guest_backend is not None:
-        handle_of(axes.tied_ranks)
-    return ProcessGrid(axes, rank, at, torch.device(device), everybody, tp, pp, dp, cp, replicas, tied, timeout, listed)
+    shared = {}
+    for kind in StateGroup:
+        inner, across = partial(axes.inner_ranks, kind), partial(axes.across_ranks, kind)
+        if kind is StateGroup.REPLICAS or at.pp in (0, axes.pp - 1):
+            shared[kind] = StateGroups(group(inner), group(across))
+        elif guest_backend is not None:  # of a tied embedding's two groups, the one that spans stages is new
+            handle_of(inner if axes.shard_size is None else across)
+    return ProcessGrid(
+        axes, rank, at, torch.device(device), everybody, tp, pp, dp, cp, replicas, shared, timeout, listed
+    )
 
 
 def _made_by_all(

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import ProcessGrid, join_group
+from megazero.mpu.parameter import StateGroup
 from megazero.mpu.shared_memory import PeerError
 
 Channel = tuple[int, int, bool]
@@ -128,8 +129,8 @@ class Channels:
         This is done in rounds: edges from even stages, edges from odd stages, and the wrap of an odd ring. In a round
         each stage meets one neighbour only, so that stages do not wait for each other in a circle or one after another.
         """
-        if self.grid.tied is None:
-            self._placeholder()  # the first and last stage have created one more group: the tied one
+        if StateGroup.TIED not in self.grid.shared:
+            self._placeholder()  # the first and last stage have created one more group: the one that spans both
         for turn in range(2 + stages % 2):
             edges = [
                 (i, (i + 1) % stages) for i in range(stages) if (2 if stages % 2 and i == stages - 1 else i % 2) == turn

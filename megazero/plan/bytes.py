@@ -10,7 +10,7 @@ from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.parameter_specs import specs_of
-from megazero.zero.layout import UNSHARED, group_sizes, pack
+from megazero.zero.layout import UNSHARED, group_sizes, pack, shard_sizes
 from megazero.zero.placement import Column, Placement, columns, placements
 
 
@@ -55,7 +55,8 @@ def _has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
 
 
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
-    sizes = group_sizes(axes, Coordinates(stage, 0, 0, 0))
+    at = Coordinates(stage, 0, 0, 0)
+    shards = shard_sizes(axes, at)
     row = placements(run.parallel.zero_stage)
     dtypes = columns(
         compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer
@@ -63,10 +64,10 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     held = dict.fromkeys(Column, 0)
     parameters = 0
     most = bucket_size(run.parallel, axes.dp * axes.cp, nccl=_has_nccl(run.parallel, axes))
-    for bucket in pack(specs_of(run, stage, 0), sizes, most):
+    for bucket in pack(specs_of(run, stage, 0), group_sizes(axes, at), most):
         parameters += bucket.used
         for column, dtype in dtypes.items():
-            elements = bucket.numel // sizes[bucket.group] if row[column] is Placement.SHARDED else bucket.numel
+            elements = bucket.numel // shards[bucket.group] if row[column] is Placement.SHARDED else bucket.numel
             held[column] += elements * dtype.itemsize
     frozen = pack(specs_of(run, stage, 0, trained=False), UNSHARED, most)
     parameters += sum(bucket.used for bucket in frozen)

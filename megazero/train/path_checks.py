@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.folder import list_checkpoints
@@ -88,7 +88,7 @@ def missing_files(run: Run) -> tuple[str, ...]:
 
 def resume_problems(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
     """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
-    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
+    comparison = compare(run_from(found.run), run, found.layout, axes_of(run.parallel, world_size).sizes)
     return [f"{found.path}: {problem}" for problem in comparison.problems]
 
 

@@ -8,7 +8,7 @@ are still configuration errors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
@@ -186,7 +186,7 @@ def _validates_elsewhere(run: Run) -> bool:
 def _changes(found: FoundCheckpoint | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:
     if found is None:
         return ()
-    comparison = compare(run_from(found.run), run, found.layout, asdict(axes_of(run.parallel, world_size)))
+    comparison = compare(run_from(found.run), run, found.layout, axes_of(run.parallel, world_size).sizes)
     problems = [*comparison.problems, *_other_order(run, found, datasets)]
     if problems:
         raise ConfigError([f"{found.path}: {problem}" for problem in problems])

@@ -167,7 +167,7 @@ class Trainer:
         began, grid, reducer = time.perf_counter(), self.grid, self.state.model.reducer
         if self.state.fp8 is not None:
             self.state.fp8.begin()
-        with uncounted(grid.world, grid.tp, grid.replicas, grid.tied):
+        with uncounted(*grid.step_groups):
             self.engine.warm_up(batches, loss_factor, reducer)
             reducer.discard()
         return time.perf_counter() - began

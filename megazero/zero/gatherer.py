@@ -44,14 +44,14 @@ class ParameterGatherer:
         return self.state.is_sharded
 
     def launch(self, index: int) -> None:
-        """Start to gather bucket `index` after this rank has updated its range. Communicates an all-gather over its
-        group.
+        """Start to gather bucket `index` after this rank has updated its shard. Communicates an all-gather over the
+        neighbours that share out its state.
         """
         assert index not in self._gathers
         if self.communicates:
             bucket = self.buckets[index]
             self._gathers[index] = collectives.all_gather(
-                self.column.held(index), self.column.shard(index), bucket.group
+                self.column.held(index), self.column.shard(index), bucket.groups.inner
             )
 
     def launched_all(self) -> None:

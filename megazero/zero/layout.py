@@ -47,6 +47,9 @@ class BucketLayout:
     used     elements [0, used) belong to parameters
     numel    `used` rounded up to a multiple of the group's size N; where that adds little, of 8 N (see `_padded`)
     group    the ranks that hold these parameters, reduce their gradients and shard their state
+
+    A shard is a K-th of the bucket, where K neighbours share out the state (`Axes.inner_ranks`). The N / K ranks that
+    store the same shard (`Axes.across_ranks`) each own an equal part of it, so that each element has one owner.
     """
 
     chunk: int
@@ -57,10 +60,19 @@ class BucketLayout:
     group: StateGroup
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
-        """Range (start, stop) of the bucket that member `index` of a group of `size` owns, in elements."""
+        """Range (start, stop) of the bucket that neighbour `index` of `size` stores of a sharded column."""
         assert self.numel % size == 0, (self.numel, size)
         part = self.numel // size
         return index * part, (index + 1) * part
+
+    def owned(self, inner: tuple[int, int], across: tuple[int, int]) -> tuple[int, int]:
+        """Range (start, stop) of the bucket that a rank owns: a part of its shard.
+
+        inner   its index among the neighbours that share out the state, and their number
+        across  its index among the ranks that store the same shard, and their number
+        """
+        (index, size), (part, parts) = inner, across
+        return self.shard(index * parts + part, size * parts)
 
     def fragments(self, start: int, stop: int) -> Iterator[BucketFragment]:
         """The fragments in [start, stop) of the bucket, without vocabulary padding and the unused tail."""
@@ -151,8 +163,13 @@ def _padded(used: int, size: int) -> int:
 
 
 def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
-    """Number of ranks in each of the groups of the rank at `at`."""
+    """Number of ranks that hold the same parameters as the rank at `at`, by group."""
     return {group: len(axes.state_ranks(group, at)) for group in StateGroup}
+
+
+def shard_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
+    """Number of ranks over which the state of the rank at `at` is sharded, by group."""
+    return {group: len(axes.inner_ranks(group, at)) for group in StateGroup}
 
 
 def owned_fragments(
@@ -164,6 +181,7 @@ def owned_fragments(
     element once; parameters replicated over tp are owned once by each tp rank.
     """
     for number, layout in enumerate(pack(chunks, group_sizes(axes, at), bucket_size)):
-        members = axes.state_ranks(layout.group, at)
-        for fragment in layout.fragments(*layout.shard(members.index(axes.rank(at)), len(members))):
+        members = axes.inner_ranks(layout.group, at), axes.across_ranks(layout.group, at)
+        inner, across = ((ranks.index(axes.rank(at)), len(ranks)) for ranks in members)
+        for fragment in layout.fragments(*layout.owned(inner, across)):
             yield number, fragment

@@ -48,7 +48,7 @@ class ShardedOptimizer:
 
         Summed over all ranks of the world, the parts are the squared norm of the whole model's gradient. Each element
         counts once: the owner of a range counts it, and parameters replicated over tp count on tp rank 0. A tied
-        embedding is owned once within the group of both its stages. Padding does not count. The other tp ranks add NaN
+        embedding is owned once within the groups of both its stages. Padding does not count. The other tp ranks add NaN
         if their replica of a gradient is not finite, so that a fault on one tp rank makes all ranks skip the step.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
@@ -86,7 +86,7 @@ class ShardedOptimizer:
         self.state.wait_parameters()
         table, weights = self.state.columns, self.state.weights
         for index, bucket in enumerate(self.state.buckets):
-            for fragment in bucket.layout.fragments(*bucket.shard):
+            for fragment in bucket.layout.fragments(*bucket.owned):
                 at = index, fragment.offset, fragment.offset + fragment.numel
                 second = table[Column.EXP_AVG_SQ].view(*at) if Column.EXP_AVG_SQ in table else None
                 yield Fragment(
@@ -100,16 +100,19 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Update parameters and replicated columns from the owners' fragments, which a load has filled.
+        """Update parameters and the other ranks' copies from the owners' fragments, which a load has filled.
 
-        Communicates per bucket over its group: under ZeRO-0 an all-gather of every optimizer column, else an all-gather
-        of the parameters.
+        Communicates per bucket: an all-gather of every optimizer column over the ranks that store the same shard, and
+        then over the neighbours of that of every column that is whole (ZeRO-0), or of the parameters (the other
+        stages).
         """
         table, weights = self.state.columns, self.state.weights
         for index, bucket in enumerate(self.state.buckets):
             for column in (weights, table[Column.EXP_AVG], table.get(Column.EXP_AVG_SQ)):
-                if column is not None and not column.is_sharded:
-                    collectives.all_gather(column.held(index), column.shard(index), bucket.group).wait()
+                if column is not None:
+                    collectives.all_gather(column.shard(index), column.owned(index), bucket.groups.across).wait()
+                    if not column.is_sharded:
+                        collectives.all_gather(column.held(index), column.shard(index), bucket.groups.inner).wait()
             if self.state.has_master:
                 start, stop = weights.range_of(index)
                 table[Column.PARAMETER].view(index, start, stop).copy_(weights.held(index))
@@ -117,10 +120,10 @@ class ShardedOptimizer:
         self.state.wait_parameters()
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
-        """Views of this rank's gradient shard that count in the norm here (or do not). Adjacent ones are merged."""
+        """Views of this rank's own gradients that count in the norm here (or do not). Adjacent ones are merged."""
         bucket = self.state.buckets[index]
         runs: list[tuple[int, int]] = []
-        for fragment in bucket.layout.fragments(*bucket.shard):
+        for fragment in bucket.layout.fragments(*bucket.owned):
             if counted == (fragment.spec.tp_sharded or self.grid.at.tp == 0):
                 stop = fragment.offset + fragment.numel
                 if runs and runs[-1][1] == fragment.offset:

@@ -22,7 +22,7 @@ class Column(Enum):
 
 
 class Placement(Enum):
-    """How the ranks that hold the same parameters hold a column: each the whole of it, or each a shard.
+    """How the neighbours that share out the state (`Axes.inner_ranks`) hold a column: each the whole, or each a shard.
 
     The words are those of torch.distributed.tensor.
     """

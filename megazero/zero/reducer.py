@@ -5,6 +5,7 @@ part there itself (`mpu.gradient`). A gradient that autograd accumulates is adde
 backward that reduces, the chunk is armed: a bucket is reduced over its group as soon as it is complete, while backward
 goes on. All ranks of a group launch the same buckets in the same order, the last bucket of the chunk first. A bucket
 that is complete earlier waits for its turn.
+With hybrid shards this is over the neighbours, and the sum across them comes once per step (`zero.across`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterKind
+from megazero.zero.across import AcrossSum
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
 IN_FLIGHT = 2
@@ -73,14 +75,14 @@ class GradientReducer:
     column    the gradient column. If it is sharded (ZeRO-2), a bucket's whole gradient is in a buffer of the pool from
               its first part to its reduction, whose result is added to the shard
     state     an optimizer column. A reduction delivers the range that this column stores: by a reduce-scatter if it is
-              sharded, else by an all-reduce
+              sharded, else by an all-reduce (with hybrid shards by a reduce-scatter and `AcrossSum`'s all-gather)
     dtype     dtype in which gradients are communicated
     overlap   reduce during backward; else at its end. The results have the same bits
     tp        group over which tp_partial gradients are summed
 
-    Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its group. Per step: one
-    all-reduce over tp of all tp_partial gradients that this rank updates. Sums over dp and tp commute, so the sum over
-    tp comes last: once per step, and only over the elements that this rank updates.
+    Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its neighbours. Per step: for each
+    bucket what `AcrossSum` does, and one all-reduce over tp of all tp_partial gradients that this rank updates. Sums
+    over ranks, micro-batches and tp commute, so these two come last: once per step, and of few elements.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class GradientReducer:
             tp,
         )
         self.pool = BufferPool(column.dtype, column.device)
+        self.across = AcrossSum(buckets, column, state, dtype)
         self._borrowed: dict[int, Tensor] = {}
         self._arrived: list[set[int]] = [set() for _ in buckets]
         self._launched = [False] * len(buckets)
@@ -150,7 +153,7 @@ class GradientReducer:
         self._deferring = None
         if self._armed == chunk:
             while self._queue:
-                self._launch(self._queue.pop(0))
+                self.launch(self._queue.pop(0))
             self._armed = None
 
     @torch.no_grad()
@@ -176,21 +179,26 @@ class GradientReducer:
         assert self._armed is None and not self._deferred, "a backward is still under way"
         for index in reversed(range(len(self.buckets))):
             if self._arrived[index] or not self._launched[index]:
-                self._launch(index)
+                self.launch(index)
         while self._reductions:
             self._complete_oldest()
+        for index in reversed(range(len(self.buckets))):
+            self.launch_across(index)
+        self.across.complete()
         self._sum_partials()
 
     def reset(self) -> None:
         """Forget the gradients: the next ones begin a new sum."""
         self._launched = [False] * len(self.buckets)
         self._completed = [False] * len(self.buckets)
+        self.across.reset()
 
     def discard(self) -> None:
         """Forget all gradients, and those that are being reduced: wait for the reductions, give buffers back."""
         assert self._armed is None and self._deferring is None and not self._deferred, "a backward is under way"
         while self._reductions:
             self._complete_oldest()
+        self.across.complete()
         for arrived in self._arrived:
             arrived.clear()
         while self._borrowed:
@@ -233,7 +241,7 @@ class GradientReducer:
         if self._missing[index][entry] == 0:
             del self._missing[index][entry]
         while self.overlap and self._queue and not self._missing[self._queue[0]]:
-            self._launch(self._queue.pop(0))
+            self.launch(self._queue.pop(0))
 
     def _whole(self, index: int) -> Tensor:
         """The whole gradient of a bucket, [numel]."""
@@ -250,8 +258,9 @@ class GradientReducer:
         layout = self.buckets[index].layout
         return layout.chunk == chunk and not layout.group.spans_stages
 
-    def _launch(self, index: int) -> None:
-        """Start the reduction of a bucket."""
+    def launch(self, index: int) -> None:
+        """Start to reduce a bucket over its neighbours."""
+        assert index not in self.across.launched, "a bucket is reduced before it is summed across"
         bucket, whole = self.buckets[index], self._whole(index)
         for number, entry in enumerate(bucket.layout.entries):
             if number not in self._arrived[index]:
@@ -266,21 +275,31 @@ class GradientReducer:
             if borrowed is not None:
                 self.pool.give(borrowed)
                 borrowed = None
-        if self.state.is_sharded:
-            handle = collectives.reduce_scatter(travelling[slice(*bucket.shard)], travelling, bucket.group)
+        if self._scatters(index):
+            handle = collectives.reduce_scatter(travelling[slice(*bucket.shard)], travelling, bucket.groups.inner)
         else:
-            handle = collectives.all_reduce(travelling, bucket.group)
+            handle = collectives.all_reduce(travelling, bucket.groups.inner)
         self._reductions.append(_BucketReduction(index, handle, travelling, borrowed))
         holds_memory = self.column.is_sharded or travelling is not whole
         while holds_memory and len(self._reductions) > IN_FLIGHT:
             self._complete_oldest()
+
+    def launch_across(self, index: int) -> None:
+        """Start to sum a bucket's shard across, once per step and after its last `launch`, for which this waits."""
+        while any(reduction.index == index for reduction in self._reductions):
+            self._complete_oldest()
+        self.across.launch(index)
+
+    def _scatters(self, index: int) -> bool:
+        """Whether a reduction leaves this rank its shard, not the whole bucket."""
+        return self.state.is_sharded or self.buckets[index].groups.across.handle is not None
 
     def _complete_oldest(self) -> None:
         """Wait for the oldest reduction and put its result into the column."""
         reduction = self._reductions.pop(0)
         reduction.handle.wait()
         index = reduction.index
-        start, stop = self.state.range_of(index)
+        start, stop = self.buckets[index].shard if self._scatters(index) else self.state.range_of(index)
         result, target = reduction.travelling[start:stop], self.column.view(index, start, stop)
         if self.column.is_sharded and self._completed[index]:
             target.add_(result)

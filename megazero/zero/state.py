@@ -35,7 +35,7 @@ class ModelState:
     stages  model chunks of this rank in order. Their parameters (`mpu.parameter.Parameter`) become views of the
             buckets. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False) are in a flat
             memory of their own (`frozen`), without gradient and optimizer state
-    grid    a bucket is sharded over the group that its parameters name (`mpu.parameter.StateGroup`)
+    grid    a bucket is reduced and sharded over the groups of what its parameters name (`mpu.parameter.StateGroup`)
 
     `reducer` is the engine's gradient sink. After construction all weights are zero: `initialise` or a checkpoint sets
     them. Construction communicates nothing. Raises ValueError for an unknown ZeRO stage.
@@ -145,5 +145,5 @@ def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, most: int
         held = tuple(by_name[entry.spec.name] for entry in layout.entries)
         users = [{spec.name for spec in unit} for unit in specs[layout.chunk]]
         uses = tuple(sum(entry.spec.name in names for names in users) for entry in layout.entries)
-        buckets.append(Bucket(layout, held, uses, grid.state_group(layout.group)))
+        buckets.append(Bucket(layout, held, uses, grid.state_groups(layout.group)))
     return tuple(buckets)

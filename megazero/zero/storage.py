@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.mpu.grid import Group
+from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter
 from megazero.zero.layout import BucketLayout
 from megazero.zero.placement import Placement
@@ -20,18 +20,24 @@ class Bucket:
 
     parameters  the parameters in the order of the layout's entries
     uses        for each parameter: number of units of the bucket's model chunk that use it; each adds to its gradient
-    group       the ranks that reduce the bucket and shard its state
+    groups      the ranks that reduce the bucket and shard its state
     """
 
     layout: BucketLayout
     parameters: tuple[Parameter, ...]
     uses: tuple[int, ...]
-    group: Group
+    groups: StateGroups
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The range of the bucket that this rank owns."""
-        return self.layout.shard(self.group.index, self.group.size)
+        """The range of the bucket that this rank stores of a sharded column."""
+        return self.layout.shard(self.groups.inner.index, self.groups.inner.size)
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """The range of the bucket that no other rank owns: it counts in the norm here, and is saved from here."""
+        inner, across = self.groups.inner, self.groups.across
+        return self.layout.owned((inner.index, inner.size), (across.index, across.size))
 
 
 class StoredColumn:
@@ -80,8 +86,12 @@ class StoredColumn:
         return self._held[index][start - first : stop - first]
 
     def shard(self, index: int) -> Tensor:
-        """The elements of bucket `index` that this rank owns."""
+        """This rank's shard of bucket `index`."""
         return self.view(index, *self._buckets[index].shard)
+
+    def owned(self, index: int) -> Tensor:
+        """The elements of bucket `index` that this rank owns."""
+        return self.view(index, *self._buckets[index].owned)
 
 
 class BufferPool:

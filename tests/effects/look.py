@@ -249,7 +249,7 @@ def _spy_on_ops(seen: Seen, patch: pytest.MonkeyPatch) -> None:
 
 def _spy_on_reduction(job: Job, seen: Seen) -> None:
     reducer: Any = job.state.model.reducer
-    launch, after, order = reducer._launch, reducer.after_backward, list[Any]()
+    launch, after, order = reducer.launch, reducer.after_backward, list[Any]()
 
     def launched(index: int) -> None:
         order.append(index)
@@ -259,7 +259,7 @@ def _spy_on_reduction(job: Job, seen: Seen) -> None:
         order.append("backward is over")
         after(chunk)
 
-    reducer._launch, reducer.after_backward, seen["launches"] = launched, over, order
+    reducer.launch, reducer.after_backward, seen["launches"] = launched, over, order
 
 
 def _spy_on_saves(job: Job, seen: Seen) -> None:

@@ -18,10 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from megazero.mpu import collectives
 from megazero.mpu.axes import Axes, Coordinates
-from megazero.mpu.grid import Group, ProcessGrid, single_rank_group, stream_options
+from megazero.mpu.grid import Group, ProcessGrid, StateGroups, single_rank_group, stream_options
+from megazero.mpu.parameter import StateGroup
 from megazero.system import device as devices
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 from tests.gpu.synchronisation import raise_on_synchronisation
+from tests.stages import STAGES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,8 +35,11 @@ pytestmark = [
 NUMBERS = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-3", "--deterministic"]
 
 
-def one_rank(backend: str, device: torch.device) -> Iterator[ProcessGrid]:
-    """A grid whose world and dp groups have a handle although they have one member."""
+def one_rank(backend: str, device: torch.device, *, hybrid: bool = False) -> Iterator[ProcessGrid]:
+    """A grid whose world and dp groups have a handle although they have one member.
+
+    hybrid: dp is also the group of the ranks that store the same shards.
+    """
     timeout = timedelta(seconds=60)
     dist.init_process_group(
         backend,
@@ -61,7 +66,7 @@ def one_rank(backend: str, device: torch.device) -> Iterator[ProcessGrid]:
         dp,
         single_rank_group(),
         dp,
-        dp,
+        dict.fromkeys(StateGroup, StateGroups(dp, dp if hybrid else single_rank_group())),
         timeout,
     )
     dist.destroy_process_group()
@@ -70,6 +75,11 @@ def one_rank(backend: str, device: torch.device) -> Iterator[ProcessGrid]:
 @pytest.fixture
 def grid() -> Iterator[ProcessGrid]:
     yield from one_rank("nccl", devices.resolve("cuda", 0))
+
+
+@pytest.fixture
+def hybrid_grid() -> Iterator[ProcessGrid]:
+    yield from one_rank("nccl", devices.resolve("cuda", 0), hybrid=True)
 
 
 def test_every_collective(grid: ProcessGrid) -> None:
@@ -99,6 +109,17 @@ def test_a_run_equals_the_one_without_groups(more: list[str], grid: ProcessGrid,
     with deterministic_again():
         alone, ours = train(flags), train(flags, grid)
     assert_equal(ours, alone)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_with_hybrid_shards_equals_the_one_without_groups(
+    stage: int, hybrid_grid: ProcessGrid, corpus: Path, tmp_path: Path
+) -> None:
+    flags = flags_of([*NUMBERS, "--train-iters", "10", "--zero-stage", str(stage)], corpus, tmp_path / "cache")
+    with deterministic_again():
+        alone, ours = train(flags), train(flags, hybrid_grid)
+    assert_equal(ours, alone)
+    assert hybrid_grid.replicas.traffic["all_reduce", torch.float32] > 0
 
 
 def test_a_step_waits_for_no_collective(grid: ProcessGrid, corpus: Path, tmp_path: Path) -> None:

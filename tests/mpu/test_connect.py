@@ -9,6 +9,7 @@ from megazero.mpu import connect as connecting
 from megazero.mpu.axes import Axes
 from megazero.mpu.connect import connect, use_once
 from megazero.mpu.grid import Group, build_grid
+from megazero.mpu.parameter import StateGroup
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -29,20 +30,29 @@ def connected(rank: int, axes: Axes, on_host: bool) -> tuple[list[tuple[int, ...
         if not on_host:
             patch.setattr(Group, "is_on_host", False)
         connect(grid)
-    tied = () if grid.tied is None else (grid.tied,)
-    groups = {group.ranks: group for group in (grid.world, grid.tp, grid.replicas, *tied)}
-    traffic = {str(ranks): sum(group.traffic.values()) for ranks, group in groups.items()}
+    traffic = {str(group.ranks): sum(group.traffic.values()) for group in grid.step_groups}
     return used, {ranks: count for ranks, count in traffic.items() if count}
 
 
 @pytest.mark.parametrize(
-    "axes", [Axes(tp=2, dp=3), Axes(pp=3, dp=2), Axes(tp=2, pp=3), Axes(tp=2, pp=2, dp=2), Axes(dp=4)]
+    "axes",
+    [
+        Axes(tp=2, dp=3),
+        Axes(pp=3, dp=2),
+        Axes(tp=2, pp=3),
+        Axes(tp=2, pp=2, dp=2),
+        Axes(dp=4),
+        Axes(dp=4, shard_size=2),
+        Axes(pp=3, dp=2, shard_size=1),
+        Axes(pp=2, dp=4, shard_size=2),
+    ],
 )
 def test_each_group_is_used_once_and_counts_nothing(axes: Axes) -> None:
     for rank, (used, traffic) in enumerate(run_ranks(axes.world_size, connected, axes, False)):
         at = axes.coordinates(rank)
-        wanted = [tuple(range(axes.world_size)), axes.tensor_ranks(at), axes.replica_ranks(at)]
-        wanted += [axes.tied_ranks(at)] * (at.pp in (0, axes.pp - 1))
+        wanted = [tuple(range(axes.world_size)), axes.tensor_ranks(at)]
+        for kind in (StateGroup.REPLICAS, StateGroup.TIED)[: 2 if at.pp in (0, axes.pp - 1) else 1]:
+            wanted += [axes.inner_ranks(kind, at), axes.across_ranks(kind, at)]
         assert used == [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1]
         assert traffic == ({str(axes.tensor_ranks(at)): 7} if axes.tp > 1 else {})
 

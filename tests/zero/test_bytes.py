@@ -8,6 +8,7 @@ import torch
 
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
+from megazero.mpu.parameter import StateGroup
 from megazero.zero.placement import Column
 from tests.ranks import run_ranks
 from tests.stages import STAGES
@@ -20,7 +21,9 @@ N = 4
 
 
 def measure(rank: int, cases: list[Case]) -> list[dict]:
-    """Bytes by column, parameters, bytes over dp of one step by (operation, dtype), bytes of the spare buffers."""
+    """Bytes by column, parameters, bytes of the spare buffers, and bytes of one step by (operation, dtype): inside a
+    set of neighbours that share out the state, and across the sets.
+    """
     results = []
     grid = build_grid(cases[0].axes)
     for case in cases:
@@ -30,6 +33,7 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
             0.05, torch.ones((), dtype=torch.float64), torch.tensor(False)
         )  # no norm: its group is dp itself here
         here.state.wait_parameters()
+        groups = here.grid.shared[StateGroup.REPLICAS]
         results.append(
             {
                 "bytes": here.state.bytes(),
@@ -39,15 +43,17 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
                 ),
                 "padded": sum(bucket.layout.numel for bucket in here.state.buckets),
                 "largest": max(bucket.layout.numel for bucket in here.state.buckets),
-                "traffic": dict(here.grid.replicas.traffic),
+                "traffic": dict(groups.inner.traffic),
+                "across": dict(groups.across.traffic),
                 "spare": here.state.reducer.pool.nbytes,
             }
         )
     return results
 
 
-def cases(bucket_size: int) -> list[Case]:
-    base = Case(Axes(dp=N), accumulation=3, bucket_size=bucket_size, samples=24)
+def cases(bucket_size: int, shard_size: int | None = None) -> list[Case]:
+    axes = Axes(dp=N, shard_size=shard_size)
+    base = Case(axes, accumulation=3, bucket_size=bucket_size, samples=24)
     return [replace(base, zero_stage=stage, precision=precision) for precision in PRECISIONS for stage in STAGES]
 
 
@@ -70,6 +76,32 @@ def test_bytes_are_those_of_the_arithmetic(bucket_size: int) -> None:
             ), case
             exact = (p * share[0] + g * share[1] + k * share[2]) * size
             assert exact <= sum(held.values()) <= exact + (p + g + k) * padding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_size", [1, 2])
+def test_bytes_and_traffic_of_hybrid_shards(shard_size: int) -> None:
+    """Of K neighbours each has a K-th. They reduce and gather as N ranks would; one sum of a K-th goes across.
+
+    Under ZeRO-0 a reduce-scatter and an all-gather around that sum take the place of the all-reduce.
+    """
+    layouts = cases(80, shard_size)
+    for found in run_ranks(N, measure, layouts):
+        for case, got in zip(layouts, found, strict=True):
+            p, g, k = BYTES[case.precision]
+            stage, total, m = case.zero_stage, got["padded"], case.accumulation
+            share = [1.0 if stage < first else 1 / shard_size for first in (2, 1)]
+            held = got["bytes"]
+            assert held.pop("parameter") == p * total and held.pop("gradient") == g * total * share[0], case
+            assert sum(held.values()) == k * total * share[1], case
+            wide, narrow = got["dtypes"]["gradient"], got["dtypes"]["parameter"]
+            inside = {
+                0: {("reduce_scatter", wide): g * total, ("all_gather", wide): g * total},
+                1: {("reduce_scatter", wide): g * total, ("all_gather", narrow): p * total},
+                2: {("reduce_scatter", wide): m * g * total, ("all_gather", narrow): p * total},
+            }[stage]
+            assert got["traffic"] == (inside if shard_size > 1 else {}), case
+            assert got["across"] == {("all_reduce", wide): 2 * g * total / shard_size}, case
 
 
 @pytest.mark.slow
@@ -118,11 +150,14 @@ def test_fault_13_the_dtype_that_travels_is_the_one_asked_for(wanted: str) -> No
     Here fp32 travels unless a narrower dtype is asked for, and the sum stays fp32.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
-    asked = [Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=wanted) for stage in STAGES]
-    for found in run_ranks(2, measure, asked):
-        for case, got in zip(asked, found, strict=True):
-            assert {d for operation, d in got["traffic"] if operation != "all_gather"} == {dtype}, case
-            assert got["dtypes"]["gradient"] == torch.float32
+    for axes in (Axes(dp=2), Axes(dp=4, shard_size=2)):
+        asked = [Case(axes, stage, precision="bf16", grad_reduce_dtype=wanted) for stage in STAGES]
+        for found in run_ranks(axes.world_size, measure, asked):
+            for case, got in zip(asked, found, strict=True):
+                gathers = {"all_gather"} if case.zero_stage > 0 else set()  # of parameters
+                travelled = got["traffic"].keys() | got["across"].keys()
+                assert {d for operation, d in travelled if operation not in gathers} == {dtype}, case
+                assert got["dtypes"]["gradient"] == torch.float32
 
 
 def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:

@@ -20,6 +20,7 @@ from tests.stages import STAGES
 from tests.zero.toy import Case, Rank, build, joined, poison, reference, train_all
 
 ALL_AXES = Axes(pp=2, dp=2, tp=2)
+HYBRID = replace(ALL_AXES, shard_size=1)
 
 
 def weights_of(axes: Axes, cases: list[Case]) -> list[list[list[Piece]]]:
@@ -29,13 +30,15 @@ def weights_of(axes: Axes, cases: list[Case]) -> list[list[list[Piece]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fault_02_03_all_replicas_stay_equal_bit_by_bit(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "axes"),
+    [("fp32", ALL_AXES), ("bf16", ALL_AXES), ("bf16", HYBRID), ("fp32", Axes(pp=2, dp=4, shard_size=2))],
+    ids=str,
+)
+def test_fault_02_03_all_replicas_stay_equal_bit_by_bit(precision: str, axes: Axes) -> None:
     """MLM#656, BLOOM, DS PR#1801: with a maximum norm that clips every step, on dp, tp and both tied stages."""
-    cases = [
-        Case(ALL_AXES, stage, 3, precision=precision, partial=p, clip=1e-3) for stage in STAGES for p in (False, True)
-    ]
-    for case, ranks in zip(cases, weights_of(ALL_AXES, cases), strict=True):
+    cases = [Case(axes, stage, 3, precision=precision, partial=p, clip=1e-3) for stage in STAGES for p in (False, True)]
+    for case, ranks in zip(cases, weights_of(axes, cases), strict=True):
         whole = assemble(ranks, tolerance=0.0)
         names = [piece.spec.name for pieces in ranks for piece in pieces]
         assert names.count("embedding.word.weight") == 8, "both stages hold a copy"
@@ -67,7 +70,19 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [Axes(), Axes(tp=2), Axes(tp=4), Axes(pp=2), Axes(dp=4), ALL_AXES, Axes(pp=2, tp=3)], ids=str
+    "axes",
+    [
+        Axes(),
+        Axes(tp=2),
+        Axes(tp=4),
+        Axes(pp=2),
+        Axes(dp=4),
+        ALL_AXES,
+        Axes(pp=2, tp=3),
+        HYBRID,
+        Axes(dp=4, shard_size=2),
+    ],
+    ids=str,
 )
 def test_fault_04_05_06_each_element_counts_once_in_the_norm(axes: Axes) -> None:
     """MLM#7227, #7452, DS#5411, TT#596, #649: tied, replicated, sharded and partial parameters, all
@@ -225,14 +240,13 @@ def overflow(rank: int, here: Rank, victims: list[int], bad: float) -> list[dict
 
 
 @pytest.mark.slow
-def test_fault_15_one_ranks_overflow_skips_the_step_on_all() -> None:
+@pytest.mark.parametrize("axes", [ALL_AXES, HYBRID], ids=str)
+def test_fault_15_one_ranks_overflow_skips_the_step_on_all(axes: Axes) -> None:
     """DS#7568, #7580, #8035: on a rank of each axis; the scale halves once, no bit of the state changes."""
     victims = [0, 1, 2, 4, 7]
     values = {"fp16": math.inf, "bf16": math.inf, "fp32": math.nan}
     cases = [
-        (Case(ALL_AXES, s, accumulation=2, precision=p, bucket_size=100), bad)
-        for s in STAGES
-        for p, bad in values.items()
+        (Case(axes, s, accumulation=2, precision=p, bucket_size=100), bad) for s in STAGES for p, bad in values.items()
     ]
     expected = [{"victim": v, "skipped": True, "same": True, "scale": 0.5} for v in victims]
     for found in run_ranks(8, overflows, cases, victims):
@@ -288,14 +302,14 @@ def launches(rank: int, case: Case) -> list[tuple[int, bool]]:
     here = build(case)
     units = here.chunks[0].units()
     log: list[tuple[int, bool]] = []
-    launch = here.state.reducer._launch
+    launch = here.state.reducer.launch
     running = [False]
 
     def spy(index: int) -> None:
         log.append((index, running[0]))
         launch(index)
 
-    here.state.reducer._launch = spy  # type: ignore[method-assign]
+    here.state.reducer.launch = spy  # type: ignore[method-assign]
     here.state.reducer.before_backward(0, True)
     running[0] = True
     for unit in units if rank == 1 else reversed(units):

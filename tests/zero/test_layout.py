@@ -45,6 +45,7 @@ def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
     assert [(e.spec.name, e.offset) for e in bucket.entries] == [("a", 0), ("b", 10), ("n", 17), ("a.b", 20)]
     assert (bucket.decayed, bucket.used, bucket.numel) == (17, 22, 24)
     assert [bucket.shard(i, 4) for i in range(4)] == [(0, 6), (6, 12), (12, 18), (18, 24)]
+    assert [bucket.owned((i, 2), (a, 2)) for i in range(2) for a in range(2)] == [bucket.shard(i, 4) for i in range(4)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 24])
@@ -109,7 +110,18 @@ def test_padding_is_in_no_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    "axes", [Axes(), Axes(dp=4), Axes(pp=2, dp=2, tp=2), Axes(pp=3, dp=3), Axes(pp=2, tp=3)], ids=str
+    "axes",
+    [
+        Axes(),
+        Axes(dp=4),
+        Axes(pp=2, dp=2, tp=2),
+        Axes(pp=3, dp=3),
+        Axes(pp=2, tp=3),
+        *(Axes(dp=4, shard_size=size) for size in (1, 2)),
+        *(Axes(pp=3, dp=3, cp=2, shard_size=size) for size in (1, 2, 3, 6)),
+        Axes(pp=2, dp=2, tp=2, shard_size=1),
+    ],
+    ids=str,
 )
 def test_every_element_is_owned_once(axes: Axes) -> None:
     """Over all ranks; replicas over tp once per tp rank, the tied embedding once although two stages hold it."""
@@ -140,9 +152,9 @@ def _fragments(rank: int, cases: list[Case]) -> list[list[tuple[str, int, int]]]
 
 
 @pytest.mark.slow
-def test_owned_fragments_are_the_fragments_of_the_rank() -> None:
+@pytest.mark.parametrize("axes", [Axes(pp=2, dp=2, tp=2), Axes(pp=2, dp=4, shard_size=2)], ids=str)
+def test_owned_fragments_are_the_fragments_of_the_rank(axes: Axes) -> None:
     """What rank 0 writes into a manifest about others is what they hold, at every ZeRO stage."""
-    axes = Axes(pp=2, dp=2, tp=2)
     for rank, stages in enumerate(run_ranks(8, _fragments, [Case(axes, stage, bucket_size=50) for stage in STAGES])):
         at = axes.coordinates(rank)
         pieces = owned_fragments(specs_of(Case(axes), at.pp, at.tp), axes, at, 50)

@@ -65,6 +65,34 @@ def test_fault_08_partial_gradients_are_summed_over_tp(axes: Axes) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(dp=4, shard_size=1),
+        Axes(dp=6, shard_size=3),
+        Axes(dp=2, cp=2, shard_size=2),
+        Axes(tp=2, dp=2, shard_size=1),
+        Axes(pp=2, dp=4, shard_size=2),
+        Axes(pp=3, dp=2, shard_size=1),
+    ],
+    ids=str,
+)
+def test_hybrid_shards(axes: Axes) -> None:
+    """State sharded over some of the replicas: two halves of a reduction, and a tied embedding across both stages.
+
+    Unused memory is poisoned, as in `test_fault_19_unused_memory_is_poisoned`.
+    """
+    shapes: list[dict[str, Any]] = [{"accumulation": 3, "poison": True}, {"virtual_stages": 2}, {"overlap": False}]
+    check(
+        axes,
+        [
+            Case(axes, stage, partial=axes.tp > 1, blocks=6, **shape)
+            for stage, shape in product(STAGES, shapes if axes.world_size < 6 else shapes[:1])
+        ],
+    )
+
+
 @pytest.mark.parametrize("axes", [Axes(), Axes(dp=2), Axes(pp=2, dp=2)], ids=str)
 def test_virtual_stages(axes: Axes) -> None:
     """At pp 1 two chunks share the embedding: gradients that arrive while another chunk is armed only accumulate."""
@@ -96,10 +124,13 @@ def test_bucket_sizes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["gloo", "late"])
-def test_fault_19_overlap_changes_no_bit(carrier: str) -> None:
+@pytest.mark.parametrize(
+    ("carrier", "axes"),
+    [("gloo", Axes(pp=2, dp=2)), ("late", Axes(pp=2, dp=2)), ("late", Axes(pp=2, dp=2, shard_size=1))],
+    ids=str,
+)
+def test_fault_19_overlap_changes_no_bit(carrier: str, axes: Axes) -> None:
     """DS#8061, #8080. Where collectives run beside the backward: gloo's own, and such as come as late as they may."""
-    axes = Axes(pp=2, dp=2)
     cases = [
         Case(axes, stage, accumulation=3, precision=precision)
         for stage, precision in product(STAGES, ("fp32", "bf16", "fp64"))

@@ -242,9 +242,8 @@ def build(case: Case, grid: ProcessGrid | None = None) -> Rank:
     A world has one grid: torch cannot make the same local groups twice on some of its ranks.
     """
     grid = grid or build_grid(case.axes)
-    for group in (grid.world, grid.tp, grid.pp, grid.replicas, grid.tied):
-        if group is not None:
-            group.traffic.clear()
+    for group in (*grid.step_groups, grid.pp, grid.replicas):
+        group.traffic.clear()
     chunks = build_chunks(case, grid.at.pp, grid.tp)
     cfg, parallel = configs(case)
     state = ModelState(chunks, grid, cfg, parallel)
