@@ -227,6 +227,48 @@ def sum_of_squares(z: Sizes) -> Case:
     )
 
 
+PARTS = 4
+"""Rows that are added up: what as many ranks have sent."""
+
+
+def blocks_of(bits: int) -> Callable[[Sizes], Case]:
+    """A flat gradient into blocks of int8 or int4; torch writes the codes of whole blocks, each in a byte."""
+
+    def case(z: Sizes) -> Case:
+        from fused_ops.quantise import BLOCK, LARGEST_CODE, packed_bytes, quantise
+
+        x = torch.randn(1, z.parameters).to(z.dtype)
+        whole = x[0, : z.parameters // BLOCK * BLOCK].view(-1, BLOCK)
+
+        def theirs() -> tuple[Tensor, Tensor]:
+            scale = whole.abs().amax(1, keepdim=True).float() / LARGEST_CODE[bits]
+            return (whole / scale).round().to(torch.int8), scale
+
+        bytes_ = x.nbytes + packed_bytes(z.parameters, bits)
+        dtype, moves = str(z.dtype).removeprefix("torch."), "the gradient read, codes and scales written"
+        shape = f"{z.parameters:,}"
+        return Case(
+            f"int{bits} blocks", shape, tuple, lambda: quantise(x, bits), theirs, bytes_, 0.0, dtype, moves=moves
+        )
+
+    return case
+
+
+def sum_of_blocks(z: Sizes) -> Case:
+    """Parts in int4 added up; torch adds up as many 16-bit parts."""
+    from fused_ops.quantise import BLOCK, code_bytes, quantise, sum_dequantised
+
+    packed, out = quantise(torch.randn(PARTS, z.parameters), 4), torch.empty(z.parameters, dtype=z.dtype)
+    plain = torch.randn(PARTS, z.parameters).to(torch.bfloat16)
+    bytes_ = PARTS * (code_bytes(z.parameters, 4) + 4 * -(-z.parameters // BLOCK)) + out.nbytes
+    dtype, moves = str(z.dtype).removeprefix("torch."), f"codes and scales of {PARTS} parts read, the sum written"
+    ours = lambda: sum_dequantised(packed, 4, out)  # noqa: E731
+    theirs = lambda: plain.sum(0, dtype=torch.float32).to(z.dtype)  # noqa: E731
+    return Case(
+        "sum of int4 blocks", f"{PARTS} x {z.parameters:,}", tuple, ours, theirs, bytes_, 0.0, dtype, moves=moves
+    )
+
+
 CASES: dict[str, Callable[[Sizes], Case]] = {
     "attention": attention,
     "attention, torch written out": attention_written_out,
@@ -242,6 +284,9 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
     "bias + dropout + residual": dropout,
     "rotary": rotary,
     "sum of squares": sum_of_squares,
+    "int8 blocks": blocks_of(8),
+    "int4 blocks": blocks_of(4),
+    "sum of int4 blocks": sum_of_blocks,
     "adam": adam,
     "adam against torch, equal work": adam_against("torch, equal work"),
     "adam against DeepSpeed": adam_against("DeepSpeed"),

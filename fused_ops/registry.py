@@ -27,6 +27,7 @@ OPS = (
     "dropout",
     "embedding",
     "cross_entropy",
+    "quantise",
 )
 MATRIX_OPS: Mapping[str, Callable[[Library, torch.dtype], str]] = MappingProxyType(
     {"attention": kernel.refusal, "weight_gradient": linear.refusal}

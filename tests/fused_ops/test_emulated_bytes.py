@@ -1,8 +1,9 @@
 """CUDA kernels move the bytes that the benchmarks count for them, no more and no less: emulated, with every access to
 memory seen (`accesses.cpp`).
 
-A matrix here is an argument with as many elements as the largest of its call. Of it every byte is counted, once for
-each launch that fetches or stores it: that sum is equal to what `bench/op_cases.py` claims. Vectors, statistics and
+A matrix here is an argument with as many elements as the largest of its call, or of bytes that are codes of one. Of it
+every byte is counted, once for each launch that fetches or stores it: that sum is equal to what `bench/op_cases.py`
+claims. Vectors, statistics and
 scratch memory are not claimed; what they may be is tested apart. What a launch accesses again, a cache serves: the
 tables below have all of it that concerns matrices.
 """
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from bench.case import BothWays, Case, Sizes
 from bench.gpu_ops import LARGE, TIMED
-from bench.op_cases import CASES
+from bench.op_cases import CASES, PARTS
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from fused_ops.native.cuda import MORE_SCRATCH, CudaLibrary
+from fused_ops.quantise import BLOCK, code_bytes, packed_bytes
 from tests.fused_ops.watched import Call, Traffic, watched_kernels, watched_sources, watching
 from tests.gpu import sanitize
 from tests.gpu.sanitize import DTYPES, Draw
@@ -44,8 +46,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> CudaLibrary:
 
 def matrices(call: Call) -> list[tuple[Tensor, Traffic]]:
     pairs = [(a, of) for a, of in zip(call.arguments, call.of, strict=True) if isinstance(a, Tensor) and of is not None]
-    largest = max(tensor.numel() for tensor, _ in pairs)
-    return [(tensor, of) for tensor, of in pairs if tensor.numel() == largest]
+    numbers = [tensor.numel() for tensor, _ in pairs if tensor.dtype != torch.uint8]
+    largest = max(numbers or [tensor.numel() for tensor, _ in pairs])
+    return [(tensor, of) for tensor, of in pairs if tensor.numel() == largest or tensor.dtype == torch.uint8]
 
 
 def moved(calls: list[Call]) -> int:
@@ -64,11 +67,17 @@ def label(z: Sizes) -> int:
     return z.tokens * z.dtype.itemsize
 
 
-AGAIN: dict[str, Callable[[Sizes], int]] = {"cross-entropy": label}
+def shared_scales(z: Sizes) -> int:
+    """The scale of a block, which 16 threads read at once."""
+    return 15 * 4 * PARTS * -(-z.parameters // BLOCK)
+
+
+AGAIN: dict[str, Callable[[Sizes], int]] = {"cross-entropy": label, "sum of int4 blocks": shared_scales}
 """Case -> what it accesses more than once; all others nothing."""
 
 ONES = tuple(name for name in TIMED if ", torch" not in name and " against " not in name)
-"""Those of the benchmark that are not another's rival only."""
+ONES += tuple(name for name in CASES if name.endswith("blocks"))
+"""Those of the benchmark that are not another's rival only, and those of messages."""
 SIZES = {
     "packs": Sizes(b=2, s=40, n=3, d=32, f=136, v=1000, parameters=10_000),
     "tails": Sizes(b=2, s=37, n=3, d=10, f=75, v=1003, parameters=10_001),
@@ -133,7 +142,18 @@ def weights(z: Sizes) -> int:
     return 2 * z.parameters
 
 
-NARROW: dict[str, Callable[[Sizes], int]] = {"cross-entropy": label, "adam": weights}
+def codes_and_scales(z: Sizes) -> int:
+    """Of parts in int4: a thread reads 8 codes' bytes at once, and 16 threads a scale."""
+    return PARTS * (code_bytes(z.parameters, 4) + 16 * 4 * -(-z.parameters // BLOCK))
+
+
+NARROW: dict[str, Callable[[Sizes], int]] = {
+    "cross-entropy": label,
+    "adam": weights,
+    "int8 blocks": lambda z: packed_bytes(z.parameters, 8),
+    "int4 blocks": lambda z: packed_bytes(z.parameters, 4),
+    "sum of int4 blocks": codes_and_scales,
+}
 """Case -> bytes of matrices that are not moved 16 at once where shapes allow it; all others none."""
 
 
@@ -183,6 +203,8 @@ TIMES = {"layer_norm": 3, "layer_norm_backward": 3, "rms_norm": 2, "rms_norm_bac
 """Function -> how often it reads a matrix whose rows are too long to be kept: unaligned ones of 4,104 elements here."""
 TWO_LAUNCHES = {"quantise_e4m3": 2, "quantise_e5m2": 2}
 """The same, where a first launch finds the scale of a 16-bit matrix."""
+SCALES = {"dequantise_int8": 2, "dequantise_int4": 2}
+"""The same, of short rows of blocks: 16 threads read a scale at once."""
 
 
 @pytest.mark.sampled(strength=1)
@@ -203,7 +225,7 @@ def test_on_odd_shapes_nothing_races_and_nothing_is_moved_twice(kernels, dtype, 
         times = max(round(of.read / tensor.nbytes) for tensor, of in matrices(call))
         if times > 1 and matrices(call)[0][0].numel() > 1:
             again[function] = max(times, again.get(function, 0))
-    assert again == (TIMES if offset else {}) | (TWO_LAUNCHES if dtype != torch.float32 else {})
+    assert again == (TIMES if offset else {}) | (TWO_LAUNCHES if dtype != torch.float32 else {}) | SCALES
 
 
 PLANTED = {

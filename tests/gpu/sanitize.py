@@ -28,6 +28,7 @@ from fused_ops.native import library
 from fused_ops.native.binding import Argument
 from fused_ops.native.cuda import CudaLibrary
 from fused_ops.norm import sum_of_squares
+from fused_ops.quantise import dequantise, quantise, sum_dequantised
 from fused_ops.rotary import apply_rotary, rotary_tables
 from fused_ops.softmax import scaled_causal_alibi_softmax
 from fused_ops.swiglu import swiglu
@@ -186,6 +187,16 @@ def copies(draw: Draw) -> None:
                 fp8.fill("input", x, fp8.empty(x, form, transposed), scale=scale)
 
 
+def blocks(draw: Draw) -> None:
+    """Of int8 and int4, with what quantisation loses and without; rows that are whole packs and others."""
+    for rows, n in ((1, 7), (3, 264), (2, 1023)):
+        x, out = draw(rows, n), draw(rows, n)
+        for bits in (8, 4):
+            packed = quantise(x, bits, draw(rows, n, dtype=torch.float32))
+            dequantise(packed, bits, out)
+            sum_dequantised(quantise(x, bits), bits, out[0])
+
+
 PARTS: tuple[Callable[[Draw], None], ...] = (
     softmax,
     norms,
@@ -197,6 +208,7 @@ PARTS: tuple[Callable[[Draw], None], ...] = (
     embeddings,
     steps,
     copies,
+    blocks,
 )
 
 
