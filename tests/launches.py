@@ -25,7 +25,7 @@ from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import Group
 from megazero.mpu.p2p import Channels, Tag
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 MESSAGES = ("hidden states", "gradients")
 
 

@@ -30,7 +30,9 @@ class CommunicationHandle:
     """What every collective and every receive returns: `wait()` makes the result valid, and may be called again."""
 
     def __init__(
-        self, work: dist.Work | SharedMemoryWork | None = None, after: Callable[[], object] | None = None
+        self,
+        work: dist.Work | SharedMemoryWork | CommunicationHandle | None = None,
+        after: Callable[[], object] | None = None,
     ) -> None:
         self._work, self._after = work, after
 
@@ -128,6 +130,28 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Communication
         _unstage(output.view(-1), total)
 
     return CommunicationHandle(work, add_up)
+
+
+def all_to_all(output: Tensor, source: Tensor, group: Group) -> CommunicationHandle:
+    """Send part i of `source` (n*k elements) to the member with group index i, for each of the n ranks.
+
+    `output` (n*k elements) gets the parts for this rank, by the sender's group index. Both are contiguous, of one
+    dtype, and lie apart.
+    """
+    if group.handle is None:
+        output.copy_(source.view(output.shape))
+        return CommunicationHandle()
+    assert output.is_contiguous() and source.is_contiguous()
+    assert output.numel() == source.numel() and source.numel() % group.size == 0
+    group.traffic["all_to_all", source.dtype] += source.nbytes
+    sent = _staged(source, group)
+    target = output if sent is source else torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    work: dist.Work | SharedMemoryWork | None
+    if exchange := _exchange(sent, group):
+        work = exchange.all_to_all(target, sent)
+    else:
+        work = dist.all_to_all_single(target.view(-1), sent.view(-1), group=group.handle, async_op=True)
+    return CommunicationHandle(work, None if target is output else lambda: _unstage(output, target))
 
 
 def broadcast(tensor: Tensor, group: Group, source_index: int = 0) -> CommunicationHandle:

@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fused_ops.native.library import Library
 from megazero.mpu.shared_memory import FOLDED, POSTED, SLOT, SLOTS, TAKEN, SharedMemory
-from megazero.mpu.transfers import SUFFIXES, AllGather, AllReduce, Broadcast, Members, ReduceScatter, Transfer
+from megazero.mpu.transfers import SUFFIXES, AllGather, AllReduce, AllToAll, Broadcast, Members, ReduceScatter, Transfer
 
 
 class SharedMemoryWork:
@@ -52,8 +53,11 @@ class Exchange:
         self._launched = 0
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether tensors of this device and dtype can be exchanged. The answer is the same on all ranks."""
-        return not tensor.is_cuda and tensor.dtype in SUFFIXES
+        """Whether tensors of this device and dtype can be exchanged. The answer is the same on all ranks.
+
+        Those of uint8 are copied only: nobody sums them.
+        """
+        return not tensor.is_cuda and (tensor.dtype in SUFFIXES or tensor.dtype == torch.uint8)
 
     def all_reduce(self, tensor: Tensor, op: str) -> SharedMemoryWork:
         """See `collectives.all_reduce`."""
@@ -72,6 +76,14 @@ class Exchange:
         columns = output.detach().view(self._memory.size, -1).split(width, dim=1)
         pieces = piece.detach().view(-1).split(width)
         return self._launch([AllGather(*pair, self._memory.index) for pair in zip(columns, pieces, strict=True)])
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> SharedMemoryWork:
+        """See `collectives.all_to_all`."""
+        parts, width = (self._memory.size, -1), self._width(source)
+        pairs = zip(
+            output.detach().view(parts).split(width, 1), source.detach().view(parts).split(width, 1), strict=True
+        )
+        return self._launch([AllToAll(received, sent, self._memory.index) for received, sent in pairs])
 
     def broadcast(self, tensor: Tensor, source_index: int) -> SharedMemoryWork:
         """See `collectives.broadcast`."""

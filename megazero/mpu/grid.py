@@ -36,8 +36,8 @@ class Group:
     handle    torch's process group; None in a group of one, whose collectives do nothing
     exchange  collectives through shared memory; None where the members are on several hosts, where the backend takes
               device tensors, and where shared memory is off or cannot be had
-    traffic   bytes by (operation, dtype): a reduce-scatter's input, an all-gather's output, twice an all-reduce's
-              tensor, the tensor of a broadcast, a send or a receive
+    traffic   bytes by (operation, dtype): a reduce-scatter's or an all-to-all's input, an all-gather's output, twice
+              an all-reduce's tensor, the tensor of a broadcast, a send or a receive
     """
 
     ranks: tuple[int, ...]

@@ -46,6 +46,13 @@ def _as(slot: Tensor, like: Tensor) -> Tensor:
     return slot[: like.nbytes].view(like.dtype).view(like.shape)
 
 
+def _put_for_others(slots: Tensor, columns: Tensor, index: int) -> None:
+    """Write all rows of columns [members, n] but member `index`'s own into the slot of this member."""
+    mine = _as(slots[index], columns)
+    mine[:index].copy_(columns[:index])
+    mine[index + 1 :].copy_(columns[index + 1 :])
+
+
 @dataclass(frozen=True)
 class Members:
     """The number of members, this rank's index among them, and the kernels that combine their tensors."""
@@ -103,10 +110,7 @@ class ReduceScatter(Transfer):
         self.output, self.columns, self.members, self.bytes = output, columns, members, columns.nbytes
 
     def put(self, slots: Tensor) -> None:
-        index = self.members.index
-        mine = _as(slots[index], self.columns)
-        mine[:index].copy_(self.columns[:index])
-        mine[index + 1 :].copy_(self.columns[index + 1 :])
+        _put_for_others(slots, self.columns, self.members.index)
 
     def take(self, slots: Tensor) -> None:
         index = self.members.index
@@ -129,6 +133,21 @@ class AllGather(Transfer):
             source = self.piece if member == self.index else _as(slots[member], self.piece)
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
+
+
+class AllToAll(Transfer):
+    """Exchange one chunk. source, output [members, n]: n columns of what goes to and what comes from each member."""
+
+    def __init__(self, output: Tensor, source: Tensor, index: int) -> None:
+        self.output, self.source, self.index, self.bytes = output, source, index, source.nbytes
+
+    def put(self, slots: Tensor) -> None:
+        _put_for_others(slots, self.source, self.index)
+
+    def take(self, slots: Tensor) -> None:
+        for member, target in enumerate(self.output):
+            own = member == self.index
+            target.copy_(self.source[member] if own else _as(slots[member], self.source)[self.index])
 
 
 class Broadcast(Transfer):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.axes import Axes
-from megazero.mpu.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from megazero.mpu.collectives import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
 from megazero.mpu.grid import build_grid, single_rank_group
 from tests.ranks import run_ranks
 
@@ -73,15 +73,36 @@ def test_values_and_bytes(size, dtype):
 
 def test_a_group_of_one_copies_and_sends_nothing():
     group, source = single_rank_group(), torch.arange(4.0)
-    for collective in (all_gather, reduce_scatter):
+    for collective in (all_gather, reduce_scatter, all_to_all):
         target = torch.zeros(4)
         collective(target, source, group).wait()
         assert torch.equal(target, source)
-        collective(source, source, group).wait()
+        if collective is not all_to_all:
+            collective(source, source, group).wait()
     all_reduce(source, group, "max").wait()
     broadcast(source, group).wait()
     barrier(group)
     assert not group.traffic
+
+
+def exchanged(rank: int, size: int, dtype: torch.dtype, n: int, shared: bool) -> tuple[Tensor, Counter]:
+    group = build_grid(Axes(tp=size), shared_memory=shared).tp
+    assert (group.exchange is not None) == shared
+    source, output = mine(rank, n * size, dtype), torch.full((n * size,), 99, dtype=dtype)
+    all_to_all(output, source, group).wait()
+    assert torch.equal(source, mine(rank, n * size, dtype))
+    return output, group.traffic
+
+
+@pytest.mark.parametrize(("shared", "n"), [(True, 1), (True, 700_001), (False, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all_sends_each_part_to_its_rank(size, dtype, n, shared):
+    """Also more than the slots of the shared memory hold."""
+    for rank, (output, traffic) in enumerate(run_ranks(size, exchanged, size, dtype, n, shared)):
+        wanted = [mine(other, n * size, dtype)[rank * n : rank * n + n] for other in range(size)]
+        assert torch.equal(output, torch.cat(wanted))
+        assert traffic == {("all_to_all", dtype): n * size * dtype.itemsize}
 
 
 def two_at_once(rank: int) -> tuple[Tensor, Tensor]:

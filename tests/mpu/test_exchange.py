@@ -20,7 +20,15 @@ from torch import Tensor
 
 from megazero.mpu import shared_memory
 from megazero.mpu.axes import Axes
-from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from megazero.mpu.collectives import (
+    CommunicationHandle,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
 from megazero.mpu.grid import Group, build_grid
 from megazero.mpu.shared_memory import SLOT, SLOTS, PeerError
 from tests.ranks import run_ranks
@@ -80,9 +88,14 @@ def launched(kind: str, seed: int, group: Group, numel: int) -> Case:
             lambda: whole,
             torch.cat([drawn(seed, rank, part) for rank in range(size)]),
         )
-    source = seed % size
+    if kind == "all_to_all":
+        source, output = drawn(seed, index, size * part), torch.full((size * part,), 99.0)
+        mine = slice(index * part, (index + 1) * part)
+        wanted = torch.cat([drawn(seed, rank, size * part)[mine] for rank in range(size)])
+        return all_to_all(output, source, group), lambda: output, wanted
+    root = seed % size
     tensor = drawn(seed, index, numel)
-    return broadcast(tensor, group, source), lambda: tensor, drawn(seed, source, numel)
+    return broadcast(tensor, group, root), lambda: tensor, drawn(seed, root, numel)
 
 
 def many(rank: int, size: int, seed: int, jitter: bool) -> int:
@@ -91,7 +104,7 @@ def many(rank: int, size: int, seed: int, jitter: bool) -> int:
     cases: list[Case] = []
     done = 0
     for number in range(60):
-        kind = draw.choice(["all_reduce", "max", "reduce_scatter", "all_gather", "broadcast"])
+        kind = draw.choice(["all_reduce", "max", "reduce_scatter", "all_gather", "all_to_all", "broadcast"])
         numel = draw.choice([1, 2, 7, 1000, 5000, 70_001, LARGEST // 4 if number % 20 == 7 else 333_333])
         cases.append(launched(kind, seed * 100 + number, group, numel))
         if jitter:

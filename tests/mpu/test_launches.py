@@ -201,13 +201,13 @@ def launches(trace: Trace) -> list[Launch]:
 # --- nothing is launched unseen --------------------------------------------------------------------------------------
 
 LAUNCHES = {
-    *(*COLLECTIVES, "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *(*COLLECTIVES, "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
     *("reduce", "gather", "scatter", "all_gather_object", "broadcast_object_list", "all_gather_into_tensor"),
     *("reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single", "monitored_barrier"),
 }
 OUTSIDE = {
     # What is recorded; before the functions are the names that older versions of torch have for two of them.
-    "megazero/mpu/collectives.py": ["", "", "all_reduce", "barrier", "broadcast", "reduce_scatter"],
+    "megazero/mpu/collectives.py": ["", "", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"],
     # What is recorded, and the first message of a channel.
     "megazero/mpu/p2p.py": ["Channels"] * 4,
     # When a group of gloo is made.
