@@ -1,0 +1,249 @@
+"""What the layers of a model save and make: the rows that each appends to a tape.
+
+They are those of the compiled kernels, on a CPU or on CUDA. The plain torch bodies save the same, except `relu`, which
+then saves its output only; what exists only within them (wider copies, blocks of rows) is not in the rows. Memory that
+matrix libraries take for themselves, cuBLAS's workspace and oneDNN's scratch, is not either.
+
+Shapes as in docs/architecture.md; N = s b tokens, of which a rank has N/t outside the tensor-parallel regions under
+sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megazero.config.fp8 import MULTIPLE
+from megazero.plan.tape import NEW, PASS, SHARED, VIEW, Buffer, Tape
+
+KEY = 8
+"""Bytes of an int64: a key of a row's dropout, a token's id, a label."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of one rank's layers.
+
+    tokens      N, of a micro-batch
+    local       of them, those of this rank outside the tensor-parallel regions
+    tp          number of tensor-parallel ranks
+    item        bytes of an element of activations and parameters
+    wide        bytes of an element of sums and statistics: 4, or 8 in fp64
+    sequence_parallel  whether activations outside the tensor-parallel regions are cut along s
+    """
+
+    tokens: int
+    local: int
+    tp: int
+    item: int
+    wide: int
+    sequence_parallel: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a column-parallel layer gathers its input."""
+        return self.sequence_parallel and self.tp > 1
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer, or two of one input, on one rank.
+
+    n, k     outputs and inputs
+    bias     whether it has one
+    trained  whether its weight is trained
+    fp8      whether it runs in FP8
+    """
+
+    n: int
+    k: int
+    bias: bool
+    trained: bool
+    fp8: bool = False
+
+
+@dataclass(frozen=True)
+class LowRankPair:
+    """The adapter of a linear layer with n outputs and k inputs on one rank.
+
+    rank    r
+    p       dropout of its input
+    slices  of a row-parallel layer with dropout: keys of a token; None: one, of a column-parallel layer
+    """
+
+    n: int
+    k: int
+    rank: int
+    p: float = 0.0
+    slices: int | None = None
+
+    @property
+    def first(self) -> Product:
+        return Product(self.rank, self.k, bias=False, trained=True)
+
+    @property
+    def second(self) -> Product:
+        return Product(self.n, self.rank, bias=False, trained=True)
+
+
+def norm(tape: Tape, w: Widths, x: Buffer, hidden: int, *, centred: bool, trained: bool, rows: int) -> Buffer:
+    """LayerNorm (centred) or RMSNorm: saves its input and one or two statistics of each row."""
+    return _norm(tape, w, (x,), (Buffer(rows * hidden * w.item),), x, hidden, centred, trained, rows)
+
+
+def norm_of_sum(
+    tape: Tape, w: Widths, x: Buffer, residual: Buffer, hidden: int, *, centred: bool, trained: bool
+) -> tuple[Buffer, Buffer]:
+    """(x + residual, its normalisation). Saves the sum and its statistics; both inputs have one gradient."""
+    total, y = Buffer(x.nbytes), Buffer(x.nbytes)
+    _norm(tape, w, (x, residual), (y, total), total, hidden, centred, trained, w.local)
+    return total, y
+
+
+def _norm(
+    tape: Tape,
+    w: Widths,
+    reads: tuple[Buffer, ...],
+    makes: tuple[Buffer, ...],
+    saved: Buffer,
+    hidden: int,
+    centred: bool,
+    trained: bool,
+    rows: int,
+) -> Buffer:
+    vectors = 2 if centred else 1
+    rounded = vectors * hidden * w.item if w.item < w.wide else 0
+    statistics = Buffer(vectors * rows * w.wide)
+    return tape.op(
+        reads,
+        makes,
+        saves=(saved, statistics),
+        gradient=SHARED,
+        back=vectors * hidden * w.wide + rounded,
+        trained=trained,
+        vectors=(rounded or vectors * hidden * w.wide) if trained else 0,
+    )
+
+
+def column(tape: Tape, w: Widths, x: Buffer, layer: Product) -> Buffer:
+    """A column-parallel layer: [N or N/t, k] -> [N, n]."""
+    make = _fp8_product if layer.fp8 else _product
+    return make(tape, w, x, layer, rows=w.local, gathers=w.gathers)
+
+
+def column_adapter(tape: Tape, w: Widths, x: Buffer, y: Buffer, pair: LowRankPair) -> Buffer:
+    """y plus the adapter's output for a column-parallel layer's input x."""
+    with tape.holding(x, y):
+        low = _product(tape, w, _dropped(tape, x, pair, w.local), pair.first, rows=w.local, gathers=False)
+        up = _product(tape, w, _scaled(tape, low), pair.second, rows=w.local, gathers=w.gathers)
+        return added(tape, up, y)
+
+
+def row(tape: Tape, w: Widths, x: Buffer, layer: Product) -> Buffer:
+    """A row-parallel layer: [N, k] -> [N or N/t, n]. The bias follows the sum over tp."""
+    make = _fp8_product if layer.fp8 else _product
+    alone = replace(layer, bias=layer.bias and w.tp == 1)
+    y = _summed(tape, w, make(tape, w, x, alone, rows=w.tokens, gathers=False), layer.n)
+    if layer.bias and w.tp > 1:
+        y = tape.op((y,), y.nbytes, gradient=PASS, trained=layer.trained, back=layer.n * w.wide, holds=layer.trained)
+    return y
+
+
+def row_adapter(tape: Tape, w: Widths, x: Buffer, y: Buffer, pair: LowRankPair) -> Buffer:
+    """y plus the adapter's output for a row-parallel layer's input x."""
+    with tape.holding(x, y):
+        low = _product(tape, w, _dropped(tape, x, pair, w.tokens), pair.first, rows=w.tokens, gathers=False)
+        low = _scaled(tape, _summed(tape, w, low, pair.rank))
+        up = _product(tape, w, low, pair.second, rows=w.local, gathers=False)
+        return added(tape, up, y)
+
+
+def _product(tape: Tape, w: Widths, x: Buffer, layer: Product, *, rows: int, gathers: bool) -> Buffer:
+    """A product: saves its input if its weight is trained. Its whole input exists within it if it is gathered."""
+    whole = w.tokens if gathers else rows
+    gathered = whole * layer.k * w.item if gathers else 0
+    late = Buffer(gathered) if gathers else x
+    return tape.op(
+        (x,),
+        whole * layer.n * w.item,
+        saves=(x,) if layer.trained else (),
+        work=gathered,
+        # Within backward: the input and the gradient of it as a whole, beside this rank's part of that.
+        back=(gathered * (2 if layer.trained else 1)) or (layer.n * w.wide if layer.bias and layer.trained else 0),
+        trained=layer.trained,
+        late=(late,) if layer.trained else (),
+        holds=layer.trained,
+    )
+
+
+def _fp8_product(tape: Tape, w: Widths, x: Buffer, layer: Product, *, rows: int, gathers: bool) -> Buffer:
+    """An FP8 product: saves the FP8 copy of its input, one byte an element; all of it if the tokens are no multiple
+    of 16. In a split backward the FP8 copy of its output's gradient waits, transposed.
+    """
+    whole = w.tokens if gathers else rows
+    narrow = whole % MULTIPLE == 0
+    copy = Buffer(rows * layer.k)
+    kept = (copy if narrow else x,) if layer.trained else ()
+    transposed = narrow and layer.trained
+    values = rows * layer.k * (1 + (transposed and not gathers)) + (whole * layer.k if gathers else 0)
+    of_gradient = Buffer(whole * layer.n)
+    late: tuple[Buffer, ...] = ()
+    if layer.trained:
+        late = (Buffer(whole * layer.k) if gathers else copy, of_gradient) if narrow else (x,)
+    return tape.op(
+        (x,),
+        whole * layer.n * w.item,
+        saves=(*kept, Buffer(4)),  # and 1 / scale
+        work=values - (copy.nbytes if copy in kept else 0),
+        back=whole * layer.n * (1 + transposed) + (2 * whole * layer.k if gathers else 0),
+        trained=layer.trained,
+        late=late,
+        holds=layer.trained and not narrow,
+        vectors=8 * transposed + layer.n * w.wide * (layer.bias and layer.trained),
+    )
+
+
+def _summed(tape: Tape, w: Widths, y: Buffer, width: int) -> Buffer:
+    """The sum over tp of [N, width]: a tensor of its own, under sequence parallelism this rank's part."""
+    return y if w.tp == 1 else tape.op((y,), w.local * width * w.item, gradient=SHARED if w.gathers else PASS)
+
+
+def _scaled(tape: Tape, x: Buffer) -> Buffer:
+    """x times a number, which autograd keeps in fp64."""
+    return tape.op((x,), x.nbytes, saves=(Buffer(8),))
+
+
+def _dropped(tape: Tape, x: Buffer, pair: LowRankPair, rows: int) -> Buffer:
+    if pair.p == 0.0:
+        return x
+    # A row-parallel layer's input is dropped slice by slice, which a view shows.
+    keys = Buffer(rows * (pair.slices or 1) * KEY)
+    return tape.op((x,), x.nbytes, saves=(keys,), gradient=NEW if pair.slices is None else VIEW)
+
+
+def dropout(tape: Tape, x: Buffer, keys: int, residual: Buffer | None = None) -> Buffer:
+    """Dropout of x, and a residual added: saves a key for each row."""
+    made = Buffer(keys * KEY)
+    reads = (x,) if residual is None else (x, residual)
+    return tape.op(reads, x.nbytes, saves=(made,), gradient=(NEW, PASS)[: len(reads)])
+
+
+def added(tape: Tape, x: Buffer, residual: Buffer) -> Buffer:
+    """x + residual: saves nothing, and hands its gradient on to both."""
+    return tape.op((x, residual), x.nbytes, gradient=PASS)
+
+
+def activated(tape: Tape, x: Buffer) -> Buffer:
+    """gelu, gelu-tanh or relu: saves its input."""
+    return tape.op((x,), x.nbytes, saves=(x,))
+
+
+def halves(tape: Tape, both: Buffer) -> tuple[Buffer, Buffer]:
+    """Gate and up of one product, as views. Their gradients are joined by a copy."""
+    gate, up = (Buffer(both.nbytes // 2, base=both) for _ in range(2))
+    tape.op((both,), (gate, up))
+    return gate, up
+
+
+def gated(tape: Tape, gate: Buffer, up: Buffer) -> Buffer:
+    """silu(gate) * up: saves both."""
+    return tape.op((gate, up), gate.nbytes, saves=(gate, up))
